@@ -1,0 +1,60 @@
+"""Plain torch: the oracle of every fast path, with the same signatures, in any float dtype.
+
+Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered columns, V vocabulary, D hidden.
+"""
+
+import torch
+from torch import Tensor
+
+# A finite stand-in for log(0): logaddexp(-inf, -inf) has no gradient, and exp of this is 0 all the same.
+LOG_ZERO = -1.0e30
+
+
+def linear_lse_gather(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of every row of `hidden @ weight.T`, and the logits at `index`.
+
+    Returns lse [M] and logits [M, K]. Keeps the whole [M, V] product: use it as an oracle only.
+    """
+    logits_MV = hidden_MD @ weight_VD.T
+    return logits_MV.logsumexp(dim=1), logits_MV.gather(1, index_MK)
+
+
+def prefix_lattice(
+    log_emit_NTU: Tensor,
+    log_stay_NTU: Tensor,
+    log_blank_NTS: Tensor,
+    repeat_NU: Tensor,
+    slot_lengths_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Prefix and end log-probabilities of one label sequence per anchor (docs/method.md, "The lattice").
+
+    log_emit[n, t, k]   log p_t(y_{k+1} | y_k): slot t starts label k+1 (0-based column k)
+    log_stay[n, t, k]   log p_t(y_{k+1} | y_{k+1}): slot t repeats it
+    log_blank[n, t, s]  log p_t(blank | y_s), s = 0..U (s = 0: nothing collapsed yet)
+    repeat[n, k]        y_{k+1} == y_k: only a blank in between makes a new token
+
+    Without a transition emit and stay are the same tensor and log_blank does not depend on s.
+    Returns log_psi [N, U], the probability that the collapsed output starts with y_1..y_k, and
+    log_end [N, U + 1], that it is exactly y_1..y_s. Impossible values are LOG_ZERO or below.
+    Graves et al. 2006, and Graves 2008 (prefix search), section 7.5.
+    """
+    N, T, U = log_emit_NTU.shape
+    log_pb = log_emit_NTU.new_full((N, U + 1), LOG_ZERO)
+    log_pb[:, 0] = 0.0
+    log_pn = log_emit_NTU.new_full((N, U + 1), LOG_ZERO)
+    starts = []
+    for t in range(T):
+        log_phi = torch.logaddexp(log_pb[:, :U], log_pn[:, :U].masked_fill(repeat_NU, LOG_ZERO))
+        start = log_phi + log_emit_NTU[:, t]
+        next_pn = torch.logaddexp(log_pn[:, 1:] + log_stay_NTU[:, t], start)
+        next_pn = torch.cat([torch.full_like(log_pn[:, :1], LOG_ZERO), next_pn], dim=1)
+        next_pb = torch.logaddexp(log_pb, log_pn) + log_blank_NTS[:, t]
+        if slot_lengths_N is not None:
+            active_N1 = (t < slot_lengths_N).unsqueeze(1)
+            start = start.masked_fill(~active_N1, LOG_ZERO)
+            next_pn = torch.where(active_N1, next_pn, log_pn)
+            next_pb = torch.where(active_N1, next_pb, log_pb)
+        log_pn, log_pb = next_pn, next_pb
+        starts.append(start)
+    log_psi = torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]
+    return log_psi, torch.logaddexp(log_pb, log_pn)
