@@ -1,7 +1,7 @@
 """A conversation template: what it draws, what it says, and to which split a drawn item belongs.
 
 Texts are format strings. `[now|please]` picks one alternative, `{thing}` fills a slot, `{thing!a}` puts
-the article before it, `{name!c}` capitalises it and `{thing!p}` makes a plural.
+the article before it, `{thing!A}` a capital one, `{thing!c}` capitalises it, `{thing!p}` makes a plural.
 """
 
 import hashlib
@@ -104,8 +104,9 @@ class _Formatter(string.Formatter):
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         if conversion == "a":
             return article(value)
-        if conversion == "c":
-            return value[:1].upper() + value[1:]
+        if conversion in ("A", "c"):
+            text = article(value) if conversion == "A" else value
+            return text[:1].upper() + text[1:]
         if conversion == "p":
             return plural(value)
         return super().convert_field(value, conversion)  # type: ignore[arg-type]
