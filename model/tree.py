@@ -7,10 +7,9 @@ largest expected number of accepted tokens under the head's own beliefs. Best-fi
 from dataclasses import dataclass
 
 import numpy as np
+from ctcdraft.model.lattice import Lattice
 from numba import njit
 from numpy.typing import NDArray
-
-from ctcdraft.model.lattice import Lattice
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ class Tree:
         return list(_walk(self.tokens, self.parents, targets))
 
 
-EMPTY = Tree(
-    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
-)
+EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 def search(
@@ -103,7 +100,6 @@ def _search(emission, blank, merge, is_leaf, nodes, max_depth, chain):  # noqa: 
     pb[0, 0] = 1.0
     for t in range(T):
         pb[0, t + 1] = pb[0, t] * blank[t, 0]
-    phi = np.zeros((C, T), np.float32)
     candidates = np.empty(nodes, np.int64)
     parents = np.empty(nodes, np.int64)
     depths = np.empty(nodes, np.int64)

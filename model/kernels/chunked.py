@@ -19,8 +19,7 @@ def forward(
     hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns lse [M], logits [M, K] (float32 or wider) and, if asked, d lse / d hidden [M, D]."""
-    M, D = hidden_MD.shape
-    V, K = weight_VD.shape[0], index_MK.shape[1]
+    M, V, K = hidden_MD.shape[0], weight_VD.shape[0], index_MK.shape[1]
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     lse_M = hidden_MD.new_empty(M, dtype=wide)
     logits_MK = hidden_MD.new_empty(M, K, dtype=wide)

@@ -1,6 +1,4 @@
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +7,6 @@ from ctcdraft.model.kernels import linear_lse_gather
 from ctcdraft.model.objective import anchor_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-import oracle
 
 D, V = 3, 3
 
@@ -52,7 +47,14 @@ def test_loss_and_gradients_equal_brute_force_over_all_alignments(
     states, weight, blank, labels = problem(T, labels, seed)
     lengths = torch.tensor([labels.shape[1]])
     got = anchor_losses(
-        states, weight, blank, labels, lengths, objective=objective, decay=decay, implementation=implementation
+        states,
+        weight,
+        blank,
+        labels,
+        lengths,
+        objective=objective,
+        decay=decay,
+        implementation=implementation,
     )
     want = brute_loss(states, weight, blank, labels, objective, decay)
     assert bool(got.feasible_N[0]) == (want is not None)
@@ -137,9 +139,7 @@ def test_what_lies_past_a_length_has_no_effect(objective):
     dirty_states[0, 4] = 77.0
     dirty = anchor_losses(dirty_states, weight, blank, labels, lengths, **kwargs)
     assert torch.equal(clean.loss_N, dirty.loss_N)
-    short = anchor_losses(
-        states[:, :4], weight, blank[:, :4], labels[:, :2], lengths, objective=objective
-    )
+    short = anchor_losses(states[:, :4], weight, blank[:, :4], labels[:, :2], lengths, objective=objective)
     assert torch.allclose(clean.loss_N, short.loss_N, atol=1e-12)
 
 
@@ -167,7 +167,12 @@ def test_cross_entropy_is_weighted_log_softmax():
 def test_huge_logits_and_no_anchors_stay_finite():
     states, weight, blank, labels = problem(4, [0, 1])
     out = anchor_losses(
-        states.detach().float() * 1e4, weight.float(), blank.float(), labels, torch.tensor([2]), objective="ctc"
+        states.detach().float() * 1e4,
+        weight.float(),
+        blank.float(),
+        labels,
+        torch.tensor([2]),
+        objective="ctc",
     )
     assert math.isfinite(out.loss_N.item())
     none = anchor_losses(

@@ -1,15 +1,10 @@
-import sys
-from pathlib import Path
-
 import numpy as np
+import oracle
 import torch
 from ctcdraft.model.lattice import Lattice, lattice_from_logits
 from ctcdraft.model.tree import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-import oracle
 
 
 def random_lattice(T, V, seed, merge=True, sharpness=1.5):
@@ -128,7 +123,9 @@ def test_walk_follows_the_targets_and_ancestors_see_only_their_path():
         targets = rng.integers(0, 3, len(tree) + 1)
         at, want = -1, []
         while True:
-            child = [i for i in range(len(tree)) if tree.parents[i] == at and tree.tokens[i] == targets[at + 1]]
+            child = [
+                i for i in range(len(tree)) if tree.parents[i] == at and tree.tokens[i] == targets[at + 1]
+            ]
             if not child:
                 break
             at = child[0]

@@ -1,0 +1,201 @@
+"""The frozen base LLM: any causal LM of transformers, reached through its public accessors."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import logging as hf_logging
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: "
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A causal LM in eval mode that requires no gradient, with its tokenizer.
+
+    `plain_template` says that the tokenizer had no chat template and got PLAIN_TEMPLATE.
+    """
+
+    model: Any
+    tokenizer: Any
+    path: str
+    eos_ids: tuple[int, ...]
+    context_length: int
+    plain_template: bool
+
+    @property
+    def hidden_size(self) -> int:
+        return self.lm_weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_weight.shape[0]
+
+    @property
+    def lm_weight(self) -> Tensor:
+        """The LM head [V, D]."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_weight.dtype
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings, as the base's first layer gets them: [..., D]."""
+        return self.model.get_input_embeddings()(ids)
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        ids_BL: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L."""
+        out = self.model.get_decoder()(
+            input_ids=ids_BL,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return out.last_hidden_state
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The base's next-token logits [..., V] from its final hidden states."""
+        logits = self.model.get_output_embeddings()(hidden)
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def identity(self) -> dict[str, str]:
+        """What a head is bound to: short hashes of the config, the tokenizer and the LM head."""
+        config = self.model.config.to_dict()
+        for volatile in ("transformers_version", "_name_or_path", "dtype", "use_cache"):
+            config.pop(volatile, None)
+        weight = self.lm_weight.detach().cpu().contiguous()
+        return {
+            "name": self.name,
+            "config": _short_hash(json.dumps(config, sort_keys=True, default=str).encode()),
+            "tokenizer": _short_hash(_tokenizer_bytes(self.tokenizer)),
+            "lm_head": _short_hash(weight.to(torch.bfloat16).view(torch.uint8).numpy().data),
+        }
+
+
+def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
+    """Load a frozen base and its tokenizer from a local folder or the Hub.
+
+    Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
+    makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {tuple(DTYPES)}")
+    if device == "auto":
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    folder = Path(path).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ValueError(f"base.path={path}: no such folder")
+    source = str(folder) if folder.is_dir() else path
+    with _quiet_transformers():
+        try:
+            AutoConfig.from_pretrained(source)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except Exception as error:  # whatever a broken folder makes transformers raise
+            reason = str(error).strip().split("\n")[0][:200]
+            raise ValueError(f"base.path={path}: not a causal LM with a tokenizer ({reason})") from error
+    model = model.to(device).eval().requires_grad_(False)
+    plain = tokenizer.chat_template is None
+    if plain:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), _context_length(model), plain)
+    _check_logits(base)
+    return base
+
+
+def warn_if_plain(base: Base) -> None:
+    """The one warning that a base without a chat template gets, where chat is rendered with it."""
+    if base.plain_template:
+        warnings.warn(
+            f"{base.name} has no chat template: conversations are written as 'User: ... Assistant: ...'",
+            stacklevel=2,
+        )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    ids = model.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [ids]
+    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+
+
+def _context_length(model: Any) -> int:
+    """Positions that may be used. Tree masks know no sliding window, so a window caps the context."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    longest = config.max_position_embeddings
+    return min(longest, window) if window and slides else longest
+
+
+@torch.no_grad()
+def _check_logits(base: Base) -> None:
+    ids = torch.arange(min(8, base.vocab_size), device=base.device).unsqueeze(0)
+    want = base.model(input_ids=ids).logits.float()
+    got = base.logits(base.hidden(ids)).float()
+    if not torch.allclose(got, want, atol=1e-3, rtol=1e-3):
+        raise ValueError(
+            f"base.path={base.path}: {type(base.model).__name__} changes its logits after the LM head in a "
+            "way that ctcdraft does not know; its drafts could not be verified exactly"
+        )
+
+
+def _tokenizer_bytes(tokenizer: Any) -> bytes:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("padding", None)  # set by whoever pads a batch: no part of who the tokenizer is
+        state.pop("truncation", None)
+        return json.dumps(state, sort_keys=True).encode()
+    return json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+
+
+def _short_hash(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        hf_logging.enable_progress_bar()

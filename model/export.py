@@ -1,0 +1,138 @@
+"""A trained head as a folder: config.json, model.safetensors, README.md; bound to its base by hashes."""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from ctcdraft.model.base import Base
+from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+FORMAT = 1
+CARD = """---
+library_name: ctcdraft
+base_model: {base}
+tags: [speculative-decoding, ctc]
+---
+# Draft head `{kind}` for {base}
+
+Drafts for lossless speculative decoding with [ctcdraft]: the output is the base model's own, token for token.
+
+| | |
+|---|---|
+| base | {base} (config {config}, tokenizer {tokenizer}, LM head {lm_head}) |
+| head | {kind}, {slots} slots, {parameters:,} parameters |
+| objective | {objective} |
+| trained | {step} steps, {tokens:,} tokens |
+| simulated tokens per step | {simulated:.2f} on held-out sequences of its training data |
+
+```python
+from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
+base = load_base("<path of {base}>")
+decoder = Decoder(base, load_head("<this folder>", base), DraftConfig(nodes=64))
+print(decoder.generate(base.tokenizer("Once upon a time").input_ids, max_new_tokens=64))
+```
+"""
+
+
+def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) -> None:
+    """Write the head's folder; an older one is replaced whole, a crash leaves the older one.
+
+    `training` (objective, step, tokens, simulated) goes into config.json and the model card.
+    """
+    state = {name: p.detach().cpu().contiguous() for name, p in head.state_dict().items()}
+    blob = save(state, metadata={"format": "pt"})
+    identity = base.identity()
+    config = {
+        "format": FORMAT,
+        "head": asdict(head.config),
+        "hidden_size": head.hidden_size,
+        "base": identity,
+        "training": training,
+        "sha256": hashlib.sha256(blob).hexdigest(),
+    }
+    card = CARD.format(
+        kind=head.config.kind,
+        slots=head.config.slots,
+        parameters=parameters_of(head),
+        base=identity["name"],
+        **{key: identity[key] for key in ("config", "tokenizer", "lm_head")},
+        **{key: training[key] for key in ("objective", "step", "tokens", "simulated")},
+    )
+    fresh = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    (fresh / "model.safetensors").write_bytes(blob)
+    (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (fresh / "README.md").write_text(card)
+    replace_folder(fresh, folder)
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder`."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_head(folder: str | Path, base: Base) -> Head:
+    """The exported head, in eval mode, on the base's device and in its own dtype.
+
+    Raises ValueError, in one sentence, when the folder is no exported head, is damaged, or was trained on
+    another base (config, tokenizer or LM head differ).
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    blob = _read(folder / "model.safetensors")
+    if hashlib.sha256(blob).hexdigest() != config["sha256"]:
+        raise ValueError(f"{folder}/model.safetensors is damaged (checksum differs): export the head again")
+    identity = base.identity()
+    differing = [key for key in ("config", "tokenizer", "lm_head") if identity[key] != config["base"][key]]
+    if differing:
+        raise ValueError(
+            f"the head in {folder} was trained on {config['base']['name']} and cannot draft for "
+            f"{identity['name']}: their {', '.join(differing)} differ"
+        )
+    try:
+        state = load(blob)
+        head = build_head(HeadConfig(**config["head"]), config["hidden_size"])
+        head.load_state_dict(state)
+    except (SafetensorError, RuntimeError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
+    dtype = next(iter(state.values())).dtype
+    return (
+        head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of an exported head. Raises ValueError when it is missing, damaged or of another kind."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; train a head first, or give head.path")
+    try:
+        config = json.loads(_read(folder / "config.json"))
+        known = {f.name for f in fields(HeadConfig)}
+        good = config["format"] == FORMAT and set(config["head"]) <= known and len(config["sha256"]) == 64
+        good = good and isinstance(config["hidden_size"], int)
+        good = good and {"name", "config", "tokenizer", "lm_head"} <= set(config["base"])
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good:
+        raise ValueError(f"{folder}/config.json is not that of an exported head: export it again")
+    return config
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; the folder is not an exported head")
+    return path.read_bytes()

@@ -1,0 +1,159 @@
+"""The draft heads: `ctc`, and its controls `parallel` and `medusa`, behind one interface.
+
+At position t the base has produced hidden state h_t and the root x_{t+1}; a head fills T slots from which
+a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positions, N anchors, T slots,
+D hidden size of the base, W width of the context encoder.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from ctcdraft.model.base import Base
+from ctcdraft.model.lattice import Lattice, lattice_from_logits
+from ctcdraft.model.layers import Block, KeyValues
+from torch import Tensor, nn
+
+KINDS = ("ctc", "parallel", "medusa")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots."""
+
+    kind: str = "ctc"
+    slots: int = 8
+    width: int = 128
+    heads: int = 4
+    layers: int = 1
+    mixer_width: int = 64
+    mixer_heads: int = 4
+    mixer_layers: int = 1
+
+
+class Slots(NamedTuple):
+    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None."""
+
+    states_NTD: Tensor
+    blank_NT: Tensor | None
+
+
+@dataclass
+class HeadCache:
+    """What a head remembers of one sequence between drafts."""
+
+    blocks: list[KeyValues] = field(default_factory=list)
+
+
+class Head(nn.Module):
+    """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots."""
+
+    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config, self.hidden_size = config, hidden_size
+
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch_N: Tensor, position_N: Tensor) -> Slots:
+        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position."""
+        return self.fill(self.encode(hidden_BLD, root_BLD, None)[batch_N, position_N])
+
+    @torch.no_grad()
+    def step(self, hidden_1LD: Tensor, root_1LD: Tensor, cache: HeadCache) -> Slots:
+        """Append L committed positions to the cache and draft from the last of them: Slots with N = 1."""
+        return self.fill(self.encode(hidden_1LD, root_1LD, cache)[:, -1])
+
+    def new_cache(self, capacity: int = 256) -> HeadCache:
+        return HeadCache()
+
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+        raise NotImplementedError
+
+    def fill(self, context_NW: Tensor) -> Slots:
+        raise NotImplementedError
+
+
+class SlotHead(Head):
+    """`ctc` and `parallel`: causal context encoder, T slot states, bidirectional mixer, frozen LM head.
+
+    They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none.
+    """
+
+    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        W, M, T = config.width, config.mixer_width, config.slots
+        self.enter = nn.Linear(2 * hidden_size, W, bias=False)
+        self.context = nn.ModuleList(Block(W, config.heads, causal=True) for _ in range(config.layers))
+        self.context_norm = nn.RMSNorm(W)
+        self.to_slot = nn.Linear(W, M, bias=False)
+        self.slot = nn.Parameter(torch.randn(T, M) * 0.5)
+        self.mixer = nn.ModuleList(
+            Block(M, config.mixer_heads, causal=False) for _ in range(config.mixer_layers)
+        )
+        self.norm = nn.RMSNorm(M)
+        self.leave = nn.Linear(M, hidden_size, bias=False)
+        self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
+
+    def new_cache(self, capacity: int = 256) -> HeadCache:
+        return HeadCache([block.new_cache(capacity) for block in self.context])
+
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+        x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
+        for i, block in enumerate(self.context):
+            x = block(x, None if cache is None else cache.blocks[i])
+        return self.context_norm(x)
+
+    def fill(self, context_NW: Tensor) -> Slots:
+        x = self.to_slot(context_NW).unsqueeze(1) + self.slot
+        for block in self.mixer:
+            x = block(x)
+        x = self.norm(x)
+        return Slots(self.leave(x), None if self.blank is None else self.blank(x).squeeze(-1))
+
+
+class MedusaHead(Head):
+    """T independent residual blocks on h_t: no root, no context (Cai et al. 2024, section 2.1.1)."""
+
+    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        self.weight = nn.Parameter(torch.zeros(config.slots, hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.slots, 1, hidden_size))
+
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+        return hidden_BLD
+
+    def fill(self, context_NW: Tensor) -> Slots:
+        rows_TND = context_NW.expand(self.config.slots, -1, -1)
+        moved_TND = torch.baddbmm(self.bias, rows_TND, self.weight)
+        return Slots((rows_TND + F.silu(moved_TND)).transpose(0, 1), None)
+
+
+def build_head(config: HeadConfig, hidden_size: int) -> Head:
+    """A freshly initialised head. Raises ValueError on an unknown kind or sizes that do not fit."""
+    if config.kind not in KINDS:
+        raise ValueError(f"head.kind={config.kind!r} is unknown: choose one of {KINDS}")
+    if config.slots < 1:
+        raise ValueError(f"head.slots={config.slots}: a head needs at least one slot")
+    return (MedusaHead if config.kind == "medusa" else SlotHead)(config, hidden_size)
+
+
+def parameters_of(head: Head) -> int:
+    """How many trained parameters a head has."""
+    return sum(p.numel() for p in head.parameters())
+
+
+def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
+    """(body, LM head) multiply-adds of one draft, the attention over the context left out."""
+    slots, shared = head.config.slots, 0
+    once = {"enter", "context", "context_norm", "to_slot"}
+    for name, p in head.named_parameters():
+        if p.dim() >= 2 and name != "slot":
+            runs = 1 if name.split(".")[0] in once or isinstance(head, MedusaHead) else slots
+            shared += p.numel() * runs
+    return shared, slots * base.vocab_size * base.hidden_size
+
+
+@torch.no_grad()
+def lattice_of(slots: Slots, base: Base, top_k: int, row: int = 0) -> Lattice:
+    """The lattice that one anchor's slots span over the base's vocabulary."""
+    blank = None if slots.blank_NT is None else slots.blank_NT[row]
+    return lattice_from_logits(slots.states_NTD[row].to(base.dtype) @ base.lm_weight.T, blank, top_k)

@@ -1,0 +1,45 @@
+"""Fixtures: a tiny random base, and the real data of shared/ where it lies beside the project."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from bases import write_base
+from ctcdraft.model import load_base
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def base_folder(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def base(base_folder):
+    return load_base(str(base_folder), dtype="fp64")
+
+
+@pytest.fixture(scope="session")
+def stories_base():
+    path = SHARED / "models" / "stories260K"
+    if not path.is_dir():
+        pytest.skip("shared/models/stories260K is not on this machine")
+    return load_base(str(path))
+
+
+@pytest.fixture(scope="session")
+def shared():
+    if not SHARED.is_dir():
+        pytest.skip("shared/ is not on this machine")
+    return SHARED
