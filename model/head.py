@@ -143,13 +143,12 @@ def parameters_of(head: Head) -> int:
 
 def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
     """(body, LM head) multiply-adds of one draft, the attention over the context left out."""
-    slots, shared = head.config.slots, 0
-    once = {"enter", "context", "context_norm", "to_slot"}
+    slots, body = head.config.slots, 0
+    once = {"enter", "context", "to_slot", "weight"}
     for name, p in head.named_parameters():
-        if p.dim() >= 2 and name != "slot":
-            runs = 1 if name.split(".")[0] in once or isinstance(head, MedusaHead) else slots
-            shared += p.numel() * runs
-    return shared, slots * base.vocab_size * base.hidden_size
+        if p.dim() >= 2 and name.endswith("weight"):
+            body += p.numel() * (1 if name.split(".")[0] in once else slots)
+    return body, slots * base.vocab_size * base.hidden_size
 
 
 @torch.no_grad()

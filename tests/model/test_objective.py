@@ -1,5 +1,6 @@
 import math
 
+import oracle
 import pytest
 import torch
 from ctcdraft.model import fused_ctc_loss

@@ -1,0 +1,85 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from bases import write_base
+from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
+from ctcdraft.model.head import lattice_of
+
+TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
+
+
+@pytest.fixture
+def exported(base, tmp_path):
+    torch.manual_seed(0)
+    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), base.hidden_size).eval()
+    export_head(head, base, tmp_path / "head", TRAINING)
+    return head, tmp_path / "head"
+
+
+@pytest.mark.parametrize("kind", ["ctc", "parallel", "medusa"])
+def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_path, kind):
+    base = load_base(str(base_folder))
+    torch.manual_seed(1)
+    head = build_head(HeadConfig(kind=kind, slots=4, width=32, mixer_width=16), base.hidden_size).eval()
+    export_head(head, base, tmp_path / "head", TRAINING)
+    loaded = load_head(tmp_path / "head", base)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    hidden, root = base.hidden(ids), base.embed(ids)
+    lattices = [lattice_of(h.step(hidden, root, h.new_cache()), base, 8) for h in (head, loaded)]
+    assert np.array_equal(lattices[0].emission, lattices[1].emission)
+    assert np.array_equal(lattices[0].blank, lattices[1].blank)
+    assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1
+
+
+def test_another_base_is_refused_with_both_names(exported, tmp_path):
+    other = load_base(str(write_base(tmp_path / "other-base", seed=9)), dtype="fp64")
+    with pytest.raises(ValueError, match=r"trained on tiny-llama and cannot draft for other-base: .*lm_head"):
+        load_head(exported[1], other)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_one_missing_byte_is_refused(exported, base, name):
+    path = exported[1] / name
+    path.write_bytes(path.read_bytes()[:-1] if name != "config.json" else path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"damaged|export it again"):
+        load_head(exported[1], base)
+
+
+def test_a_folder_that_is_no_head_is_refused(base, base_folder, tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        load_head(tmp_path / "nowhere", base)
+    with pytest.raises(ValueError, match="not that of an exported head"):
+        load_head(base_folder, base)
+
+
+def test_a_config_that_does_not_fit_its_weights_is_refused(exported, base):
+    path = exported[1] / "config.json"
+    config = json.loads(path.read_text())
+    config["head"]["slots"] = 5
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="does not hold the head"):
+        load_head(exported[1], base)
+
+
+def test_a_crash_while_exporting_keeps_the_older_head(exported, base, monkeypatch):
+    head, folder = exported
+    before = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(
+        "ctcdraft.model.export.replace_folder", lambda *_: (_ for _ in ()).throw(OSError("full"))
+    )
+    with pytest.raises(OSError, match="full"):
+        export_head(head, base, folder, TRAINING)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "nowhere"])
+def test_a_base_that_is_not_there_is_refused(path):
+    with pytest.raises(ValueError, match="no such folder"):
+        load_base(path)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a causal LM"):
+        load_base(str(tmp_path))

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from ctcdraft.model import HeadConfig, build_head
+from ctcdraft.model.head import flops_per_draft, parameters_of
+
+
+@pytest.mark.parametrize("kind", ["ctc", "parallel", "medusa"])
+def test_inference_with_a_cache_equals_the_training_forward(base, kind):
+    torch.manual_seed(0)
+    config = HeadConfig(kind=kind, slots=5, width=32, mixer_width=16, layers=2, mixer_layers=2)
+    head = build_head(config, base.hidden_size).double().eval()
+    ids = torch.randint(2, 260, (1, 24))
+    hidden, root = base.hidden(ids), base.embed(ids.roll(-1, 1))
+    positions = torch.arange(24)
+    want = head(hidden, root, torch.zeros(24, dtype=torch.long), positions)
+    cache, start = head.new_cache(capacity=4), 0
+    for count in (7, 1, 3, 1, 12):
+        end = start + count
+        got = head.step(hidden[:, start:end], root[:, start:end], cache)
+        assert torch.allclose(got.states_NTD[0], want.states_NTD[end - 1], atol=1e-10)
+        if kind == "ctc":
+            assert torch.allclose(got.blank_NT[0], want.blank_NT[end - 1], atol=1e-10)
+        else:
+            assert got.blank_NT is None
+        start = end
+
+
+def test_later_positions_and_padding_do_not_leak_into_an_anchor(base):
+    head = build_head(HeadConfig(slots=3, width=32, mixer_width=16), base.hidden_size).double()
+    ids = torch.randint(2, 260, (1, 12))
+    hidden, root = base.hidden(ids), base.embed(ids)
+    anchor = (torch.zeros(1, dtype=torch.long), torch.tensor([5]))
+    before = head(hidden, root, *anchor).states_NTD
+    hidden[:, 6:], root = 99.0, root.clone()
+    root[:, 6:] = -99.0
+    assert torch.equal(before, head(hidden, root, *anchor).states_NTD)
+
+
+def test_ctc_and_parallel_are_one_body(base):
+    sizes = {
+        kind: parameters_of(build_head(HeadConfig(kind=kind), base.hidden_size))
+        for kind in ("ctc", "parallel")
+    }
+    assert sizes["ctc"] - sizes["parallel"] == 64 + 1  # the blank's vector and bias
+
+
+def test_cost_counts_the_lm_head_once_per_slot(base):
+    head = build_head(HeadConfig(kind="medusa", slots=4), base.hidden_size)
+    assert flops_per_draft(head, base) == (4 * 32 * 32, 4 * 260 * 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (HeadConfig(kind="hydra"), "unknown"),
+        (HeadConfig(slots=0), "at least one slot"),
+        (HeadConfig(width=30), "even multiple"),
+    ],
+)
+def test_impossible_heads_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        build_head(config, 32)
