@@ -16,7 +16,7 @@ from transformers import logging as hf_logging
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize }}: "
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] | capitalize }}: "
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}"
     "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant: {% endif %}"
@@ -129,6 +129,7 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
         except Exception as error:  # whatever a broken folder makes transformers raise
             reason = str(error).strip().split("\n")[0][:200]
             raise ValueError(f"base.path={path}: not a causal LM with a tokenizer ({reason})") from error
+    tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
     plain = tokenizer.chat_template is None
     if plain:

@@ -110,9 +110,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
     dtype = next(iter(state.values())).dtype
-    return (
-        head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
-    )
+    return head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

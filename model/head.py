@@ -86,9 +86,7 @@ class SlotHead(Head):
         self.context_norm = nn.RMSNorm(W)
         self.to_slot = nn.Linear(W, M, bias=False)
         self.slot = nn.Parameter(torch.randn(T, M) * 0.5)
-        self.mixer = nn.ModuleList(
-            Block(M, config.mixer_heads, causal=False) for _ in range(config.mixer_layers)
-        )
+        self.mixer = nn.ModuleList(Block(M, config.mixer_heads, causal=False) for _ in range(config.mixer_layers))
         self.norm = nn.RMSNorm(M)
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None

@@ -15,7 +15,8 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class AnchorLoss(NamedTuple):
-    """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes.
+    """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and the mean
+    probability of the blank per slot [T] over feasible anchors (0 without a blank).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
@@ -23,6 +24,7 @@ class AnchorLoss(NamedTuple):
     loss_N: Tensor
     feasible_N: Tensor
     log_psi_NU: Tensor
+    blank_rate_T: Tensor
 
 
 def feasible_prefixes(labels_NU: Tensor, label_lengths_N: Tensor, slot_lengths_N: Tensor) -> Tensor:
@@ -108,17 +110,20 @@ def anchor_losses(
         index_NTK = labels[:, :width].unsqueeze(2)
         lse, logits = _gather(states[:, :width], weight_VD, index_NTK, implementation)
         loss, log_psi = cross_entropy_losses(lse, logits.squeeze(2), lengths, decay=decay)
+        blank_rate_T = lse.new_zeros(T)
     else:
         index_NTK = labels.unsqueeze(1).expand(-1, T, -1)
         lse, logits = _gather(states, weight_VD, index_NTK, implementation)
         blank = blank_NT[kept].to(lse.dtype)
         slots = slot_lengths_N[kept]
-        loss, log_psi = ctc_losses(
-            lse, logits, blank, labels, lengths, slots, objective=objective, decay=decay
-        )
+        loss, log_psi = ctc_losses(lse, logits, blank, labels, lengths, slots, objective=objective, decay=decay)
+        blank_rate_T = torch.sigmoid(blank - lse).detach().sum(dim=0) / max(1, len(kept))
     everyone = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
-        loss.new_zeros(N).index_copy(0, kept, loss), feasible_N, everyone.index_copy(0, kept, log_psi)
+        loss.new_zeros(N).index_copy(0, kept, loss),
+        feasible_N,
+        everyone.index_copy(0, kept, log_psi),
+        blank_rate_T,
     )
 
 
@@ -182,9 +187,7 @@ def _feasible(objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths
     return possible_NU.any(dim=1) if objective == "prefix_ctc" else lengths_N > 0
 
 
-def _gather(
-    states_NTD: Tensor, weight_VD: Tensor, index_NTK: Tensor, implementation: str
-) -> tuple[Tensor, Tensor]:
+def _gather(states_NTD: Tensor, weight_VD: Tensor, index_NTK: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
     N, T, K = index_NTK.shape
     rows_MD = states_NTD.reshape(N * T, states_NTD.shape[2])
     lse_M, logits_MK = linear_lse_gather(rows_MD, weight_VD, index_NTK.reshape(N * T, K), implementation)

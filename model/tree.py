@@ -35,6 +35,16 @@ class Tree:
         """
         return list(_walk(self.tokens, self.parents, targets))
 
+    def accepted(self, labels: list[int]) -> int:
+        """How many of the labels, the base's own continuation of the root, the tree holds as a path."""
+        at, count = -1, 0
+        for label in labels:
+            child = np.flatnonzero((self.parents == at) & (self.tokens == label))
+            if not len(child):
+                break
+            at, count = int(child[0]), count + 1
+        return count
+
 
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 

@@ -36,7 +36,8 @@ PROFILE = Template(
         ),
         Opening(
             f"Who is described here, and what do we learn? {PROFILE_TEXT}",
-            "The text describes {name}. We learn that {name} is {age} years old, works as {job!a} and lives in {city}. "
+            "The text describes {name}. We learn that {name} is {age} years old, works as {job!a} and "
+            "lives in {city}. "
             "The text also mentions {thing!a}.",
         ),
     ),
@@ -68,7 +69,12 @@ def _draw_order(rng: random.Random) -> dict[str, Any]:
 
 
 def _derive_order(rng: random.Random, slots: Slots) -> dict[str, Any]:
-    order = {"customer": slots["name"], "item": slots["thing"], "colour": slots["colour"], "count": slots["count"]}
+    order = {
+        "customer": slots["name"],
+        "item": slots["thing"],
+        "colour": slots["colour"],
+        "count": slots["count"],
+    }
     return {"json": json.dumps({**order, "city": slots["city"], "day": slots["day"]})}
 
 
@@ -87,19 +93,22 @@ ORDER = Template(
         ),
         Opening(
             f"[Make|Write] a list of the facts in this order: {ORDER_TEXT}",
-            "The order says:\n- Customer: {name}\n- Item: {thing}\n- Colour: {colour}\n- Count: {count}\n- City: "
+            "The order says:\n- Customer: {name}\n- Item: {thing}\n- Colour: {colour}\n- Count: "
+            "{count}\n- City: "
             "{city}\n- Day: {day}",
         ),
         Opening(
             f"What is ordered, by whom and for when? {ORDER_TEXT}",
-            "{name} orders {count} {thing!p}. Their colour is {colour}, and they go to {city}. The day of the delivery "
+            "{name} orders {count} {thing!p}. Their colour is {colour}, and they go to {city}. The day of "
+            "the delivery "
             "is {day}.",
         ),
     ),
     (
         Exchange(
             "[Now as|Give it to me as] CSV, please.",
-            "Here is the order as CSV:\ncustomer,item,colour,count,city,day\n{name},{thing},{colour},{count},{city},"
+            "Here is the order as "
+            "CSV:\ncustomer,item,colour,count,city,day\n{name},{thing},{colour},{count},{city},"
             "{day}",
         ),
         Exchange(
@@ -143,12 +152,14 @@ MEETING = Template(
         ),
         Opening(
             f"[Summarize|Sum up] this [note|text] as a list: {MEETING_TEXT}",
-            "The note says:\n- People: {host} and {guest}\n- Topic: {topic}\n- Day: {day}\n- Time: {hour}:00\n- Room: "
+            "The note says:\n- People: {host} and {guest}\n- Topic: {topic}\n- Day: {day}\n- Time: "
+            "{hour}:00\n- Room: "
             "{room}",
         ),
         Opening(
             f"Who takes part, and where is the meeting? {MEETING_TEXT}",
-            "{host} and {guest} take part. The meeting is in room {room} on {day} at {hour}:00, and its topic is the "
+            "{host} and {guest} take part. The meeting is in room {room} on {day} at {hour}:00, and its "
+            "topic is the "
             "{topic}.",
         ),
     ),
@@ -163,7 +174,8 @@ MEETING = Template(
         ),
         Exchange(
             "[Write|Draft] a reminder for {guest}.",
-            "Dear {guest}, please remember our meeting about the {topic} on {day} at {hour}:00 in room {room}. "
+            "Dear {guest}, please remember our meeting about the {topic} on {day} at {hour}:00 in room "
+            "{room}. "
             "See you there, {host}",
         ),
     ),

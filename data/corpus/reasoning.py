@@ -32,8 +32,10 @@ ORDER = Template(
     (
         Opening(
             "{first} is {more} than {second}. {second} is {more} than {third}. Who is the {most}?",
-            "{first} is the {most}. We know that {first} is {more} than {second}, and that {second} is {more} than "
-            "{third}. So {first} is also {more} than {third}, and nobody is {more} than {first}. The order is "
+            "{first} is the {most}. We know that {first} is {more} than {second}, and that {second} is "
+            "{more} than "
+            "{third}. So {first} is also {more} than {third}, and nobody is {more} than {first}. The "
+            "order is "
             "{first}, {second}, {third}.",
         ),
         Opening(
@@ -43,20 +45,24 @@ ORDER = Template(
             "{first}, {second}, {third}.",
         ),
         Opening(
-            "[Put|Bring] {first}, {second} and {third} in order, when {second} is {more} than {third} and {first} is "
+            "[Put|Bring] {first}, {second} and {third} in order, when {second} is {more} than {third} and "
+            "{first} is "
             "{more} than {second}.",
-            "The order from the {most} to the {least} is:\n1. {first}\n2. {second}\n3. {third}\n{second} stands in "
+            "The order from the {most} to the {least} is:\n1. {first}\n2. {second}\n3. {third}\n{second} "
+            "stands in "
             "the middle, because {first} is {more} than {second} and {second} is {more} than {third}.",
         ),
     ),
     (
         Exchange(
             "Who is in the middle?",
-            "{second} is in the middle. {first} is {more} than {second}, and {second} is {more} than {third}.",
+            "{second} is in the middle. {first} is {more} than {second}, and {second} is {more} than "
+            "{third}.",
         ),
         Exchange(
             "Is {third} {more} than {first}?",
-            "No, {third} is not {more} than {first}. It is the other way round, because {first} is the {most} and "
+            "No, {third} is not {more} than {first}. It is the other way round, because {first} is the "
+            "{most} and "
             "{third} is the {least}.",
         ),
         Exchange(
@@ -75,7 +81,13 @@ def _draw_ages(rng: random.Random) -> dict[str, Any]:
 
 def _derive_ages(rng: random.Random, slots: Slots) -> dict[str, Any]:
     years, old = rng.randint(2, 9), slots["age"] + slots["gap"]
-    return {"old": old, "years": years, "then": slots["age"] + years, "old_then": old + years, "sum": slots["age"] + old}
+    return {
+        "old": old,
+        "years": years,
+        "then": slots["age"] + years,
+        "old_then": old + years,
+        "sum": slots["age"] + old,
+    }
 
 
 AGES = Template(
@@ -84,25 +96,30 @@ AGES = Template(
     (
         Opening(
             "{friend} is {age} years old, and {name} is {gap} years older. How old is {name}?",
-            "{name} is {old} years old. {friend} is {age}, and {name} is {gap} years older, so we add the two "
+            "{name} is {old} years old. {friend} is {age}, and {name} is {gap} years older, so we add the "
+            "two "
             "numbers: {age} + {gap} = {old}.",
         ),
         Opening(
-            "{name} is {gap} years older than {friend}, who is {age}. [What is the age of {name}?|Find the age of "
+            "{name} is {gap} years older than {friend}, who is {age}. [What is the age of {name}?|Find "
+            "the age of "
             "{name}.]",
-            "We start with the age of {friend}, which is {age}. {name} is {gap} years older, so we compute {age} + "
+            "We start with the age of {friend}, which is {age}. {name} is {gap} years older, so we "
+            "compute {age} + "
             "{gap} = {old}. Therefore {name} is {old} years old.",
         ),
     ),
     (
         Exchange(
             "How old will {friend} be in {years} years?",
-            "In {years} years {friend} will be {then} years old, because {age} + {years} = {then}. {name} will be "
+            "In {years} years {friend} will be {then} years old, because {age} + {years} = {then}. {name} "
+            "will be "
             "{old_then} by then.",
         ),
         Exchange(
             "What is the sum of their ages?",
-            "The sum of their ages is {sum}, because {friend} is {age}, {name} is {old}, and {age} + {old} = {sum}.",
+            "The sum of their ages is {sum}, because {friend} is {age}, {name} is {old}, and {age} + "
+            "{old} = {sum}.",
         ),
         Exchange(
             "Who is younger, and by how much?",
@@ -122,25 +139,31 @@ ROW = Template(
     _draw_row,
     (
         Opening(
-            "Four friends stand in a row. {one} is first. {two} is right behind {one}, {three} is right behind {two}, "
+            "Four friends stand in a row. {one} is first. {two} is right behind {one}, {three} is right "
+            "behind {two}, "
             "and {four} is last. Who is third?",
-            "{three} is third. {one} is first and {two} is right behind, so {two} is second. {three} follows {two}, and "
+            "{three} is third. {one} is first and {two} is right behind, so {two} is second. {three} "
+            "follows {two}, and "
             "{four} is last. The row is {one}, {two}, {three}, {four}.",
         ),
         Opening(
-            "In a queue, {one} stands before {two}, {two} before {three} and {three} before {four}. Who is at the end?",
-            "At the end of the queue is {four}. The text gives the order step by step: {one} before {two}, {two} before "
+            "In a queue, {one} stands before {two}, {two} before {three} and {three} before {four}. Who "
+            "is at the end?",
+            "At the end of the queue is {four}. The text gives the order step by step: {one} before "
+            "{two}, {two} before "
             "{three}, and {three} before {four}. Nobody stands behind {four}.",
         ),
     ),
     (
         Exchange(
             "Who stands between {one} and {three}?",
-            "{two} stands between {one} and {three}, because {two} is right behind {one} and right before {three}.",
+            "{two} stands between {one} and {three}, because {two} is right behind {one} and right before "
+            "{three}.",
         ),
         Exchange(
             "[Now {one} leaves.|{one} goes home.] Who is first then?",
-            "When {one} leaves, {two} is first. The new row is {two}, {three}, {four}, and it has three people.",
+            "When {one} leaves, {two} is first. The new row is {two}, {three}, {four}, and it has three "
+            "people.",
         ),
         Exchange(
             "[List|Write] the row [from the back to the front|backwards].",
@@ -152,16 +175,26 @@ ROW = Template(
 
 def _draw_odd(rng: random.Random) -> dict[str, Any]:
     group, other = rng.sample(list(GROUPS), 2)
-    stranger = rng.choice([word for word in GROUPS[other] if word not in GROUPS[group]])
-    words = [*rng.sample(GROUPS[group], 3), stranger]
+    words = [*rng.sample(GROUPS[group], 3), rng.choice(GROUPS[other])]
     rng.shuffle(words)
-    return {"group": group, "other": other, "stranger": stranger, "words": ", ".join(words)}
+    return {"words": ", ".join(words)}
 
 
 def _derive_odd(rng: random.Random, slots: Slots) -> dict[str, Any]:
-    first, second, third = (word for word in slots["words"].split(", ") if word != slots["stranger"])
-    extra = next(word for word in GROUPS[slots["group"]] if word not in (first, second, third))
-    return {"first": first, "second": second, "third": third, "extra": extra}
+    words = slots["words"].split(", ")
+    group = next(group for group, members in GROUPS.items() if sum(word in members for word in words) == 3)
+    stranger = next(word for word in words if word not in GROUPS[group])
+    first, second, third = (word for word in words if word != stranger)
+    return {
+        "group": group,
+        "other": next(other for other, members in GROUPS.items() if stranger in members),
+        "stranger": stranger,
+        "first": first,
+        "second": second,
+        "third": third,
+        "extra": next(word for word in GROUPS[group] if word not in words),
+        "sorted": ", ".join(sorted((first, second, third))),
+    }
 
 
 ODD_ONE = Template(
@@ -170,12 +203,14 @@ ODD_ONE = Template(
     (
         Opening(
             "Which word does not belong to the others: {words}?",
-            'The word that does not belong is "{stranger}". The words {first}, {second} and {third} are all names for '
+            'The word that does not belong is "{stranger}". The words {first}, {second} and {third} are '
+            "all names for "
             "{group!a}, but {stranger} is {other!a}. So {stranger} is the odd one out.",
         ),
         Opening(
             "Find the odd one out and explain: {words}.",
-            'The odd one out is "{stranger}", because it is {other!a}. The other words belong together:\n- {first} is '
+            'The odd one out is "{stranger}", because it is {other!a}. The other words belong '
+            "together:\n- {first} is "
             "{group!a}\n- {second} is {group!a}\n- {third} is {group!a}",
         ),
     ),
@@ -186,21 +221,19 @@ ODD_ONE = Template(
         ),
         Exchange(
             "What is the name of the group?",
-            'The group is called "{group}". Its members here are {first}, {second} and {third}, while {stranger} is '
+            'The group is called "{group}". Its members here are {first}, {second} and {third}, while '
+            "{stranger} is "
             "{other!a}.",
         ),
         Exchange(
             "[Sort|Put] the words of the group [by the alphabet|in alphabetical order].",
-            "In alphabetical order the words of the group are {sorted}. The word {stranger} is left out, because it is "
+            "In alphabetical order the words of the group are {sorted}. The word {stranger} is left out, "
+            "because it is "
             "{other!a}.",
         ),
     ),
-    lambda rng, slots: _sorted_odd(_derive_odd(rng, slots)),
+    _derive_odd,
 )
-
-
-def _sorted_odd(words: dict[str, Any]) -> dict[str, Any]:
-    return {**words, "sorted": ", ".join(sorted((words["first"], words["second"], words["third"])))}
 
 
 REASONING = (ORDER, AGES, ROW, ODD_ONE)

@@ -1,44 +1,18 @@
 """Vocabularies that several templates share."""
 
-NAMES = tuple(
-    "Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tara Victor "
-    "Wendy Adam Bella Carl Diana Eric Fiona George Helen Ian Julia Kevin Laura Mark Nina Oscar Petra Robin "
-    "Sarah Tom".split()
+# fmt: off
+NAMES = (
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Ivy", "Jack", "Kate", "Leo", "Mia",
+    "Noah", "Olga", "Paul", "Rosa", "Sam", "Tara", "Victor", "Wendy", "Adam", "Bella", "Carl",
 )
-
 THINGS = (
-    "lamp",
-    "key",
-    "book",
-    "map",
-    "ring",
-    "bell",
-    "clock",
-    "coin",
-    "letter",
-    "mirror",
-    "basket",
-    "violin",
-    "umbrella",
-    "box",
-    "hat",
-    "kite",
+    "lamp", "key", "book", "map", "ring", "bell", "clock", "coin", "mirror", "violin", "umbrella", "kite",
 )
-
 PLACES = (
-    "forest",
-    "market",
-    "library",
-    "garden",
-    "harbour",
-    "station",
-    "museum",
-    "old mill",
-    "village square",
-    "castle",
-    "school yard",
-    "bakery",
+    "forest", "market", "library", "garden", "harbour", "station", "museum", "old mill", "village square",
+    "castle", "school yard", "bakery",
 )
+# fmt: on
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 

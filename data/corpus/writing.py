@@ -26,7 +26,8 @@ STORY = Template(
             "with {friend}.",
             "{name} was {job!a} who loved quiet mornings. One day, while walking through the {place} with "
             "{friend}, {name} saw [an old|a small|a golden] {thing} lying [in the grass|under a bench|by the "
-            "wall]. {name} picked it up and wondered who had lost it. They asked every neighbour until an old "
+            "wall]. {name} picked it up and wondered who had lost it. They asked every neighbour until an "
+            "old "
             "woman smiled and said that it was hers. From that day on, {name} and {friend} visited her every "
             "Sunday.",
             "returned it to the old woman who had lost it",
@@ -34,7 +35,8 @@ STORY = Template(
         Opening(
             "Tell me a story about {name} the {job}, {friend} and a lost {thing} in the {place}.",
             "Long ago there lived {job!a} called {name}. Every evening {name} walked to the {place} with "
-            "{friend}. One night {friend} saw a light, and under it lay [a shiny|a broken|a strange] {thing}. "
+            "{friend}. One night {friend} saw a light, and under it lay [a shiny|a broken|a strange] "
+            "{thing}. "
             "They could not agree who should keep the {thing}, so they gave it to the school. The children "
             "were [delighted|happy], and {name} and {friend} laughed all the way home.",
             "gave it to the children of the school",
@@ -52,21 +54,26 @@ STORY = Template(
     (
         Exchange(
             "[Now shorten|Please shorten|Shorten] the story to one sentence.",
-            "{name}, {job!a}, found {thing!a} in the {place} together with {friend}, and in the end they {gist}.",
+            "{name}, {job!a}, found {thing!a} in the {place} together with {friend}, and in the end they "
+            "{gist}.",
         ),
         Exchange(
-            "[List|Please list|Can you list] the people, the place and the object of the story[.|, one per line.]",
-            "Here is the list:\n- Hero: {name}, the {job}\n- Friend: {friend}\n- Place: the {place}\n- Object: "
+            "[List|Please list|Can you list] the people, the place and the object of the story[.|, one "
+            "per line.]",
+            "Here is the list:\n- Hero: {name}, the {job}\n- Friend: {friend}\n- Place: the {place}\n- "
+            "Object: "
             "the {thing}\n- Ending: they {gist}",
         ),
         Exchange(
             "Give the story a title and [explain it|say why you chose it].",
-            'A good title is "The {thing!c} in the {place!c}". It names the object and the place, and it makes '
+            'A good title is "The {thing!c} in the {place!c}". It names the object and the place, and it '
+            "makes "
             "the reader wonder how {name} and {friend} {gist}.",
         ),
         Exchange(
             "[Change|Rewrite] the ending so that it is [sad|a surprise].",
-            "In the new ending, {name} looks for the {thing} once more, but it is gone. {friend} has taken it "
+            "In the new ending, {name} looks for the {thing} once more, but it is gone. {friend} has "
+            "taken it "
             "to the {place} and left only a note. {name} reads the note, sits down and is silent for a long "
             "time.",
         ),
@@ -77,9 +84,9 @@ STORY = Template(
 EVENTS = ("meeting", "dinner", "piano lesson", "workshop", "picnic", "chess club", "interview", "concert")
 REASONS = (
     "the room is not free",
-    "my train is late",
-    "I have to see a doctor",
-    "my sister is visiting",
+    "the train is late",
+    "the roof is leaking",
+    "the office is closed",
     "the weather will be bad",
 )
 
@@ -97,14 +104,16 @@ EMAIL = Template(
         Opening(
             "Write a polite email from {name} to {friend} that moves the {event} from {day} to {new_day} "
             "because {reason}.",
-            "Subject: {event!c} on {new_day}\n\nDear {friend},\n\nI am sorry, but I cannot come to the {event} on "
+            "Subject: {event!c} on {new_day}\n\nDear {friend},\n\nI am sorry, but I cannot come to the "
+            "{event} on "
             "{day}, because {reason}. Would {new_day} be possible for you instead? Please let me know if "
             "that works. I am looking forward to it.\n\nKind regards,\n{name}",
         ),
         Opening(
             "{name} has to tell {friend} that the {event} on {day} is moved to {new_day}, because {reason}. "
             "Write a [short|friendly] message.",
-            "Hi {friend}, I hope that you are well. The {event} cannot take place on {day}, because {reason}. "
+            "Hi {friend}, I hope that you are well. The {event} cannot take place on {day}, because "
+            "{reason}. "
             "Let us meet on {new_day} at the same time. I am sorry for the [trouble|late notice], and I will "
             "bring cake for everyone. See you soon, {name}",
         ),
@@ -112,7 +121,8 @@ EMAIL = Template(
     (
         Exchange(
             "[Make it shorter.|Shorten the message, please.|Can you make it shorter?]",
-            "Dear {friend}, the {event} moves from {day} to {new_day}, because {reason}. I hope that this works "
+            "Dear {friend}, the {event} moves from {day} to {new_day}, because {reason}. I hope that this "
+            "works "
             "for you. {name}",
         ),
         Exchange(
@@ -158,12 +168,15 @@ REVIEW = Template(
             "Write a [short|fair] review of a {product} that {name} bought for {price} dollars.",
             "{name} bought this {product} for {price} dollars and has used it every day for [a month|three "
             "weeks|half a year]. It is {good}, and it looks just like the picture. The only weak point is "
-            "that {bad}. For {price} dollars it is still a good choice, and {name} would buy the {product} again.",
+            "that {bad}. For {price} dollars it is still a good choice, and {name} would buy the "
+            "{product} again.",
         ),
         Opening(
             "{name} paid {price} dollars for a {product}. [What could the review say?|Write the review.]",
-            "My new {product} cost {price} dollars, and I am happy with it. I like that it is {good}. However, "
-            "{bad}, and that is a pity. All in all I give the {product} [four|three] of five stars. Signed, {name}.",
+            "My new {product} cost {price} dollars, and I am happy with it. I like that it is {good}. "
+            "However, "
+            "{bad}, and that is a pity. All in all I give the {product} [four|three] of five stars. "
+            "Signed, {name}.",
         ),
     ),
     (
@@ -203,8 +216,8 @@ DEEDS = {
 
 def _draw_rewrite(rng: random.Random) -> dict[str, Any]:
     action = {"verb": rng.choice(list(VERBS)), "deed": rng.choice(list(DEEDS))}
-    scene = {"place": rng.choice(PLACES), "thing": rng.choice(THINGS), "friend": rng.choice(NAMES[20:])}
-    return {"name": rng.choice(NAMES[:20]), **action, **scene}
+    scene = {"place": rng.choice(PLACES), "thing": rng.choice(THINGS), "friend": rng.choice(NAMES[12:])}
+    return {"name": rng.choice(NAMES[:12]), **action, **scene}
 
 
 def _derive_rewrite(rng: random.Random, slots: Slots) -> dict[str, Any]:
@@ -218,24 +231,29 @@ REWRITE = Template(
     _draw_rewrite,
     (
         Opening(
-            "[Rewrite|Put] this [sentence|text] in the past tense: {name} {verb} the {place} and {deed} {thing!a} for "
+            "[Rewrite|Put] this [sentence|text] in the past tense: {name} {verb} the {place} and {deed} "
+            "{thing!a} for "
             "{friend}.",
-            'In the past tense the sentence is: "{name} {verb_past} the {place} and {deed_past} {thing!a} for '
+            'In the past tense the sentence is: "{name} {verb_past} the {place} and {deed_past} {thing!a} '
+            "for "
             '{friend}." The verbs that change are "{verb}", which becomes "{verb_past}", and "{deed}", which '
             'becomes "{deed_past}".',
         ),
         Opening(
-            "[Rewrite|Put] this [sentence|text] in the future tense: {name} {verb} the {place} and {deed} {thing!a} for "
+            "[Rewrite|Put] this [sentence|text] in the future tense: {name} {verb} the {place} and {deed} "
+            "{thing!a} for "
             "{friend}.",
             'In the future tense the sentence is: "{name} will {verb_base} the {place} and {deed_base} '
-            '{thing!a} for {friend}." The verbs that change are "{verb}", which becomes "will {verb_base}", and '
+            '{thing!a} for {friend}." The verbs that change are "{verb}", which becomes "will '
+            '{verb_base}", and '
             '"{deed}", which becomes "{deed_base}".',
         ),
     ),
     (
         Exchange(
             "[Now make|Make] it a question.",
-            'As a question it is: "Will {name} {verb_base} the {place} and {deed_base} {thing!a} for {friend}?" '
+            'As a question it is: "Will {name} {verb_base} the {place} and {deed_base} {thing!a} for '
+            '{friend}?" '
             "The helping verb moves to the front of the sentence.",
         ),
         Exchange(

@@ -102,9 +102,7 @@ def test_negative_controls_do_change_the_output(base, monkeypatch, fault):
     honest = scripted._tree_mask
     if fault == "compaction":
         first_rows = decoder.keep_entries
-        monkeypatch.setattr(
-            decoder, "keep_entries", lambda c, past, rows: first_rows(c, past, list(range(len(rows))))
-        )
+        monkeypatch.setattr(decoder, "keep_entries", lambda c, past, rows: first_rows(c, past, list(range(len(rows)))))
     elif fault == "positions":
         scripted._tree_mask = lambda tree, past: (honest(tree, past)[0], honest(tree, past)[1] + 1)
     else:
@@ -143,10 +141,7 @@ def test_the_context_end_is_reached_and_not_passed(base):
     prompt = prompt[: base.context_length - 5]
     plain = Decoder(base).generate(prompt, 50).tokens
     assert len(plain) <= 5
-    assert (
-        Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 32)).generate(prompt, 50).tokens
-        == plain
-    )
+    assert Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 32)).generate(prompt, 50).tokens == plain
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,7 @@ def test_a_config_that_does_not_fit_its_weights_is_refused(exported, base):
 def test_a_crash_while_exporting_keeps_the_older_head(exported, base, monkeypatch):
     head, folder = exported
     before = (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr(
-        "ctcdraft.model.export.replace_folder", lambda *_: (_ for _ in ()).throw(OSError("full"))
-    )
+    monkeypatch.setattr("ctcdraft.model.export.replace_folder", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         export_head(head, base, folder, TRAINING)
     assert (folder / "model.safetensors").read_bytes() == before

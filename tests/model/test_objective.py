@@ -42,9 +42,7 @@ def brute_loss(states, weight, blank, labels, objective, decay=1.0):
     decay=st.sampled_from([1.0, 0.8]),
     seed=st.integers(0, 9999),
 )
-def test_loss_and_gradients_equal_brute_force_over_all_alignments(
-    T, labels, objective, implementation, decay, seed
-):
+def test_loss_and_gradients_equal_brute_force_over_all_alignments(T, labels, objective, implementation, decay, seed):
     states, weight, blank, labels = problem(T, labels, seed)
     lengths = torch.tensor([labels.shape[1]])
     got = anchor_losses(
@@ -102,9 +100,7 @@ def test_a_prefix_probability_sums_the_end_and_its_children():
 
 def fused_ctc_loss_of(labels, states, weight, blank):
     labels = torch.tensor([labels])
-    return anchor_losses(
-        states, weight, blank, labels, torch.tensor([labels.shape[1]]), objective="ctc"
-    ).loss_N[0]
+    return anchor_losses(states, weight, blank, labels, torch.tensor([labels.shape[1]]), objective="ctc").loss_N[0]
 
 
 def test_gradcheck_of_the_primitive_with_a_label_twice():
@@ -176,9 +172,7 @@ def test_huge_logits_and_no_anchors_stay_finite():
         objective="ctc",
     )
     assert math.isfinite(out.loss_N.item())
-    none = anchor_losses(
-        states[:0], weight, blank[:0], labels[:0], torch.zeros(0, dtype=torch.long), objective="ctc"
-    )
+    none = anchor_losses(states[:0], weight, blank[:0], labels[:0], torch.zeros(0, dtype=torch.long), objective="ctc")
     assert none.loss_N.shape == (0,)
 
 

@@ -123,9 +123,7 @@ def test_walk_follows_the_targets_and_ancestors_see_only_their_path():
         targets = rng.integers(0, 3, len(tree) + 1)
         at, want = -1, []
         while True:
-            child = [
-                i for i in range(len(tree)) if tree.parents[i] == at and tree.tokens[i] == targets[at + 1]
-            ]
+            child = [i for i in range(len(tree)) if tree.parents[i] == at and tree.tokens[i] == targets[at + 1]]
             if not child:
                 break
             at = child[0]

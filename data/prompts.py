@@ -1,0 +1,27 @@
+"""Prompts cut from texts: where a document is left for the base to continue."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from ctcdraft.data.template import text_ids
+
+
+def cut_prompts(
+    tokenizer: Any, text: str, lengths: tuple[int, int], count: int, seed: tuple[int, ...]
+) -> Iterator[list[int]]:
+    """`count` prompts of one text, of lengths drawn from `lengths` (both ends included).
+
+    The first starts where the text does, the others anywhere. A text shorter than the drawn length is
+    taken up to its last token but one, so that there is something to continue. Nothing for a text of
+    fewer tokens than the shortest length.
+    """
+    lead, ids = text_ids(tokenizer, text)
+    rng = np.random.default_rng(seed)
+    if len(ids) < max(2, lengths[0]):
+        return
+    for i in range(count):
+        length = int(rng.integers(lengths[0], lengths[1] + 1))
+        length = max(1, min(length, len(ids) - 1))
+        start = 0 if i == 0 else int(rng.integers(0, len(ids) - length))
+        yield [*lead, *ids[start : start + length]]

@@ -1,0 +1,83 @@
+"""Prepared data on disk: token sequences with a loss mask and labels, and the account of how they came.
+
+A folder holds train.safetensors and dev.safetensors, heldout.jsonl (questions never trained on),
+rejects.jsonl and manifest.json, which is written last: a folder without one is not prepared.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+
+class Example(NamedTuple):
+    """One sequence: token ids, mask (1 where the base itself wrote the token), and labels, the token that
+    the base puts at each position (the ids themselves where it wrote them)."""
+
+    ids: Sequence[int]
+    mask: Sequence[int]
+    labels: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Examples end to end; example i is [offsets[i], offsets[i + 1])."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    labels: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Example:
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        return Example(self.ids[span], self.mask[span], self.labels[span])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+def save_corpus(path: Path, examples: Sequence[Example]) -> None:
+    """Write the examples as flat arrays."""
+    flat = [np.concatenate([np.asarray(e[i]) for e in examples]) if examples else [] for i in range(3)]
+    offsets = np.cumsum([0, *(len(e.ids) for e in examples)])
+    save_file(
+        {
+            "ids": np.asarray(flat[0], np.int32),
+            "mask": np.asarray(flat[1], np.uint8),
+            "labels": np.asarray(flat[2], np.int32),
+            "offsets": np.asarray(offsets, np.int64),
+        },
+        path,
+    )
+
+
+def load_corpus(folder: Path, split: str) -> Corpus:
+    """The `train` or `dev` sequences of a prepared folder."""
+    return Corpus(**load_file(folder / f"{split}.safetensors"))
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The account of a prepared folder; None where it is not (or not completely) prepared."""
+    path = folder / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object per line."""
+    with path.open("w", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All objects of a file that `write_jsonl` wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]

@@ -1,0 +1,103 @@
+"""Where configuration enters: the command line, composed by Hydra, checked, and turned into dataclasses.
+
+Whatever a user got wrong ends here as one sentence and a non-zero exit; CTCDRAFT_TRACEBACK=1 shows where
+it was raised. Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere.
+"""
+
+import difflib
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+CONF = "ctcdraft.conf"
+Entry = TypeVar("Entry")
+
+
+def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> None:
+    """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
+    # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    if any(word.startswith("-") for word in sys.argv[1:]):
+
+        def run(config: DictConfig) -> None:
+            _guarded(lambda: task(typed(config, schema)))
+
+        hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
+        return
+    sys.exit(_guarded(lambda: task(typed(compose(config_name, sys.argv[1:]), schema))))
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """The composed configuration. Raises ValueError, in one sentence, on a bad override."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
+        try:
+            return hydra.compose(config_name, overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(_override_sentence(config_name, error)) from error
+
+
+def typed(config: DictConfig, schema: type[Entry]) -> Entry:
+    """The configuration as frozen dataclasses. Raises ValueError, in one sentence, on a wrong type."""
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    try:
+        return TypeAdapter(schema).validate_python(plain)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "value_error":
+            raise ValueError(str(first["ctx"]["error"])) from error
+        raise ValueError(f"{where}={first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+
+
+def _guarded(task: Callable[[], int | None]) -> int:
+    try:
+        return task() or 0
+    except (ValueError, OSError) as error:
+        if os.environ.get("CTCDRAFT_TRACEBACK"):
+            raise
+        sentence = " ".join(str(error).split())
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _override_sentence(config_name: str, error: Exception) -> str:
+    text = str(error)
+    key = re.search(r"Could not override '([^']+)'", text)
+    if key:
+        known = _leaves(config_name)
+        close = difflib.get_close_matches(key[1], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--cfg job shows all options"
+        return f"{key[1]}: there is no such option; {hint}"
+    choice = re.search(r"Could not find '([^']+)/([^']+)'", text)
+    if choice:
+        options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+        return f"{choice[1]}={choice[2]}: there is no such choice; choose one of {', '.join(options)}"
+    return " ".join(text.split())
+
+
+def _leaves(config_name: str) -> list[str]:
+    found: list[str] = []
+
+    def walk(node: Any, prefix: str) -> None:
+        for name, value in node.items():
+            found.append(f"{prefix}{name}")
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+
+    walk(OmegaConf.to_container(hydra.compose(config_name), resolve=False), "")
+    return found

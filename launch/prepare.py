@@ -1,0 +1,17 @@
+"""base -> data: everything before training, with the same options as launch/train.py."""
+
+from pathlib import Path
+
+from ctcdraft.launch import stages
+from ctcdraft.launch.door import enter
+from ctcdraft.launch.schema import TrainEntry
+
+
+def main(config: TrainEntry) -> int:
+    base = stages.get_base(config.base, Path(config.cache_dir))
+    stages.get_data(config, base)
+    return 0
+
+
+if __name__ == "__main__":
+    enter("prepare", TrainEntry, main)

@@ -1,0 +1,89 @@
+"""The typed shape of each entry's configuration; below launch/ nobody sees anything else."""
+
+from dataclasses import dataclass, field
+
+from ctcdraft.eval.bench import BenchConfig
+from ctcdraft.model.decoder import DraftConfig
+from ctcdraft.model.head import HeadConfig
+from ctcdraft.train.embedded import EmbeddedBaseConfig
+from ctcdraft.train.engine import OptimConfig, ZeroConfig
+from ctcdraft.train.log import LoggerConfig
+from ctcdraft.train.loop import Plan, TrainConfig
+from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.task import ObjectiveConfig, check_fit
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """kind: `embedded` (made on first use, as `training` says) or `local` (path: folder or Hub name)."""
+
+    kind: str = "embedded"
+    path: str | None = None
+    dtype: str = "fp32"
+    training: EmbeddedBaseConfig = field(default_factory=EmbeddedBaseConfig)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("embedded", "local"):
+            raise ValueError(f"base.kind={self.kind!r} is unknown: choose embedded or local")
+        if self.kind == "local" and self.path is None:
+            raise ValueError("base=local needs base.path=<folder of a transformers model, or Hub name>")
+
+
+@dataclass(frozen=True)
+class TrainEntry:
+    """launch/train.py and launch/prepare.py (conf/train.yaml)."""
+
+    base: BaseConfig
+    head: HeadConfig
+    objective: ObjectiveConfig
+    data: DataConfig
+    optim: OptimConfig
+    zero: ZeroConfig
+    draft: DraftConfig
+    bench: BenchConfig
+    logger: LoggerConfig
+    train: TrainConfig
+    name: str | None = None
+    seed: int = 0
+    runs_dir: str = "runs"
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        check_fit(self.head, self.objective)
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.head, self.objective, self.optim, self.zero, self.train, self.draft, self.seed)
+
+
+@dataclass(frozen=True)
+class HeadPath:
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class BasePath:
+    path: str | None = None
+    dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class EvalEntry:
+    """launch/eval.py (conf/eval.yaml)."""
+
+    draft: DraftConfig
+    bench: BenchConfig
+    head: HeadPath = HeadPath()
+    base: BasePath = BasePath()
+    name: str | None = None
+    seed: int = 0
+    runs_dir: str = "runs"
+
+
+@dataclass(frozen=True)
+class ExportEntry:
+    """launch/export.py (conf/export.yaml)."""
+
+    name: str | None = None
+    runs_dir: str = "runs"
+    output: str | None = None

@@ -1,0 +1,219 @@
+"""The stages of a run, each reused when its outcome is there: base, data, head, export, eval."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ctcdraft.data.store import read_manifest
+from ctcdraft.eval.evaluate import evaluate, reusable
+from ctcdraft.eval.report import headline, markdown_table
+from ctcdraft.launch.schema import BaseConfig, EvalEntry, TrainEntry
+from ctcdraft.model.base import Base, load_base
+from ctcdraft.model.export import export_head
+from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
+from ctcdraft.train import engine as ds
+from ctcdraft.train.checkpoint import TrainState, load_best, write_atomically
+from ctcdraft.train.embedded import embedded_base
+from ctcdraft.train.loop import finished
+from ctcdraft.train.prepare import prepare, prepared_folder
+
+# What may differ between two commands that continue one run.
+FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
+FREE_TRAIN = ("max_minutes", "log_every", "save_every", "micro_batch")
+
+
+def say(text: str) -> None:
+    """Tell the user, once."""
+    if ds.rank() == 0:
+        print(text, flush=True)
+
+
+def on_rank_zero_first(make: Callable[[], Path]) -> Path:
+    """Rank 0 makes what is not there, the others wait and then find it."""
+    if ds.rank() == 0:
+        make()
+    ds.barrier()
+    return make()
+
+
+def get_base(config: BaseConfig, cache: Path) -> Base:
+    """The base, trained first where it is the embedded one and not there yet."""
+    if config.kind == "local":
+        assert config.path is not None
+        return load_base(config.path, config.dtype)
+    before = set(cache.glob("base-*"))
+    folder = on_rank_zero_first(lambda: embedded_base(cache, config.training))
+    figures = json.loads((folder / "training.json").read_text())["held_out"]
+    note = "reused" if folder in before else "trained"
+    say(f"base: {folder} ({note}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token)")
+    return load_base(str(folder), config.dtype)
+
+
+def get_data(config: TrainEntry, base: Base) -> Path:
+    """The folder of data in the base's own words."""
+    cache = Path(config.cache_dir)
+    there = read_manifest(prepared_folder(base, config.data, config.seed, cache)) is not None
+    folder = on_rank_zero_first(lambda: prepare(base, config.data, config.seed, cache))
+    count = read_manifest(folder)
+    assert count is not None
+    say(
+        f"data: {folder} ({'reused' if there else 'prepared'}; read {count['read']} = used {count['used']} + "
+        f"rejected {count['rejected']}; {count['train']['sequences']} sequences, "
+        f"{count['train']['answer_tokens']:,} answer tokens)"
+    )
+    return folder
+
+
+def run_folder(config: TrainEntry) -> Path:
+    """runs/<name>, with the resolved configuration in it.
+
+    Raises ValueError when the folder belongs to a run of another configuration, naming the first option
+    that differs.
+    """
+    settings = run_settings(config)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
+    source = Path(config.base.path or config.base.kind).name
+    folder = Path(config.runs_dir) / (config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}")
+    record = folder / "config.yaml"
+    if record.is_file():
+        other = difference(yaml.safe_load(record.read_text())["run"], settings)
+        if other:
+            key, before, now = other
+            raise ValueError(
+                f"{folder} is a run with {key}={before}, this one has {key}={now}: give it another name=, "
+                "or delete that folder"
+            )
+    elif ds.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump({"run": settings, "all": asdict(config)}, sort_keys=False)
+        write_atomically(record, text.encode())
+    ds.barrier()
+    return folder
+
+
+def run_settings(config: TrainEntry) -> dict[str, Any]:
+    """The part of the configuration that decides what is trained."""
+    settings = {key: value for key, value in asdict(config).items() if key not in FREE}
+    settings["train"] = {k: v for k, v in settings["train"].items() if k not in FREE_TRAIN}
+    return json.loads(json.dumps(settings))
+
+
+def difference(before: Any, now: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
+    """The first option (dotted key, old value, new value) in which two configurations differ."""
+    for key in [*before, *(k for k in now if k not in before)]:
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found = difference(a, b, f"{prefix}{key}.")
+            if found:
+                return found
+        elif a != b:
+            return f"{prefix}{key}", a, b
+    return None
+
+
+def find_run(name: str | None, runs_dir: str) -> Path:
+    """The run folder of that name, or the newest. Raises ValueError where there is none."""
+    runs = Path(runs_dir)
+    if name is not None:
+        folder = runs / name
+        if not (folder / "config.yaml").is_file():
+            there = ", ".join(sorted(p.parent.name for p in runs.glob("*/config.yaml"))) or "none"
+            raise ValueError(f"name={name}: no such run in {runs}/ (there: {there})")
+        return folder
+    found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"there is no run in {runs}/: start with `make train`")
+    return found[-1].parent
+
+
+def run_paths(folder: Path) -> dict[str, str]:
+    """Where a run's base and prepared data lie."""
+    path = folder / "paths.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
+    return json.loads(path.read_text())
+
+
+def read_state(folder: Path) -> TrainState | None:
+    """How far a run's training got when it last ended by itself."""
+    path = folder / "checkpoints" / "state.json"
+    return TrainState(**json.loads(path.read_text())) if path.is_file() else None
+
+
+def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
+    state = read_state(folder)
+    return state if state and finished(config.train, state) else None
+
+
+def describe_head(config: HeadConfig, base: Base) -> str:
+    """Parameters and cost of a head, in a sentence."""
+    head = build_head(config, base.hidden_size)
+    body, lm_head = flops_per_draft(head, base)
+    whole = sum(p.numel() for p in base.model.parameters())
+    return (
+        f"head: {config.kind}, {config.slots} slots, {parameters_of(head):,} parameters; a draft costs "
+        f"{(body + lm_head) / 1e6:.1f}M multiply-adds ({body / 1e6:.1f}M body, {lm_head / 1e6:.1f}M LM head); "
+        f"the base has {whole:,} parameters"
+    )
+
+
+def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
+    """Export the best head of a run, unless the very same lies there."""
+    record = yaml.safe_load((folder / "config.yaml").read_text())["run"]
+    state = read_state(folder)
+    if state is None:
+        raise ValueError(f"{folder} has no finished training to export: run it again")
+    head = build_head(HeadConfig(**record["head"]), base.hidden_size)
+    head.load_state_dict(load_best(folder / "checkpoints"))
+    target = output or folder / "head"
+    training = {
+        "objective": record["objective"]["kind"],
+        "step": state.best_step,
+        "tokens": state.tokens,
+        "simulated": state.best,
+    }
+    export_head(head, base, target, training)
+    return target
+
+
+def evaluate_run(
+    base: Base, head_folder: Path, config: TrainEntry | EvalEntry, folder: Path, data_folder: Path | None
+) -> tuple[dict[str, Any], bool]:
+    """The results of the configured benchmark and whether they were there already."""
+    known = reusable(folder, base, head_folder, config.draft, config.bench, config.seed)
+    if known is not None:
+        return known, True
+    results = evaluate(base, head_folder, config.draft, config.bench, folder, data_folder=data_folder, seed=config.seed)
+    return results, False
+
+
+def table(results: dict[str, Any], folder: Path, reused: bool) -> str:
+    """The short table that ends a run."""
+    title = f"{results['head']['kind']} on {results['base']['name']}, bench={results['bench']}"
+    rows = [*headline(results), ("lies in", f"{folder}{' (reused)' if reused else ''}")]
+    return f"\n{markdown_table((title, ''), rows)}\n"
+
+
+def exit_code(results: dict[str, Any]) -> int:
+    """1 where greedy output in full precision is not the base's own; 0 otherwise."""
+    exact = results["dtype"] in ("float32", "float64")
+    return 1 if exact and results["identical"]["divergences"] else 0
+
+
+def summarise(folder: Path, config: TrainEntry, state: TrainState, results: dict[str, Any]) -> None:
+    """summary.json: the run in a screenful."""
+    summary = {
+        "name": folder.name,
+        "base": results["base"]["name"],
+        "head": asdict(config.head),
+        "objective": asdict(config.objective),
+        "training": asdict(replace(state, seconds=round(state.seconds, 1))),
+        "bench": results["bench"],
+        **{key: results[key] for key in ("tokens_per_step", "tokens_per_second", "speedup", "device")},
+        "identical": {k: results["identical"][k] for k in ("compared", "identical")},
+    }
+    write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())

@@ -1,0 +1,71 @@
+"""base -> data -> head -> export -> eval, in one command; each stage is reused when it is there.
+
+python launch/train.py head.slots=12 optim.lr=1e-3
+deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from ctcdraft.launch import stages
+from ctcdraft.launch.door import enter
+from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.train import engine as ds
+from ctcdraft.train.checkpoint import TrainState, write_atomically
+from ctcdraft.train.log import RunLog
+from ctcdraft.train.loop import Trainer
+
+
+def main(config: TrainEntry) -> int:
+    ds.init_distributed()
+    folder = stages.run_folder(config)
+    base = stages.get_base(config.base, Path(config.cache_dir))
+    data_folder = stages.get_data(config, base)
+    if ds.rank() == 0:
+        paths = {"base": base.path, "dtype": config.base.dtype, "data": str(data_folder)}
+        write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
+    stages.say(stages.describe_head(config.head, base))
+    state, log = stages.already_trained(folder, config), None
+    if state:
+        stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
+    else:
+        trainer = Trainer(config.plan, base, data_folder, folder)
+        if ds.rank() == 0:
+            log = RunLog(folder, config.logger, asdict(config), trainer.state.step)
+        state = trainer.run(log)
+        if not trainer.finished():
+            stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
+            return 0
+        stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
+    return finish(config, folder, base, data_folder, state, log) if ds.rank() == 0 else 0
+
+
+def finish(
+    config: TrainEntry,
+    folder: Path,
+    base: stages.Base,
+    data_folder: Path,
+    state: TrainState,
+    log: RunLog | None,
+) -> int:
+    """Rank 0 exports and evaluates; the other ranks are done."""
+    head_folder = stages.export_best(folder, base)
+    eval_folder = folder / "eval" / config.bench.kind
+    results, reused = stages.evaluate_run(base, head_folder, config, eval_folder, data_folder)
+    stages.summarise(folder, config, state, results)
+    if log:
+        rows = [{"figure": name, "value": value} for name, value in stages.headline(results)]
+        figures = {f"eval/{key}": results[key] for key in ("tokens_per_step", "tokens_per_second", "speedup")}
+        log.summary(figures, sorted(eval_folder.glob("*.png")), rows)
+        log.close()
+    stages.say(stages.table(results, folder, reused))
+    stages.say(
+        'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.slots=12"`, the report in '
+        f"{eval_folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt data.path=<file>"
+    )
+    return stages.exit_code(results)
+
+
+if __name__ == "__main__":
+    enter("train", TrainEntry, main)

@@ -1,0 +1,284 @@
+"""The embedded base: a small Llama trained on the embedded corpus on first use, then kept in a cache.
+
+It makes everything runnable with no download: an ordinary transformers folder with its tokenizer and
+chat template, trained in about two minutes on two CPU cores.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from ctcdraft.data import embedded
+from ctcdraft.train.muon import Muon
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '" + ASSISTANT + "' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ '" + USER + "' + message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
+)
+FORMAT_VERSION = 2  # of the tokenizer and the training recipe: a change makes cached bases stale
+POOL_BATCHES = 32  # batches that are sorted by length together, so that little padding is needed
+
+
+@dataclass(frozen=True)
+class EmbeddedBaseConfig:
+    """How the embedded base is built; the defaults are the real one, smaller values serve tests."""
+
+    seed: int = 0
+    conversations: int = 12_000
+    held_out_conversations: int = 160
+    vocab_size: int = 2048
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    max_positions: int = 1024
+    steps: int = 1500
+    batch_tokens: int = 768
+    lr: float = 3e-3  # of embeddings and norms
+    matrix_lr: float = 4.5e-3
+    warmup_steps: int = 60
+    weight_decay: float = 0.1
+    user_weight: float = 0.1  # of a user token in the loss; an assistant token has 1
+
+
+class Document(NamedTuple):
+    """A conversation as tokens; `spoken_L` marks the assistant's, each end of turn included."""
+
+    ids_L: Tensor
+    spoken_L: Tensor
+
+
+def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()) -> Path:
+    """Return the folder of the embedded base in `cache`, training it first when it is not there.
+
+    The folder's name holds a hash of everything that shapes the base. It appears in one rename, so a
+    training that was killed leaves nothing that could be taken for a base. The same config and number
+    of threads give the same weights.
+    """
+    folder = cache / f"base-{_key(config)}"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-base-", dir=cache))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _build(unfinished, config)
+        _publish(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _key(config: EmbeddedBaseConfig) -> str:
+    parts = [asdict(config), embedded.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process has published the same base meanwhile
+            raise
+
+
+def _build(folder: Path, config: EmbeddedBaseConfig) -> None:
+    start = time.perf_counter()
+    train = list(_read(embedded.conversations(config.conversations, config.seed), config.conversations))
+    held_out = list(embedded.conversations(config.held_out_conversations, config.seed, held_out=True))
+    tokenizer = _train_tokenizer(train, config)
+    documents = _encode(train, tokenizer)
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(_llama_config(tokenizer, config))
+    tokens = _train(model, documents, config)
+    measured = {
+        "held_out": _held_out_loss(model, _encode(held_out, tokenizer)),
+        "tokens": tokens,
+        "parameters": model.num_parameters(),
+        "threads": torch.get_num_threads(),
+        "seconds": round(time.perf_counter() - start, 1),
+        "config": asdict(config),
+    }
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def _read(conversations: Iterable[Mapping[str, Any]], count: int) -> Iterable[Mapping[str, Any]]:
+    return tqdm(conversations, total=count, desc="embedded corpus", unit="conv")
+
+
+def _train_tokenizer(
+    conversations: list[Mapping[str, Any]], config: EmbeddedBaseConfig
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every digit is a token of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[PAD, BOS, END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [turn["value"] for conversation in conversations for turn in conversation["conversations"]]
+    tokenizer.train_from_iterator(tqdm(texts, desc="embedded tokenizer", unit="text"), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=config.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _encode(conversations: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast) -> list[Document]:
+    """The tokens that the chat template gives, without the cost of rendering it."""
+    return [_document(conversation["conversations"], tokenizer) for conversation in conversations]
+
+
+def _document(turns: list[Mapping[str, str]], tokenizer: PreTrainedTokenizerFast) -> Document:
+    ids, spoken = [tokenizer.bos_token_id], [False]
+    user, assistant = tokenizer.convert_tokens_to_ids([USER, ASSISTANT])
+    for turn, text in zip(
+        turns, tokenizer.backend_tokenizer.encode_batch([t["value"] for t in turns]), strict=True
+    ):
+        answer = turn["from"] == "gpt"
+        content = [*text.ids, tokenizer.eos_token_id] if answer else text.ids
+        ids += [assistant if answer else user, *content]
+        spoken += [False, *[answer] * len(content)]
+    return Document(torch.tensor(ids), torch.tensor(spoken))
+
+
+def _llama_config(tokenizer: PreTrainedTokenizerFast, config: EmbeddedBaseConfig) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.hidden_size * 3,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _train(model: LlamaForCausalLM, documents: list[Document], config: EmbeddedBaseConfig) -> int:
+    """Train in place; return how many tokens were read."""
+    model.train()
+    optimizers = _optimizers(model, config)
+    schedules = [_schedule(optimizer, config) for optimizer in optimizers]
+    batches = _batches(documents, config)
+    tokens = 0
+    progress = tqdm(range(config.steps), desc="embedded base", unit="step")
+    for _ in progress:
+        ids_BL, spoken_BL = next(batches)
+        loss_BL = _next_token_loss(model, ids_BL)
+        weight_BL = spoken_BL.float().clamp(min=config.user_weight) * (ids_BL != model.config.pad_token_id)
+        loss = (loss_BL * weight_BL[:, 1:]).sum() / weight_BL[:, 1:].sum()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for follower in (*optimizers, *schedules):
+            follower.step()
+        tokens += int((ids_BL != model.config.pad_token_id).sum())
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    return tokens
+
+
+def _optimizers(model: LlamaForCausalLM, config: EmbeddedBaseConfig) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [model.get_input_embeddings().weight, *(p for p in model.parameters() if p.ndim == 1)]
+    return [
+        Muon(matrices, config.matrix_lr, weight_decay=config.weight_decay),
+        torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), weight_decay=config.weight_decay),
+    ]
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, config: EmbeddedBaseConfig
+) -> torch.optim.lr_scheduler.OneCycleLR:
+    """Linear-like warmup, then a cosine down to a hundredth."""
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=optimizer.param_groups[0]["lr"],
+        total_steps=config.steps,
+        pct_start=min(0.5, config.warmup_steps / config.steps),
+        div_factor=100,
+        final_div_factor=1,
+        cycle_momentum=False,
+    )
+
+
+def _next_token_loss(model: LlamaForCausalLM, ids_BL: Tensor) -> Tensor:
+    """[B, L-1] in nats. Padding stands on the right, where causal attention keeps it out of sight."""
+    logits_BLV = model(input_ids=ids_BL[:, :-1], use_cache=False).logits
+    loss = F.cross_entropy(logits_BLV.flatten(0, 1), ids_BL[:, 1:].flatten(), reduction="none")
+    return loss.view(ids_BL.shape[0], -1)
+
+
+def _batches(documents: list[Document], config: EmbeddedBaseConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless padded batches of about `batch_tokens`, of documents of similar length."""
+    while True:
+        order = torch.randperm(len(documents)).tolist()
+        mean_length = sum(len(document.ids_L) for document in documents) / len(documents)
+        size = max(1, round(config.batch_tokens / mean_length))
+        for start in range(0, len(order), size * POOL_BATCHES):
+            pool = [documents[i] for i in order[start : start + size * POOL_BATCHES]]
+            yield from _shuffled(_cut(pool, config.batch_tokens))
+
+
+def _cut(pool: list[Document], batch_tokens: int) -> list[list[Document]]:
+    batches: list[list[Document]] = [[]]
+    for document in sorted(pool, key=lambda document: len(document.ids_L)):
+        if batches[-1] and (len(batches[-1]) + 1) * len(document.ids_L) > batch_tokens:
+            batches.append([])
+        batches[-1].append(document)
+    return batches
+
+
+def _shuffled(batches: list[list[Document]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for i in torch.randperm(len(batches)).tolist():
+        yield _pad(batches[i])
+
+
+def _pad(documents: list[Document]) -> tuple[Tensor, Tensor]:
+    """Token ids and spoken marks, both [B, L]; the pad token has id 0."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad([d.ids_L for d in documents], True), pad([d.spoken_L for d in documents], True)
+
+
+@torch.no_grad()
+def _held_out_loss(model: LlamaForCausalLM, documents: list[Document]) -> dict[str, float]:
+    """Mean negative log-likelihood in nats, of every token and of the assistant's tokens."""
+    model.eval()
+    losses, spoken = [], []
+    for document in documents:
+        losses.append(_next_token_loss(model, document.ids_L[None])[0])
+        spoken.append(document.spoken_L[1:])
+    loss, mask = torch.cat(losses), torch.cat(spoken)
+    return {"nats_per_token": loss.mean().item(), "nats_per_assistant_token": loss[mask].mean().item()}

@@ -1,0 +1,157 @@
+"""DeepSpeed: ranks, precision, ZeRO, accumulation and clipping around one DraftTask."""
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from ctcdraft.model.head import Head
+from torch import Tensor, nn
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW; lr is warmed up over `warmup` (a share of the steps), then falls as a cosine to floor * lr."""
+
+    lr: float = 2e-3
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    warmup: float = 0.05
+    floor: float = 0.02
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.clip <= 0:
+            raise ValueError(f"optim.lr={self.lr} and optim.clip={self.clip} must be above 0")
+        if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1 or len(self.betas) != 2:
+            raise ValueError("optim.warmup must lie in [0, 1), optim.floor in [0, 1], optim.betas be two")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """ZeRO stage; offload: optimizer state (and parameters at stage 3) to the CPU."""
+
+    stage: int = 0
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
+
+
+def init_distributed() -> None:
+    """Join the ranks that a launcher started, or be the only one. Call it once, before anything else."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(_free_port())
+    _skip_shm_build()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif "OMP_NUM_THREADS" not in os.environ or world_size() > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size()))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def build_engine(
+    task: nn.Module,
+    optim: OptimConfig,
+    zero: ZeroConfig,
+    *,
+    precision: str,
+    steps: int,
+    micro: int,
+    accumulate: int,
+) -> Any:
+    """The DeepSpeed engine around a task. bf16 without ZeRO runs as stage 1, which keeps fp32 masters."""
+    stage = max(zero.stage, 1) if precision == "bf16" else zero.stage
+    trained = [p for p in task.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(optim, steps))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": optim.clip,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if zero.offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    return engine
+
+
+def schedule(optim: OptimConfig, steps: int) -> Callable[[int], float]:
+    """Factor on the learning rate at a step (from 0): linear warm-up, then cosine to the floor."""
+    warm = max(1, round(optim.warmup * steps))
+
+    def factor(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        done = min(1.0, (step - warm) / max(1, steps - warm))
+        return optim.floor + (1 - optim.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def head_state(engine: Any, head: Head) -> dict[str, Tensor]:
+    """A copy of the head's whole weights, gathered where ZeRO-3 has scattered them. Collective."""
+    with deepspeed.zero.GatheredParameters(list(head.parameters()), enabled=engine.zero_optimization_stage() == 3):
+        return {name: p.detach().clone() for name, p in head.state_dict().items()}
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise sum over all ranks, in place. Collective."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _skip_shm_build() -> None:
+    """DeepSpeed compiles a shared-memory operator for CPU ranks at start: over a minute, and a build that
+    is killed leaves a lock that hangs the next run. gloo does without."""
+    import deepspeed.comm.torch as ds_torch
+
+    if hasattr(ds_torch, "build_shm_op"):
+        ds_torch.build_shm_op = lambda: None

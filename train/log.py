@@ -1,0 +1,110 @@
+"""metrics.jsonl and W&B: the same rows under the same names, written by rank 0 alone."""
+
+import json
+import netrc
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODES = ("wandb", "offline", "none")
+INIT_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """mode: `wandb` (online with a key, else offline), `offline`, or `none` (metrics.jsonl only)."""
+
+    mode: str = "wandb"
+    project: str = "ctcdraft"
+    entity: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"logger.mode={self.mode!r} is unknown: choose one of {MODES}")
+
+
+class RunLog:
+    """The log of one run folder. A resumed run continues both the file and the W&B run."""
+
+    def __init__(self, folder: Path, config: LoggerConfig, settings: Mapping[str, Any], step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        _cut_after(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self.wandb = None if config.mode == "none" else _wandb_run(folder, config, settings)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One step's figures; the row has `step`."""
+        self._file.write(json.dumps(dict(row)) + "\n")
+        self._file.flush()
+        if self.wandb:
+            self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def summary(self, figures: Mapping[str, Any], images: list[Path], table: list[dict[str, Any]]) -> None:
+        """The end of a run: final figures, plots, and a table of the evaluation."""
+        if self.wandb:
+            import wandb
+
+            self.wandb.summary.update(dict(figures))
+            media: dict[str, Any] = {f"plots/{path.stem}": wandb.Image(str(path)) for path in images}
+            if table:
+                columns = list(table[0])
+                media["eval/table"] = wandb.Table(columns, [[row[c] for c in columns] for row in table])
+            self.wandb.log(media)
+
+    def close(self) -> None:
+        self._file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Drop rows of steps that the resumed run will do again, so that each stands once."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.write_text("".join(kept), encoding="utf-8")
+
+
+def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.is_file():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and _has_key()
+    if config.mode == "wandb" and not online:
+        print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
+
+    def start(mode: str) -> Any:
+        return wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=folder.name,
+            id=id_file.read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            dir=str(folder),
+            config=dict(settings),
+            mode=mode,
+            settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
+        )
+
+    if online:
+        try:
+            return start("online")
+        except Exception as error:  # no network, a wrong key: the training matters more
+            print(f"W&B: cannot go online ({str(error).splitlines()[0]}), logging offline", flush=True)
+    return start("offline")
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

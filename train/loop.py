@@ -1,0 +1,282 @@
+"""The training loop: one optimizer step at a time, each a function of (seed, step), until done or stopped."""
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from ctcdraft.data.batches import Sampler
+from ctcdraft.data.store import load_corpus
+from ctcdraft.model.base import Base
+from ctcdraft.model.decoder import DraftConfig
+from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.train import engine as ds
+from ctcdraft.train.checkpoint import (
+    TrainState,
+    latest,
+    load_checkpoint,
+    save_best,
+    save_checkpoint,
+    write_atomically,
+)
+from ctcdraft.train.log import RunLog
+from ctcdraft.train.simulate import Simulator
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit
+from torch import Tensor
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """batch: sequences per optimizer step over all ranks, micro_batch of them per forward and rank (None:
+    all of a rank's share); anchors: at most so many per sequence. max_minutes counts all sittings."""
+
+    steps: int = 1200
+    batch: int = 8
+    micro_batch: int | None = None
+    anchors: int = 64
+    max_length: int = 2048
+    precision: str = "fp32"
+    max_minutes: float | None = None
+    log_every: int = 10
+    eval_every: int = 200
+    eval_anchors: int = 512
+    save_every: int = 200
+
+    def __post_init__(self) -> None:
+        if self.precision not in ds.PRECISIONS:
+            raise ValueError(f"train.precision={self.precision!r}: choose one of {tuple(ds.PRECISIONS)}")
+        counts = (
+            "steps",
+            "batch",
+            "anchors",
+            "max_length",
+            "log_every",
+            "eval_every",
+            "eval_anchors",
+            "save_every",
+        )
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+    def split(self, world: int) -> tuple[int, int]:
+        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none."""
+        micro = self.batch // world if self.micro_batch is None else self.micro_batch
+        if micro < 1 or self.batch % (micro * world):
+            raise ValueError(
+                f"train.batch={self.batch} does not split into micro-batches of {max(micro, 1)} on {world} "
+                "ranks: make it a multiple"
+            )
+        return micro, self.batch // (micro * world)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides a training run's outcome."""
+
+    head: HeadConfig
+    objective: ObjectiveConfig
+    optim: ds.OptimConfig
+    zero: ds.ZeroConfig
+    train: TrainConfig
+    draft: DraftConfig
+    seed: int
+
+
+def finished(config: TrainConfig, state: TrainState) -> bool:
+    """Has training done its steps, or used up its time?"""
+    out_of_time = config.max_minutes is not None and state.seconds >= 60 * config.max_minutes
+    return state.step >= config.steps or out_of_time
+
+
+class Trainer:
+    """One run: builds the engine, resumes where the run folder left off, trains, keeps the best head."""
+
+    def __init__(self, plan: Plan, base: Base, data_folder: Path, run_folder: Path) -> None:
+        check_fit(plan.head, plan.objective)
+        self.plan, self.base = plan, base
+        self.checkpoints = run_folder / "checkpoints"
+        micro, self.accumulate = plan.train.split(ds.world_size())
+        self.micro = micro
+        torch.manual_seed(plan.seed)
+        head = build_head(plan.head, base.hidden_size).to(base.device)
+        self.task = DraftTask(head, plan.objective, base)
+        self.dtype = ds.PRECISIONS[plan.train.precision]
+        self.engine = ds.build_engine(
+            self.task,
+            plan.optim,
+            plan.zero,
+            precision=plan.train.precision,
+            steps=plan.train.steps,
+            micro=micro,
+            accumulate=self.accumulate,
+        )
+        self.sampler = Sampler(
+            load_corpus(data_folder, "train"),
+            batch=plan.train.batch,
+            anchors=plan.train.anchors,
+            labels=plan.objective.labels,
+            max_length=plan.train.max_length,
+            seed=plan.seed,
+        )
+        self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
+        self.state = load_checkpoint(self.engine, self.checkpoints)
+        self.seconds = Counter[str]()
+        self._stop_asked = False
+
+    def finished(self) -> bool:
+        return finished(self.plan.train, self.state)
+
+    def run(self, log: RunLog | None) -> TrainState:
+        """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
+        steps = self.plan.train.steps
+        with (
+            self._signals(),
+            tqdm(
+                total=steps,
+                initial=self.state.step,
+                desc="training",
+                unit="step",
+                disable=ds.rank() > 0,
+                mininterval=1,
+            ) as bar,
+        ):
+            while not self.finished() and not self._stop():
+                row = self._one_step()
+                if row is not None:
+                    bar.set_postfix_str(f"loss {row['train/loss']:.3f} tau {row['draft/tokens_per_step']:.2f}")
+                    if log:
+                        log.write(row)
+                bar.update()
+        if latest(self.checkpoints) != f"step_{self.state.step:06d}":
+            if self.finished():  # out of time between two evaluations: the last head may be the best
+                self._evaluate(ds.head_state(self.engine, self.task.head))
+            save_checkpoint(self.engine, self.checkpoints, self.state)
+        if ds.rank() == 0:
+            write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
+        return self.state
+
+    def _one_step(self) -> dict[str, Any] | None:
+        """One optimizer step; the row to log, where one is due."""
+        train, start = self.plan.train, time.perf_counter()
+        step = self.state.step
+        sums, tokens = self._accumulated_step(step)
+        step += 1
+        logged = step % train.log_every == 0 or step == train.steps or step == 1
+        evaluated = step % train.eval_every == 0 or step == train.steps
+        row = self._row(step, sums, tokens, time.perf_counter() - start) if logged else None
+        self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens)
+        if logged or evaluated:
+            weights = ds.head_state(self.engine, self.task.head)
+        if evaluated:
+            tau = self._evaluate(weights)
+            if row is not None:
+                row["dev/tokens_per_step"] = tau
+        if row is not None:
+            row["draft/tokens_per_step"] = self.simulator.on_train(weights, step - 1)
+        self.state = replace(self.state, seconds=self.state.seconds + time.perf_counter() - start)
+        if step % train.save_every == 0:
+            save_checkpoint(self.engine, self.checkpoints, self.state)
+        return row
+
+    def _evaluate(self, weights: dict[str, Tensor]) -> float:
+        """Simulated tokens per step on the development sequences; the best head is kept. Collective."""
+        with self._timed("evaluate"):
+            tau = self.simulator.on_dev(weights)
+        if tau > self.state.best:
+            save_best(self.checkpoints, weights)
+            self.state = replace(self.state, best=tau, best_step=self.state.step)
+        return tau
+
+    def _accumulated_step(self, step: int) -> tuple[Sums, int]:
+        """Forward and backward of the step's micro-batches, then the optimizer. Sums of this rank, and the
+        tokens of all ranks."""
+        world, total = ds.world_size(), None
+        anchors = int(self.sampler.anchor_counts(step).sum())
+        # DeepSpeed averages gradients over ranks and micro-batches: this makes it a mean over all anchors.
+        scale = world * self.accumulate / max(1, anchors)
+        for turn in range(self.accumulate):
+            with self._timed("data"):
+                at = (turn * world + ds.rank()) * self.micro
+                batch = self.sampler.collate(step, slice(at, at + self.micro)).to(self.base.device)
+            with self._timed("base"):
+                hidden, roots = base_features(self.base, batch, self.dtype)
+            with self._timed("head"):
+                loss, sums = self.engine(hidden, roots, batch)
+            with self._timed("backward"):
+                self.engine.backward(loss * scale)
+            with self._timed("optimizer"):
+                self.engine.step()
+            total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
+        assert total is not None
+        lengths = self.sampler.corpus.lengths[self.sampler.sequences(step)]
+        return total, int(lengths.clip(max=self.sampler.max_length).sum())
+
+    def _row(self, step: int, sums: Sums, tokens: int, seconds: float) -> dict[str, Any]:
+        """The figures of a step, summed over ranks; shares of `seconds` since the last row."""
+        flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums])).tolist()
+        loss, anchors, feasible, psi, *blank_T = flat
+        norm = self.engine.get_global_grad_norm()
+        busy = sum(self.seconds.values()) or 1.0
+        row = {
+            "step": step,
+            "train/loss": loss / max(1.0, feasible),
+            "train/infeasible": 1 - feasible / max(1.0, anchors),
+            "train/tokens": self.state.tokens + tokens,
+            "optim/lr": self.engine.get_lr()[0],
+            "optim/grad_norm": None if norm is None else float(norm),
+            "draft/psi_sum": psi / max(1.0, feasible),
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/step_seconds": seconds,
+            "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
+        }
+        row |= {f"draft/blank_rate/slot_{t + 1}": b / max(1.0, feasible) for t, b in enumerate(blank_T)}
+        row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
+        self.seconds.clear()
+        return row
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[part] += time.perf_counter() - start
+
+    def _stop(self) -> bool:
+        """Has any rank been asked to stop? Collective, so that all stop at the same step."""
+        if ds.world_size() == 1:
+            return self._stop_asked
+        asked = torch.tensor([float(self._stop_asked)], device=self.base.device)
+        seconds = torch.tensor([self.state.seconds], device=self.base.device)
+        ds.sum_over_ranks(asked)
+        ds.sum_over_ranks(seconds)  # ranks go by their mean clock: the time limit ends all at once
+        self.state = replace(self.state, seconds=seconds.item() / ds.world_size())
+        return asked.item() > 0 or self.finished()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def ask(number: int, frame: Any) -> None:
+            self._stop_asked = True
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _peak_gigabytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    info = psutil.Process().memory_info()
+    return getattr(info, "peak_wset", info.rss) / 2**30

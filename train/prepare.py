@@ -1,0 +1,272 @@
+"""Conversations or texts -> sequences in the base's own words, stored once per (source, base, options)."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ctcdraft.data import embedded
+from ctcdraft.data.prompts import cut_prompts
+from ctcdraft.data.records import (
+    Conversation,
+    RowError,
+    Text,
+    conversation_of,
+    read_rows,
+    source_hash,
+    text_of,
+)
+from ctcdraft.data.store import Example, read_manifest, save_corpus, write_jsonl
+from ctcdraft.data.template import prompt_ids, render
+from ctcdraft.model.base import Base, warn_if_plain
+from ctcdraft.model.generate import continue_prompts
+from tqdm import tqdm
+
+KINDS = ("embedded", "sharegpt", "text")
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """kind: `embedded`, `sharegpt` (conversations, either form) or `text`; path: file, glob or Hub name.
+
+    limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
+    and half. regenerate: the base rewrites every answer; else the given answers stay, with the base's
+    argmax as labels. prompt_tokens and samples_per_text: how texts are cut. max_new_tokens per answer.
+    """
+
+    kind: str = "embedded"
+    path: str | None = None
+    limit: int | None = None
+    holdout: float = 0.1
+    regenerate: bool = True
+    prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
+    samples_per_text: int = 4
+    max_new_tokens: int = 192
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        low_high = self.prompt_tokens
+        if self.kind not in KINDS:
+            raise ValueError(f"data.kind={self.kind!r} is unknown: choose one of {KINDS}")
+        if self.kind != "embedded" and self.path is None:
+            raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
+        if len(low_high) != 2 or not 1 <= low_high[0] <= low_high[1]:
+            raise ValueError(f"data.prompt_tokens={low_high}: give [shortest, longest], 1 or more")
+        if not 0.0 < self.holdout < 0.9:
+            raise ValueError(f"data.holdout={self.holdout} must lie between 0 and 0.9")
+        if min(self.samples_per_text, self.max_new_tokens, self.batch_size, self.limit or 1) < 1:
+            raise ValueError("data.samples_per_text, max_new_tokens, batch_size and limit must be at least 1")
+
+
+def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
+    """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
+    options = {k: v for k, v in asdict(config).items() if k not in ("path", "batch_size")}
+    source = embedded.fingerprint() if config.path is None else source_hash(config.path)
+    template = base.tokenizer.chat_template
+    key = [FORMAT, options, source, template, base.identity(), seed]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return cache / f"data-{config.kind}-{digest}"
+
+
+def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
+    """The folder of prepared data, made when it is not there yet (long: the base writes every answer).
+
+    Raises ValueError when the source holds nothing that can be used; used + rejected = read.
+    """
+    folder = prepared_folder(base, config, seed, cache)
+    if read_manifest(folder) is not None:
+        return folder
+    rejects: list[dict[str, Any]] = []
+    records = list(_records(config, rejects, seed))
+    read = len(records) + len(rejects)
+    train, dev, heldout = _split(records, config)
+    fresh = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    counts = {}
+    for split, part in (("train", train), ("dev", dev)):
+        examples = list(_examples(base, config, part, rejects, seed, split))
+        save_corpus(fresh / f"{split}.safetensors", examples)
+        counts[split] = {
+            "sequences": len(examples),
+            "tokens": sum(len(e.ids) for e in examples),
+            "answer_tokens": sum(int(sum(e.mask)) for e in examples),
+        }
+    write_jsonl(fresh / "rejects.jsonl", rejects)
+    write_jsonl(fresh / "heldout.jsonl", _questions(config, heldout))
+    for split, count in counts.items():
+        if not count["answer_tokens"]:
+            first = f" ({rejects[0]['reason']})" if rejects else ""
+            raise ValueError(
+                f"data.path={config.path}: of {read} rows none gave a {split} sequence; "
+                f"{len(rejects)} rejected{first}; see {fresh}/rejects.jsonl"
+            )
+    manifest = {
+        "base": base.identity(),
+        "options": asdict(config),
+        "read": read,
+        "used": read - len(rejects),
+        "rejected": len(rejects),
+        "heldout": len(heldout),
+        **counts,
+    }
+    (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(fresh, folder)
+    return folder
+
+
+def _records(config: DataConfig, rejects: list[dict[str, Any]], seed: int) -> Iterator[Conversation | Text]:
+    rows: Iterable[Any]
+    if config.path is None:
+        rows = embedded.conversations(config.limit or 2500, seed)
+    else:
+        rows = read_rows(config.path)
+    parse = text_of if config.kind == "text" else conversation_of
+    for index, row in enumerate(rows):
+        if config.limit is not None and index >= config.limit:
+            return
+        try:
+            yield parse(row, index)
+        except RowError as error:
+            rejects.append({"row": index, "reason": str(error)})
+
+
+def _split(records: list[Conversation | Text], config: DataConfig) -> tuple[list[Any], list[Any], list[Any]]:
+    """train, dev and heldout, by a hash of the content: equal rows land together."""
+    parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    for record in records:
+        content = record.text if isinstance(record, Text) else record.messages[0]["content"]
+        draw = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64
+        parts[1 if draw < config.holdout / 2 else 2 if draw < config.holdout else 0].append(record)
+    train, dev, heldout = parts
+    if len(train) > 1 and not dev:  # a handful of rows: still one to choose the best head by
+        dev.append(train.pop())
+    return train, dev, heldout
+
+
+def _questions(config: DataConfig, heldout: list[Any]) -> list[dict[str, Any]]:
+    if config.kind == "embedded":
+        return embedded.questions()
+    if config.kind == "text":
+        return [{"question_id": r.id, "category": "text", "text": r.text} for r in heldout]
+    turns = [[m["content"] for m in r.messages if m["role"] == "user"] for r in heldout]
+    return [{"question_id": r.id, "category": "chat", "turns": t[:2]} for r, t in zip(heldout, turns, strict=True)]
+
+
+def _examples(
+    base: Base, config: DataConfig, records: list[Any], rejects: list[dict[str, Any]], seed: int, split: str
+) -> Iterator[Example]:
+    if config.kind == "text":
+        return _continuations(base, config, records, rejects, seed, split)
+    warn_if_plain(base)
+    if config.regenerate:
+        return _rewritten(base, config, records, rejects, split)
+    return _given(base, records, rejects, split)
+
+
+def _reject(rejects: list[dict[str, Any]], record: Conversation | Text, reason: str) -> None:
+    rejects.append({"row": record.id, "reason": reason})
+
+
+def _continuations(
+    base: Base, config: DataConfig, texts: list[Text], rejects: list[dict[str, Any]], seed: int, split: str
+) -> Iterator[Example]:
+    """Texts, cut somewhere and continued by the base."""
+    low, high = config.prompt_tokens
+    room = base.context_length - 16
+    prompts: list[list[int]] = []
+    for number, text in enumerate(texts):
+        cuts = cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, (seed, number))
+        found = list(cuts)
+        prompts += found
+        if not found:
+            _reject(rejects, text, f"fewer than {low} tokens")
+    answers = continue_prompts(base, prompts, config.max_new_tokens, config.batch_size)
+    bar = tqdm(answers, f"base continues {split} texts", len(prompts), unit="prompt", mininterval=1)
+    for number, answer in bar:
+        yield _own_words([*prompts[number], *answer], [0] * len(prompts[number]) + [1] * len(answer))
+
+
+def _rewritten(
+    base: Base,
+    config: DataConfig,
+    conversations: list[Conversation],
+    rejects: list[dict[str, Any]],
+    split: str,
+) -> Iterator[Example]:
+    """Every assistant turn rewritten by the base, in order, on top of its own earlier answers."""
+    drafts = [_Rewrite(base, c) for c in conversations]
+    total = sum(d.turns for d in drafts)
+    with tqdm(total=total, desc=f"base answers {split} turns", unit="turn", mininterval=1) as bar:
+        while active := [d for d in drafts if d.next_prompt()]:
+            prompts = [d.prompt for d in active]
+            for number, answer in continue_prompts(base, prompts, config.max_new_tokens, config.batch_size):
+                active[number].answered(answer)
+                bar.update()
+        bar.update(total - bar.n)  # turns after a cut answer or the end of the context are not asked
+    for draft in drafts:
+        if draft.mask:
+            yield _own_words(draft.ids, draft.mask)
+        else:
+            length = len(draft.prompt)
+            _reject(rejects, draft.conversation, f"its prompt has {length} tokens, more than the context holds")
+
+
+class _Rewrite:
+    """One conversation on its way: what has been said, as messages and as the very tokens."""
+
+    def __init__(self, base: Base, conversation: Conversation) -> None:
+        self.base, self.conversation = base, conversation
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.prompt: list[int] = []
+        self._said: list[dict[str, str]] = []
+        self._left = [m for m in conversation.messages if m["role"] != "assistant"]
+        self.turns = sum(m["role"] == "user" for m in self._left)
+
+    def next_prompt(self) -> bool:
+        """Is there another turn to answer? A history that no longer tokenizes to itself ends here."""
+        if not self._left:
+            return False
+        while self._left[0]["role"] == "system":
+            self._said.append(self._left.pop(0))
+        self._said.append(self._left.pop(0))
+        self.prompt = prompt_ids(self.base.tokenizer, self._said)
+        fits = len(self.prompt) + 16 <= self.base.context_length
+        if not fits or self.prompt[: len(self.ids)] != self.ids:
+            self._left = []
+            return False
+        return True
+
+    def answered(self, answer: list[int]) -> None:
+        self.mask += [0] * (len(self.prompt) - len(self.ids)) + [1] * len(answer)
+        self.ids = [*self.prompt, *answer]
+        if answer[-1] not in self.base.eos_ids:
+            self._left = []
+        text = self.base.tokenizer.decode(answer, skip_special_tokens=True)
+        self._said.append({"role": "assistant", "content": text})
+
+
+def _given(
+    base: Base, conversations: list[Conversation], rejects: list[dict[str, Any]], split: str
+) -> Iterator[Example]:
+    """The given answers, with what the base would have put at each position as labels."""
+    for conversation in tqdm(conversations, f"base reads {split} answers", mininterval=1):
+        ids, mask = render(base.tokenizer, conversation.messages)
+        if len(ids) > base.context_length:
+            _reject(rejects, conversation, f"{len(ids)} tokens, more than the context holds")
+            continue
+        hidden = base.hidden(torch.tensor([ids], device=base.device))
+        choice = base.logits(hidden[0]).argmax(dim=-1).tolist()
+        yield Example(ids, mask, [ids[0], *choice[:-1]])
+
+
+def _own_words(ids: list[int], mask: list[int]) -> Example:
+    return Example(ids, mask, ids)

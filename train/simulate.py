@@ -1,0 +1,77 @@
+"""Tokens per step without decoding: draft trees at anchors whose continuation by the base is known."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from ctcdraft.data.batches import Batch, Sampler
+from ctcdraft.data.store import load_corpus
+from ctcdraft.model.base import Base
+from ctcdraft.model.decoder import Decoder, DraftConfig
+from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.train import engine as ds
+from ctcdraft.train.task import base_features
+from torch import Tensor
+
+ANCHORS_PER_SEQUENCE = 8
+LOGGED_ANCHORS = 32
+
+
+class Simulator:
+    """Drafts from a copy of the head, as inference does, and counts accepted labels (at most U) plus one."""
+
+    def __init__(
+        self,
+        head: HeadConfig,
+        draft: DraftConfig,
+        base: Base,
+        data_folder: Path,
+        sampler: Sampler,
+        anchors: int,
+    ) -> None:
+        self.base, self.train_sampler = base, sampler
+        self.head = build_head(head, base.hidden_size).to(base.device).eval()
+        self.decoder = Decoder(base, self.head, draft)
+        dev = load_corpus(data_folder, "dev")
+        self.sampler = Sampler(
+            dev,
+            batch=len(dev),
+            anchors=ANCHORS_PER_SEQUENCE,
+            labels=sampler.labels,
+            max_length=sampler.max_length,
+            seed=0,
+        )
+        self.sequences = min(len(dev), -(-anchors // ANCHORS_PER_SEQUENCE))
+
+    def on_dev(self, weights: dict[str, Tensor]) -> float:
+        """Mean over the same development anchors every time, shared out over ranks. Collective."""
+        self._load(weights)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.base.device)
+        for number in range(ds.rank(), self.sequences, ds.world_size()):
+            batch = self.sampler.collate(0, slice(number, number + 1))
+            totals += totals.new_tensor(self._accepted(batch, len(batch.lengths_N)))
+        accepted, anchors = ds.sum_over_ranks(totals).tolist()
+        return 1 + accepted / max(1.0, anchors)
+
+    def on_train(self, weights: dict[str, Tensor], step: int) -> float:
+        """A cheap look at a few anchors of one sequence of this step's batch."""
+        self._load(weights)
+        batch = self.train_sampler.collate(step, slice(0, 1))
+        accepted, anchors = self._accepted(batch, LOGGED_ANCHORS)
+        return 1 + accepted / max(1, anchors)
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        self.head.load_state_dict(weights)
+
+    @torch.no_grad()
+    def _accepted(self, batch: Batch, most: int) -> tuple[int, int]:
+        """(accepted draft tokens, anchors looked at)"""
+        batch = batch.to(self.base.device)
+        hidden, roots = base_features(self.base, batch, torch.float32)
+        slots = self.head(hidden, roots, batch.batch_N[:most], batch.position_N[:most])
+        total = 0
+        labels, lengths = batch.labels_NU.cpu().numpy(), batch.lengths_N.cpu().numpy()
+        for row in range(len(slots.states_NTD)):
+            tree = self.decoder.tree_of(slots, row)
+            total += tree.accepted(np.asarray(labels[row, : lengths[row]]).tolist())
+        return total, len(slots.states_NTD)

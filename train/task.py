@@ -1,0 +1,86 @@
+"""What one training step computes: base hidden states, the head's slots, the loss, and its figures."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from ctcdraft.data.batches import Batch
+from ctcdraft.model.base import Base
+from ctcdraft.model.head import Head, HeadConfig
+from ctcdraft.model.objective import OBJECTIVES, anchor_losses
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: weight of prefix (slot) k ~ decay^k."""
+
+    kind: str = "prefix_ctc"
+    labels: int = 8
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in OBJECTIVES:
+            raise ValueError(f"objective.kind={self.kind!r} is unknown: choose one of {OBJECTIVES}")
+        if self.labels < 1 or not 0.0 < self.decay <= 1.0:
+            raise ValueError("objective.labels must be at least 1 and objective.decay in (0, 1]")
+
+
+def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
+    """Raises ValueError where a head cannot be trained with an objective."""
+    if objective.labels > head.slots:
+        raise ValueError(
+            f"objective.labels={objective.labels} do not fit into head.slots={head.slots}: "
+            "lower the one or raise the other"
+        )
+    if (head.kind == "ctc") != (objective.kind != "cross_entropy"):
+        fitting = "prefix_ctc or ctc" if head.kind == "ctc" else "cross_entropy"
+        raise ValueError(f"head={head.kind} cannot be trained with {objective.kind}: use objective={fitting}")
+
+
+class Sums(NamedTuple):
+    """Sums over anchors, ready to be added up over micro-batches and ranks. blank is weighted by feasible."""
+
+    loss: Tensor
+    anchors: Tensor
+    feasible: Tensor
+    psi: Tensor
+    blank_T: Tensor
+
+
+class DraftTask(nn.Module):
+    """Head and objective as one module, so that DeepSpeed owns one forward; the base stays outside."""
+
+    def __init__(self, head: Head, objective: ObjectiveConfig, base: Base) -> None:
+        super().__init__()
+        self.head, self.objective = head, objective
+        self._frozen = (base.lm_weight,)  # in a tuple: no parameter of this module, in no checkpoint
+
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
+        """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
+        slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N)
+        out = anchor_losses(
+            slots.states_NTD,
+            self._frozen[0].to(slots.states_NTD.dtype),
+            slots.blank_NT,
+            batch.labels_NU,
+            batch.lengths_N,
+            objective=self.objective.kind,
+            decay=self.objective.decay,
+        )
+        with torch.no_grad():
+            columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
+            psi_NU = out.log_psi_NU.exp() * (columns < batch.lengths_N.unsqueeze(1))
+            feasible = out.feasible_N.sum()
+            anchors = torch.tensor(float(len(batch.lengths_N)), device=feasible.device)
+            blank_T = out.blank_rate_T.float() * feasible
+            sums = Sums(out.loss_N.sum(), anchors, feasible.float(), psi_NU.sum(), blank_T)
+        return out.loss_N.sum(), sums
+
+
+def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1."""
+    hidden_BLD = base.hidden(batch.ids_BL)
+    with torch.no_grad():
+        root_BLD = base.embed(batch.ids_BL.roll(-1, dims=1))
+    return hidden_BLD.to(dtype), root_BLD.to(dtype)
