@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from ctcdraft.data.store import Corpus, Example
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ctcdraft.data.store import Corpus, Example
 
 POOL = 16  # batches are made of sequences of like length, sorted within pools of this many batches
 

@@ -91,8 +91,6 @@ def _distinct(category: str, rng: random.Random, held_out: bool) -> Iterator[Ite
             if item.held_out == held_out and item.first.ask not in seen:
                 break
         else:
-            raise ValueError(
-                f"the embedded corpus has only {len(seen)} conversations of category {category!r}"
-            )
+            raise ValueError(f"the embedded corpus has only {len(seen)} conversations of category {category!r}")
         seen.add(item.first.ask)
         yield item

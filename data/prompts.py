@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
 from ctcdraft.data.template import text_ids
 
 

@@ -50,14 +50,26 @@ def read_rows(path: str) -> Iterator[Any]:
 
     Raises ValueError when nothing is there, a file is empty, or a JSON list does not parse.
     """
+    check_source("data.path", path)
     files = sorted(glob.glob(str(Path(path).expanduser())))
-    if not files and _looks_like_hub(path):
-        yield from _read_hub(path)
-        return
     if not files:
-        raise ValueError(f"data.path={path}: no such file")
+        yield from _read_hub(path)
     for file in files:
         yield from _read_file(Path(file))
+
+
+def check_source(option: str, path: str | None) -> None:
+    """Raises ValueError when files are named that are not there or are empty: long work starts after this."""
+    if path is None or _looks_like_hub(path):
+        return
+    files = [Path(file) for file in sorted(glob.glob(str(Path(path).expanduser())))]
+    if not files:
+        raise ValueError(f"{option}={path}: no such file")
+    for file in files:
+        if file.is_dir():
+            raise ValueError(f"{option}={path}: {file} is a folder; give a JSON or JSONL file, or a glob")
+        if not file.stat().st_size:
+            raise ValueError(f"{option}={path}: the file {file} is empty")
 
 
 def source_hash(path: str) -> str:
@@ -124,8 +136,6 @@ def _message(turn: Any, index: int) -> dict[str, str]:
 
 
 def _read_file(file: Path) -> Iterator[Any]:
-    if file.is_dir():
-        raise ValueError(f"{file}: a folder; give a JSON or JSONL file, or a glob")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -14,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+Tokens = Sequence[int] | NDArray[Any]
+
 
 class Example(NamedTuple):
     """One sequence: token ids, mask (1 where the base itself wrote the token), and labels, the token that
     the base puts at each position (the ids themselves where it wrote them)."""
 
-    ids: Sequence[int]
-    mask: Sequence[int]
-    labels: Sequence[int]
+    ids: Tokens
+    mask: Tokens
+    labels: Tokens
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class Corpus:
 
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:
     """Write the examples as flat arrays."""
-    flat = [np.concatenate([np.asarray(e[i]) for e in examples]) if examples else [] for i in range(3)]
+    ids, mask, labels = (np.concatenate([[], *(np.asarray(e[i]) for e in examples)]) for i in range(3))
     offsets = np.cumsum([0, *(len(e.ids) for e in examples)])
     save_file(
         {
-            "ids": np.asarray(flat[0], np.int32),
-            "mask": np.asarray(flat[1], np.uint8),
-            "labels": np.asarray(flat[2], np.int32),
+            "ids": ids.astype(np.int32),
+            "mask": mask.astype(np.uint8),
+            "labels": labels.astype(np.int32),
             "offsets": np.asarray(offsets, np.int64),
         },
         path,

@@ -1,6 +1,6 @@
 """Questions to decode: two-turn chats in MT-Bench's format, or prompts cut from texts."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Question:
     turns: tuple[str, ...] = ()
     prompt: tuple[int, ...] = ()
 
-    def prompts(self, base: Base) -> Iterator[list[int]]:
+    def prompts(self, base: Base) -> Generator[list[int], list[int], None]:
         """Token prompts, one per turn. Send each turn's answer (tokens) back in before the next."""
         if self.prompt:
             yield list(self.prompt)

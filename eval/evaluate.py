@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ctcdraft.data.store import write_jsonl
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.eval.plots import draw

@@ -115,6 +115,6 @@ def _exceptions(results: dict[str, Any]) -> list[str]:
                 "",
             ]
     if results["skipped"]:
-        rows = [(s["question"], s["reason"]) for s in results["skipped"]]
-        lines += ["## Cut short", "", markdown_table(("question", "reason"), rows), ""]
+        cut = [(s["question"], s["reason"]) for s in results["skipped"]]
+        lines += ["## Cut short", "", markdown_table(("question", "reason"), cut), ""]
     return lines

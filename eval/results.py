@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from ctcdraft.eval.run import Answered
 from numpy.typing import NDArray
+
+from ctcdraft.eval.run import Answered
 
 RESAMPLES = 2000
 PARTS = ("verify", "draft", "tree")

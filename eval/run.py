@@ -4,15 +4,16 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
+from tqdm import tqdm
+from transformers import GenerationConfig
+
 from ctcdraft.eval.bench import BenchConfig, Question
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, Generation
-from tqdm import tqdm
-from transformers import GenerationConfig
 
 TIE_GAP = 1e-5
 GENERATE_TURNS = 8
@@ -44,7 +45,7 @@ class Answered:
     plain_seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     grown: int = 0
     texts: list[str] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
@@ -144,7 +145,8 @@ def _record(out: Answered, drafted: Generation, drafted_seconds: float, told_sec
     out.plain_seconds += told_seconds
     out.accepted += drafted.accepted
     out.expected += drafted.expected
-    out.seconds.update(drafted.seconds)
+    for part, seconds in drafted.seconds.items():
+        out.seconds[part] += seconds
     out.seconds["whole"] += drafted_seconds
 
 

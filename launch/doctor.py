@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import torch
+
 from ctcdraft.eval.report import markdown_table
 
 PACKAGES = (

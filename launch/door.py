@@ -10,7 +10,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_type_hints
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -51,6 +52,9 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 def typed(config: DictConfig, schema: type[Entry]) -> Entry:
     """The configuration as frozen dataclasses. Raises ValueError, in one sentence, on a wrong type."""
     plain: Any = OmegaConf.to_container(config, resolve=True)
+    unknown = _unknown(plain, schema)
+    if unknown:
+        raise ValueError(f"{unknown}: there is no such option")
     try:
         return TypeAdapter(schema).validate_python(plain)
     except ValidationError as error:
@@ -88,6 +92,19 @@ def _override_sentence(config_name: str, error: Exception) -> str:
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         return f"{choice[1]}={choice[2]}: there is no such choice; choose one of {', '.join(options)}"
     return " ".join(text.split())
+
+
+def _unknown(plain: dict[str, Any], schema: Any, prefix: str = "") -> str | None:
+    """The first option that no dataclass field stands for."""
+    types = get_type_hints(schema)
+    for key, value in plain.items():
+        if key not in types:
+            return f"{prefix}{key}"
+        if isinstance(value, dict) and is_dataclass(types[key]):
+            found = _unknown(value, types[key], f"{prefix}{key}.")
+            if found:
+                return found
+    return None
 
 
 def _leaves(config_name: str) -> list[str]:

@@ -8,6 +8,7 @@ from ctcdraft.launch.schema import TrainEntry
 
 
 def main(config: TrainEntry) -> int:
+    stages.check_inputs(config)
     base = stages.get_base(config.base, Path(config.cache_dir))
     stages.get_data(config, base)
     return 0

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from ctcdraft.data.records import check_source
 from ctcdraft.data.store import read_manifest
 from ctcdraft.eval.evaluate import evaluate, reusable
 from ctcdraft.eval.report import headline, markdown_table
@@ -68,16 +70,21 @@ def get_data(config: TrainEntry, base: Base) -> Path:
     return folder
 
 
-def run_folder(config: TrainEntry) -> Path:
-    """runs/<name>, with the resolved configuration in it.
+def check_inputs(config: TrainEntry) -> Path:
+    """runs/<name>, after a look at everything that can be wrong before long work starts.
 
-    Raises ValueError when the folder belongs to a run of another configuration, naming the first option
-    that differs.
+    Raises ValueError when a data or bench file is missing or empty, or when the folder belongs to a run of
+    another configuration, naming the first option that differs.
     """
+    check_source("data.path", config.data.path)
+    check_source("bench.path", config.bench.path)
     settings = run_settings(config)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
     source = Path(config.base.path or config.base.kind).name
-    folder = Path(config.runs_dir) / (config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}")
+    name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}"
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"name={name}: a run's name is one folder name, without slashes")
+    folder = Path(config.runs_dir) / name
     record = folder / "config.yaml"
     if record.is_file():
         other = difference(yaml.safe_load(record.read_text())["run"], settings)
@@ -87,12 +94,18 @@ def run_folder(config: TrainEntry) -> Path:
                 f"{folder} is a run with {key}={before}, this one has {key}={now}: give it another name=, "
                 "or delete that folder"
             )
-    elif ds.rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump({"run": settings, "all": asdict(config)}, sort_keys=False)
-        write_atomically(record, text.encode())
-    ds.barrier()
     return folder
+
+
+def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) -> None:
+    """Write down what the run is and where its base and data lie."""
+    if ds.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {"base": base.path, "dtype": config.base.dtype, "data": str(data_folder)}
+        record = {"run": run_settings(config), "all": asdict(config)}
+        write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
+        write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
+    ds.barrier()
 
 
 def run_settings(config: TrainEntry) -> dict[str, Any]:

@@ -4,7 +4,6 @@ python launch/train.py head.slots=12 optim.lr=1e-3
 deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,19 +11,17 @@ from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
-from ctcdraft.train.checkpoint import TrainState, write_atomically
+from ctcdraft.train.checkpoint import TrainState
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.loop import Trainer
 
 
 def main(config: TrainEntry) -> int:
+    folder = stages.check_inputs(config)
     ds.init_distributed()
-    folder = stages.run_folder(config)
     base = stages.get_base(config.base, Path(config.cache_dir))
     data_folder = stages.get_data(config, base)
-    if ds.rank() == 0:
-        paths = {"base": base.path, "dtype": config.base.dtype, "data": str(data_folder)}
-        write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
+    stages.open_run(folder, config, base, data_folder)
     stages.say(stages.describe_head(config.head, base))
     state, log = stages.already_trained(folder, config), None
     if state:

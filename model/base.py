@@ -124,7 +124,7 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
     with _quiet_transformers():
         try:
             AutoConfig.from_pretrained(source)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
             tokenizer = AutoTokenizer.from_pretrained(source)
         except Exception as error:  # whatever a broken folder makes transformers raise
             reason = str(error).strip().split("\n")[0][:200]

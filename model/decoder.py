@@ -6,19 +6,21 @@ cache entries of the accepted path, and takes the choice at its end as the new r
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import DynamicCache
+
 from ctcdraft.model import tree as trees
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadCache, Slots, lattice_of
 from ctcdraft.model.tree import Tree
-from torch import Tensor
-from transformers import DynamicCache
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Generation:
     steps: int = 0
     accepted: list[int] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> float:
@@ -116,7 +118,8 @@ class Decoder:
             return trees.EMPTY
         with clock("draft"):
             root_1LD = self.base.embed(self._ids(tokens))
-            slots = self.head.step(*_as_head(self.head, hidden_1LD, root_1LD), cache)
+            dtype = next(self.head.parameters()).dtype
+            slots = self.head.step(hidden_1LD.to(dtype), root_1LD.to(dtype), cache)
         with clock("tree"):
             return self.tree_of(slots, max_depth=room)
 
@@ -170,7 +173,8 @@ def keep_entries(cache: DynamicCache, past: int, rows: list[int]) -> None:
     """Of what the last forward appended after `past`, keep the given rows, in order, and drop the rest."""
     end = past + len(rows)
     moved = rows != list(range(len(rows)))
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if moved:
             index = torch.tensor(rows, device=layer.keys.device) + past
             layer.keys[:, :, past:end] = layer.keys[:, :, index]
@@ -178,17 +182,12 @@ def keep_entries(cache: DynamicCache, past: int, rows: list[int]) -> None:
         layer.keys, layer.values = layer.keys[:, :, :end], layer.values[:, :, :end]
 
 
-def _as_head(head: Head, *tensors: Tensor) -> list[Tensor]:
-    dtype = next(head.parameters()).dtype
-    return [tensor.to(dtype) for tensor in tensors]
-
-
 class _Clock:
     """Seconds per part. `verify` and `tree` end with a copy to the host, so they wait for an accelerator;
     what `draft` leaves running is counted in `tree`."""
 
     def __init__(self) -> None:
-        self.seconds = Counter[str]()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:

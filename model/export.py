@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ctcdraft.model.base import Base
-from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+
+from ctcdraft.model.base import Base
+from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
 
 FORMAT = 1
 CARD = """---

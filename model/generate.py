@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from ctcdraft.model.base import Base
 from transformers import GenerationConfig
+
+from ctcdraft.model.base import Base
 
 
 def continue_prompts(

@@ -6,14 +6,15 @@ D hidden size of the base, W width of the context encoder.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ctcdraft.model.base import Base
 from ctcdraft.model.lattice import Lattice, lattice_from_logits
 from ctcdraft.model.layers import Block, KeyValues
-from torch import Tensor, nn
 
 KINDS = ("ctc", "parallel", "medusa")
 
@@ -92,7 +93,7 @@ class SlotHead(Head):
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
 
     def new_cache(self, capacity: int = 256) -> HeadCache:
-        return HeadCache([block.new_cache(capacity) for block in self.context])
+        return HeadCache([cast(Block, block).new_cache(capacity) for block in self.context])
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))

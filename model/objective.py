@@ -6,9 +6,10 @@ Shape suffixes: N anchors, T slots, U labels, V vocabulary, D hidden.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from ctcdraft.model.kernels import linear_lse_gather
 from ctcdraft.model.kernels.reference import prefix_lattice
-from torch import Tensor
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")

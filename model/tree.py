@@ -7,9 +7,10 @@ largest expected number of accepted tokens under the head's own beliefs. Best-fi
 from dataclasses import dataclass
 
 import numpy as np
-from ctcdraft.model.lattice import Lattice
 from numba import njit
 from numpy.typing import NDArray
+
+from ctcdraft.model.lattice import Lattice
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def search(
 
 
 @njit(cache=True)
-def _push(heap_psi, heap_parent, heap_candidate, size, psi, parent, candidate):  # noqa: ANN001, ANN202
+def _push(heap_psi, heap_parent, heap_candidate, size, psi, parent, candidate):
     i = size
     while i > 0:
         up = (i - 1) // 2
@@ -83,7 +84,7 @@ def _push(heap_psi, heap_parent, heap_candidate, size, psi, parent, candidate): 
 
 
 @njit(cache=True)
-def _drop_top(heap_psi, heap_parent, heap_candidate, size):  # noqa: ANN001, ANN202
+def _drop_top(heap_psi, heap_parent, heap_candidate, size):
     """Remove the top of a heap of `size` entries: the last entry sinks from the top."""
     last = size - 1
     psi, parent, candidate = heap_psi[last], heap_parent[last], heap_candidate[last]
@@ -101,7 +102,7 @@ def _drop_top(heap_psi, heap_parent, heap_candidate, size):  # noqa: ANN001, ANN
 
 
 @njit(cache=True)
-def _search(emission, blank, merge, is_leaf, nodes, max_depth, chain):  # noqa: ANN001, ANN202
+def _search(emission, blank, merge, is_leaf, nodes, max_depth, chain):
     T, R, C = emission.shape
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
     # token. Index 0 is the empty prefix, index n + 1 is node n.
@@ -161,7 +162,7 @@ def _search(emission, blank, merge, is_leaf, nodes, max_depth, chain):  # noqa: 
 
 
 @njit(cache=True)
-def _ancestors(parents):  # noqa: ANN001, ANN202
+def _ancestors(parents):
     N = len(parents)
     allowed = np.zeros((N + 1, N + 1), np.bool_)
     allowed[0, 0] = True
@@ -172,7 +173,7 @@ def _ancestors(parents):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _walk(tokens, parents, targets):  # noqa: ANN001, ANN202
+def _walk(tokens, parents, targets):
     path = []
     at = -1
     for i in range(len(tokens)):

@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from bases import write_base
+
 from ctcdraft.model import load_base
 
 SHARED = Path(__file__).parents[2] / "shared"

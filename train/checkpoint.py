@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ctcdraft.train.engine import barrier, rank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from ctcdraft.train.engine import barrier, rank
 
 KEEP = 2
 

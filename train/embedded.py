@@ -1,7 +1,7 @@
 """The embedded base: a small Llama trained on the embedded corpus on first use, then kept in a cache.
 
 It makes everything runnable with no download: an ordinary transformers folder with its tokenizer and
-chat template, trained in about two minutes on two CPU cores.
+chat template, trained in three to four minutes on one CPU core.
 """
 
 import hashlib
@@ -10,18 +10,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from ctcdraft.data import embedded
-from ctcdraft.train.muon import Muon
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ctcdraft.data import embedded
+from ctcdraft.train.muon import Muon
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -47,12 +49,13 @@ class EmbeddedBaseConfig:
     layers: int = 4
     heads: int = 4
     max_positions: int = 1024
-    steps: int = 1500
+    steps: int = 1300
     batch_tokens: int = 768
     lr: float = 3e-3  # of embeddings and norms
     matrix_lr: float = 4.5e-3
     warmup_steps: int = 60
     weight_decay: float = 0.1
+    threads: int = 1  # two are faster on idle cores, but stall by a factor of ten when one is busy
     user_weight: float = 0.1  # of a user token in the loss; an assistant token has 1
 
 
@@ -67,8 +70,8 @@ def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()
     """Return the folder of the embedded base in `cache`, training it first when it is not there.
 
     The folder's name holds a hash of everything that shapes the base. It appears in one rename, so a
-    training that was killed leaves nothing that could be taken for a base. The same config and number
-    of threads give the same weights.
+    training that was killed leaves nothing that could be taken for a base. The same config gives the
+    same weights.
     """
     folder = cache / f"base-{_key(config)}"
     if folder.exists():
@@ -76,12 +79,24 @@ def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-base-", dir=cache))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _threads(config.threads):
             _build(unfinished, config)
+        unfinished.chmod(0o755)  # a temporary folder is made for its owner alone
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Fix the number of threads, which shapes rounding and so the weights."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _key(config: EmbeddedBaseConfig) -> str:
@@ -110,7 +125,6 @@ def _build(folder: Path, config: EmbeddedBaseConfig) -> None:
         "held_out": _held_out_loss(model, _encode(held_out, tokenizer)),
         "tokens": tokens,
         "parameters": model.num_parameters(),
-        "threads": torch.get_num_threads(),
         "seconds": round(time.perf_counter() - start, 1),
         "config": asdict(config),
     }
@@ -125,9 +139,7 @@ def _read(conversations: Iterable[Mapping[str, Any]], count: int) -> Iterable[Ma
     return tqdm(conversations, total=count, desc="embedded corpus", unit="conv")
 
 
-def _train_tokenizer(
-    conversations: list[Mapping[str, Any]], config: EmbeddedBaseConfig
-) -> PreTrainedTokenizerFast:
+def _train_tokenizer(conversations: list[Mapping[str, Any]], config: EmbeddedBaseConfig) -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -161,10 +173,8 @@ def _encode(conversations: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTok
 
 def _document(turns: list[Mapping[str, str]], tokenizer: PreTrainedTokenizerFast) -> Document:
     ids, spoken = [tokenizer.bos_token_id], [False]
-    user, assistant = tokenizer.convert_tokens_to_ids([USER, ASSISTANT])
-    for turn, text in zip(
-        turns, tokenizer.backend_tokenizer.encode_batch([t["value"] for t in turns]), strict=True
-    ):
+    user, assistant = (tokenizer.convert_tokens_to_ids(role) for role in (USER, ASSISTANT))
+    for turn, text in zip(turns, tokenizer.backend_tokenizer.encode_batch([t["value"] for t in turns]), strict=True):
         answer = turn["from"] == "gpt"
         content = [*text.ids, tokenizer.eos_token_id] if answer else text.ids
         ids += [assistant if answer else user, *content]
@@ -198,31 +208,31 @@ def _train(model: LlamaForCausalLM, documents: list[Document], config: EmbeddedB
     for _ in progress:
         ids_BL, spoken_BL = next(batches)
         loss_BL = _next_token_loss(model, ids_BL)
-        weight_BL = spoken_BL.float().clamp(min=config.user_weight) * (ids_BL != model.config.pad_token_id)
+        read_BL = ids_BL.ne(model.config.pad_token_id or 0)
+        weight_BL = spoken_BL.float().clamp(min=config.user_weight) * read_BL
         loss = (loss_BL * weight_BL[:, 1:]).sum() / weight_BL[:, 1:].sum()
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for follower in (*optimizers, *schedules):
-            follower.step()
-        tokens += int((ids_BL != model.config.pad_token_id).sum())
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        tokens += int(read_BL.sum())
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return tokens
 
 
 def _optimizers(model: LlamaForCausalLM, config: EmbeddedBaseConfig) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [model.get_input_embeddings().weight, *(p for p in model.parameters() if p.ndim == 1)]
+    others = [p for p in model.parameters() if p.ndim == 1 or p is model.get_input_embeddings().weight]
     return [
         Muon(matrices, config.matrix_lr, weight_decay=config.weight_decay),
         torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), weight_decay=config.weight_decay),
     ]
 
 
-def _schedule(
-    optimizer: torch.optim.Optimizer, config: EmbeddedBaseConfig
-) -> torch.optim.lr_scheduler.OneCycleLR:
-    """Linear-like warmup, then a cosine down to a hundredth."""
+def _schedule(optimizer: torch.optim.Optimizer, config: EmbeddedBaseConfig) -> torch.optim.lr_scheduler.OneCycleLR:
+    """A short warmup, then a cosine down to a hundredth."""
     return torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=optimizer.param_groups[0]["lr"],

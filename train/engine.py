@@ -1,5 +1,6 @@
 """DeepSpeed: ranks, precision, ZeRO, accumulation and clipping around one DraftTask."""
 
+import importlib
 import logging
 import math
 import os
@@ -9,11 +10,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from ctcdraft.model.head import Head
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+
+import deepspeed
 from torch import Tensor, nn
+
+from ctcdraft.model.head import Head
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -151,7 +157,6 @@ def _free_port() -> int:
 def _skip_shm_build() -> None:
     """DeepSpeed compiles a shared-memory operator for CPU ranks at start: over a minute, and a build that
     is killed leaves a lock that hangs the next run. gloo does without."""
-    import deepspeed.comm.torch as ds_torch
-
-    if hasattr(ds_torch, "build_shm_op"):
-        ds_torch.build_shm_op = lambda: None
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
+    assert hasattr(backend, "build_shm_op"), "DeepSpeed has moved build_shm_op: see _skip_shm_build"
+    backend.build_shm_op = lambda: None

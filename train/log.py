@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 MODES = ("wandb", "offline", "none")
 INIT_SECONDS = 30
@@ -51,8 +51,8 @@ class RunLog:
             self.wandb.summary.update(dict(figures))
             media: dict[str, Any] = {f"plots/{path.stem}": wandb.Image(str(path)) for path in images}
             if table:
-                columns = list(table[0])
-                media["eval/table"] = wandb.Table(columns, [[row[c] for c in columns] for row in table])
+                columns: list[str | int] = list(table[0])
+                media["eval/table"] = wandb.Table(columns, [[row[str(c)] for c in columns] for row in table])
             self.wandb.log(media)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) 
     if config.mode == "wandb" and not online:
         print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
 
-    def start(mode: str) -> Any:
+    def start(mode: Literal["online", "offline"]) -> Any:
         return wandb.init(
             project=config.project,
             entity=config.entity,

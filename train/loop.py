@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +12,9 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
+from tqdm import tqdm
+
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
@@ -29,8 +32,6 @@ from ctcdraft.train.checkpoint import (
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.simulate import Simulator
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit
-from torch import Tensor
-from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Trainer:
         )
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)
-        self.seconds = Counter[str]()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._stop_asked = False
 
     def finished(self) -> bool:

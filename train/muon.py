@@ -19,13 +19,11 @@ ADAM_RMS = 0.2  # scales updates to the size that AdamW's have, so that learning
 class Muon(torch.optim.Optimizer):
     """For weight matrices only; embeddings and norms belong to AdamW."""
 
-    def __init__(
-        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
-    ) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; a closure is not supported."""
         assert closure is None
         for group in self.param_groups:
@@ -42,6 +40,7 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, matrix: Tensor, decay: float) -> Tensor:
         """Nesterov's look-ahead of the running mean of gradients."""
         state = self.state[matrix]
+        assert matrix.grad is not None
         if "mean" not in state:
             state["mean"] = torch.zeros_like(matrix)
         state["mean"].lerp_(matrix.grad, 1 - decay)

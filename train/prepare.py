@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
+
 from ctcdraft.data import embedded
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import (
@@ -25,10 +27,10 @@ from ctcdraft.data.store import Example, read_manifest, save_corpus, write_jsonl
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.generate import continue_prompts
-from tqdm import tqdm
 
 KINDS = ("embedded", "sharegpt", "text")
 FORMAT = 1
+EMBEDDED_ROWS = 2500
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,7 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
 
 
 def _records(config: DataConfig, rejects: list[dict[str, Any]], seed: int) -> Iterator[Conversation | Text]:
-    rows: Iterable[Any]
-    if config.path is None:
-        rows = embedded.conversations(config.limit or 2500, seed)
-    else:
-        rows = read_rows(config.path)
+    rows = read_rows(config.path) if config.path else embedded.conversations(config.limit or EMBEDDED_ROWS, seed)
     parse = text_of if config.kind == "text" else conversation_of
     for index, row in enumerate(rows):
         if config.limit is not None and index >= config.limit:

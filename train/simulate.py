@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
@@ -11,7 +13,6 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features
-from torch import Tensor
 
 ANCHORS_PER_SEQUENCE = 8
 LOGGED_ANCHORS = 32

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+
 from ctcdraft.data.batches import Batch
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig
 from ctcdraft.model.objective import OBJECTIVES, anchor_losses
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

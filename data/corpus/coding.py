@@ -199,15 +199,13 @@ FUNCTION = Template(
             "Here is the function:\n```python\n{code}\n```\nThe function {how}.",
         ),
         Opening(
-            "[I need|Please write] Python code that {task}. Name the function {function} and its argument "
-            "{argument}.",
+            "[I need|Please write] Python code that {task}. Name the function {function} and its argument {argument}.",
             "This code does it:\n```python\n{code}\n```\nThe name of the function is {function}, and its "
             "argument is "
             "called {argument}. It {how}.",
         ),
         Opening(
-            "How do I write a function in Python that {task}? [Use|Take] the names {function} and "
-            "{argument}.",
+            "How do I write a function in Python that {task}? [Use|Take] the names {function} and {argument}.",
             "You can define it like this:\n```python\n{code}\n```\nWhen you call {function}, it {how}. "
             "You can use it "
             "as often as you like.",

@@ -38,8 +38,7 @@ SHOPPING = Template(
             "subtract it from the money: {paid} - {total} = {change}. So the change is {change} dollars.",
         ),
         Opening(
-            "One {thing} costs {price} dollars. {name} has {paid} dollars and buys {count} {thing!p}. "
-            "What is left?",
+            "One {thing} costs {price} dollars. {name} has {paid} dollars and buys {count} {thing!p}. What is left?",
             "Step 1: {count} {thing!p} cost {count} x {price} = {total} dollars.\nStep 2: {name} had "
             "{paid} dollars, "
             "so {paid} - {total} = {change} dollars are left.\nAnswer: {change} dollars.",
@@ -221,13 +220,11 @@ AVERAGE = Template(
     (
         Exchange(
             "What is the median?",
-            "The median is {median}. In order the numbers are {order}, and the one in the middle is "
-            "{median}.",
+            "The median is {median}. In order the numbers are {order}, and the one in the middle is {median}.",
         ),
         Exchange(
             "What is the difference between the largest and the smallest number?",
-            "The largest number is {high} and the smallest is {low}, so the difference is {high} - {low} "
-            "= {range}.",
+            "The largest number is {high} and the smallest is {low}, so the difference is {high} - {low} = {range}.",
         ),
         Exchange(
             "[Sort the numbers.|Put the numbers in order.]",

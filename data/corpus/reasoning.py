@@ -56,8 +56,7 @@ ORDER = Template(
     (
         Exchange(
             "Who is in the middle?",
-            "{second} is in the middle. {first} is {more} than {second}, and {second} is {more} than "
-            "{third}.",
+            "{second} is in the middle. {first} is {more} than {second}, and {second} is {more} than {third}.",
         ),
         Exchange(
             "Is {third} {more} than {first}?",
@@ -118,8 +117,7 @@ AGES = Template(
         ),
         Exchange(
             "What is the sum of their ages?",
-            "The sum of their ages is {sum}, because {friend} is {age}, {name} is {old}, and {age} + "
-            "{old} = {sum}.",
+            "The sum of their ages is {sum}, because {friend} is {age}, {name} is {old}, and {age} + {old} = {sum}.",
         ),
         Exchange(
             "Who is younger, and by how much?",
@@ -147,8 +145,7 @@ ROW = Template(
             "{four} is last. The row is {one}, {two}, {three}, {four}.",
         ),
         Opening(
-            "In a queue, {one} stands before {two}, {two} before {three} and {three} before {four}. Who "
-            "is at the end?",
+            "In a queue, {one} stands before {two}, {two} before {three} and {three} before {four}. Who is at the end?",
             "At the end of the queue is {four}. The text gives the order step by step: {one} before "
             "{two}, {two} before "
             "{three}, and {three} before {four}. Nobody stands behind {four}.",
@@ -157,13 +154,11 @@ ROW = Template(
     (
         Exchange(
             "Who stands between {one} and {three}?",
-            "{two} stands between {one} and {three}, because {two} is right behind {one} and right before "
-            "{three}.",
+            "{two} stands between {one} and {three}, because {two} is right behind {one} and right before {three}.",
         ),
         Exchange(
             "[Now {one} leaves.|{one} goes home.] Who is first then?",
-            "When {one} leaves, {two} is first. The new row is {two}, {three}, {four}, and it has three "
-            "people.",
+            "When {one} leaves, {two} is first. The new row is {two}, {three}, {four}, and it has three people.",
         ),
         Exchange(
             "[List|Write] the row [from the back to the front|backwards].",

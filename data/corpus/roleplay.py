@@ -93,8 +93,7 @@ GUIDE = Template(
     _draw_guide,
     (
         Opening(
-            "Act as a tour guide. {name} and {friend} are in {city} for {days} days. [Welcome them.|Greet "
-            "them.]",
+            "Act as a tour guide. {name} and {friend} are in {city} for {days} days. [Welcome them.|Greet them.]",
             "Welcome to {city}, {name} and {friend}! You have {days} days in {country}, so let us use "
             "them well. "
             "We will start at {sight}, which every visitor should see. At noon we will eat {dish} in a small "
@@ -162,8 +161,7 @@ OBJECT = Template(
     (
         Exchange(
             "What do you wish for?",
-            "I wish for a quiet home with {name}. {thing!A} belongs to people and not to the dust of the "
-            "{place}.",
+            "I wish for a quiet home with {name}. {thing!A} belongs to people and not to the dust of the {place}.",
         ),
         Exchange(
             "{name} [wants to sell|will sell] you. [What do you say?|Answer.]",

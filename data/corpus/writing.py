@@ -54,12 +54,10 @@ STORY = Template(
     (
         Exchange(
             "[Now shorten|Please shorten|Shorten] the story to one sentence.",
-            "{name}, {job!a}, found {thing!a} in the {place} together with {friend}, and in the end they "
-            "{gist}.",
+            "{name}, {job!a}, found {thing!a} in the {place} together with {friend}, and in the end they {gist}.",
         ),
         Exchange(
-            "[List|Please list|Can you list] the people, the place and the object of the story[.|, one "
-            "per line.]",
+            "[List|Please list|Can you list] the people, the place and the object of the story[.|, one per line.]",
             "Here is the list:\n- Hero: {name}, the {job}\n- Friend: {friend}\n- Place: the {place}\n- "
             "Object: "
             "the {thing}\n- Ending: they {gist}",
@@ -182,8 +180,7 @@ REVIEW = Template(
     (
         Exchange(
             "[Turn|Change] the review into a list of good and bad points.",
-            "Good points:\n- the {product} is {good}\n- the price of {price} dollars is fair\nBad points:\n- "
-            "{bad}",
+            "Good points:\n- the {product} is {good}\n- the price of {price} dollars is fair\nBad points:\n- {bad}",
         ),
         Exchange(
             "[Shorten it|Now shorten it|Please shorten it] to one sentence.",

@@ -1,8 +1,9 @@
 """The linear-lse-gather primitive: `reference` | `chunked` | `autograd` glue, and the function that picks."""
 
+from torch import Tensor
+
 from ctcdraft.model.kernels import reference
 from ctcdraft.model.kernels.autograd import LinearLseGather
-from torch import Tensor
 
 IMPLEMENTATIONS = ("auto", "chunked", "reference")
 

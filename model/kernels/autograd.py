@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from ctcdraft.model.kernels import chunked
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from ctcdraft.model.kernels import chunked
 
 
 class LinearLseGather(torch.autograd.Function):

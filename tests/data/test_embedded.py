@@ -8,6 +8,7 @@ import random
 import re
 
 import pytest
+
 from ctcdraft.data.corpus.template import fill
 from ctcdraft.data.corpus.words import GROUPS
 from ctcdraft.data.embedded import CATEGORIES, TEMPLATES, conversations, fingerprint, questions
@@ -25,9 +26,7 @@ def exchanges(category):
 
 
 def test_same_seed_gives_the_same_conversations_and_another_seed_gives_others():
-    first, again, other = (
-        [row["conversations"] for row in conversations(200, seed=seed)] for seed in (3, 3, 4)
-    )
+    first, again, other = ([row["conversations"] for row in conversations(200, seed=seed)] for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
@@ -143,9 +142,7 @@ def test_extracted_facts_stand_in_the_text():
 
 
 def json_values(answer):
-    return [
-        value for line in answer.splitlines() if line.startswith("{") for value in json.loads(line).values()
-    ]
+    return [value for line in answer.splitlines() if line.startswith("{") for value in json.loads(line).values()]
 
 
 def csv_values(answer):

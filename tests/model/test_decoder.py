@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
+from transformers import DynamicCache
+
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, decoder, load_base
 from ctcdraft.model.tree import Tree
-from transformers import DynamicCache
 
 HEADS = [HeadConfig(kind=kind, slots=5, width=32, mixer_width=16) for kind in ("ctc", "parallel", "medusa")]
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
+
 from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
 from ctcdraft.model.head import lattice_of
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import flops_per_draft, parameters_of
 

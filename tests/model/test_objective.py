@@ -3,11 +3,12 @@ import math
 import oracle
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ctcdraft.model import fused_ctc_loss
 from ctcdraft.model.kernels import linear_lse_gather
 from ctcdraft.model.objective import anchor_losses
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 D, V = 3, 3
 

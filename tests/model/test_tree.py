@@ -1,10 +1,11 @@
 import numpy as np
 import oracle
 import torch
-from ctcdraft.model.lattice import Lattice, lattice_from_logits
-from ctcdraft.model.tree import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ctcdraft.model.lattice import Lattice, lattice_from_logits
+from ctcdraft.model.tree import search
 
 
 def random_lattice(T, V, seed, merge=True, sharpness=1.5):

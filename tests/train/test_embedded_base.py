@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from ctcdraft.data.embedded import conversations, questions
 from ctcdraft.train import embedded
 from ctcdraft.train.embedded import ASSISTANT, BOS, END, USER, EmbeddedBaseConfig, embedded_base
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = EmbeddedBaseConfig(
     conversations=50, held_out_conversations=8, vocab_size=400, hidden_size=32, layers=1, heads=2, steps=20,
@@ -67,8 +68,7 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(tokenizer):
     spoken = tokenizer.decode([token for token, is_answer in zip(ids, mask, strict=True) if is_answer])
     assert spoken == f"It is 19.{END}Twice 19 is 38.{END}"
     assert tokenizer.decode(ids) == (
-        f"{BOS}{USER}What is 12 + 7?{ASSISTANT}It is 19.{END}"
-        f"{USER}And twice that?{ASSISTANT}Twice 19 is 38.{END}"
+        f"{BOS}{USER}What is 12 + 7?{ASSISTANT}It is 19.{END}{USER}And twice that?{ASSISTANT}Twice 19 is 38.{END}"
     )
 
 

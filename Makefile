@@ -1,0 +1,51 @@
+# ctcdraft: `make help` lists the targets; options go in ARGS="head.slots=12 optim.lr=1e-3".
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+ARGS ?=
+# One process per GPU where there are several; else one process, without a launcher's start-up time.
+LAUNCH = $$($(BIN)/python -c "import torch; n = torch.cuda.device_count(); \
+	print('$(BIN)/deepspeed --num_gpus %d' % n if n > 1 else '$(BIN)/python')")
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train eval export test lint bench doctor clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## make .venv with everything in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (about 1.6 GB, a few minutes the first time)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@mkdir -p .types/ctcdraft && for d in conf data eval launch model train; do ln -sfn ../../$$d .types/ctcdraft/$$d; done
+	@touch $@
+
+train: $(STAMP)  ## embedded base, data, head, export, eval; ends with a table
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LAUNCH) launch/train.py $(ARGS)
+
+eval: $(STAMP)  ## decode a benchmark with a run's head: ARGS="name=<run> bench=..."
+	@$(BIN)/python launch/eval.py $(ARGS)
+
+export: $(STAMP)  ## write a run's best head as a folder: ARGS="name=<run>"
+	@$(BIN)/python launch/export.py $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy -p ctcdraft
+
+bench: $(STAMP)  ## time the tree search and the loss side by side with what they replace
+	@$(BIN)/python bench/loss.py $(ARGS)
+	@$(BIN)/python bench/tree.py
+
+doctor: $(STAMP)  ## versions, devices, disk
+	@$(BIN)/python launch/doctor.py
+
+clean:  ## remove runs, caches and .venv
+	rm -rf runs .cache .venv .types .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
