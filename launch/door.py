@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import is_dataclass
+from importlib import resources
 from typing import Any, TypeVar, get_type_hints
 
 import hydra
@@ -27,7 +28,7 @@ Entry = TypeVar("Entry")
 def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> None:
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    sys.argv[1:] = [_quoted(word) for word in sys.argv[1:] if not word.startswith("--local_rank")]
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     if any(word.startswith("-") for word in sys.argv[1:]):
 
@@ -63,6 +64,15 @@ def typed(config: DictConfig, schema: type[Entry]) -> Entry:
         if first["type"] == "value_error":
             raise ValueError(str(first["ctx"]["error"])) from error
         raise ValueError(f"{where}={first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+
+
+def _quoted(word: str) -> str:
+    """`zero=2` names a choice of a group; Hydra would read a number there."""
+    return re.sub(r"^([a-z]+)=(\d+)$", r"\1='\2'", word) if _is_group(word.split("=")[0]) else word
+
+
+def _is_group(name: str) -> bool:
+    return name.isidentifier() and resources.files(CONF).joinpath(name).is_dir()
 
 
 def _guarded(task: Callable[[], int | None]) -> int:

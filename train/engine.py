@@ -136,6 +136,15 @@ def head_state(engine: Any, head: Head) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in head.state_dict().items()}
 
 
+def step_with_norm(engine: Any) -> float:
+    """The optimizer step of the last micro-batch; the gradient's norm over all parameters, before clipping."""
+    norm = None
+    if engine.zero_optimization_stage() == 0:  # here DeepSpeed clips without saying what it found
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+    engine.step()
+    return float(engine.get_global_grad_norm() if norm is None else norm)
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Element-wise sum over all ranks, in place. Collective."""
     if world_size() > 1:

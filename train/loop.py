@@ -131,6 +131,7 @@ class Trainer:
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)
         self.seconds: dict[str, float] = defaultdict(float)
+        self.grad_norm = 0.0
         self._stop_asked = False
 
     def finished(self) -> bool:
@@ -215,7 +216,10 @@ class Trainer:
             with self._timed("backward"):
                 self.engine.backward(loss * scale)
             with self._timed("optimizer"):
-                self.engine.step()
+                if turn < self.accumulate - 1:
+                    self.engine.step()
+                else:
+                    self.grad_norm = ds.step_with_norm(self.engine)
             total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
         assert total is not None
         lengths = self.sampler.corpus.lengths[self.sampler.sequences(step)]
@@ -225,7 +229,6 @@ class Trainer:
         """The figures of a step, summed over ranks; shares of `seconds` since the last row."""
         flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums])).tolist()
         loss, anchors, feasible, psi, *blank_T = flat
-        norm = self.engine.get_global_grad_norm()
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": step,
@@ -233,7 +236,7 @@ class Trainer:
             "train/infeasible": 1 - feasible / max(1.0, anchors),
             "train/tokens": self.state.tokens + tokens,
             "optim/lr": self.engine.get_lr()[0],
-            "optim/grad_norm": None if norm is None else float(norm),
+            "optim/grad_norm": self.grad_norm,
             "draft/psi_sum": psi / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,

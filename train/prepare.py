@@ -91,37 +91,35 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     fresh = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    counts = {}
-    for split, part in (("train", train), ("dev", dev)):
-        examples = list(_examples(base, config, part, rejects, seed, split))
-        save_corpus(fresh / f"{split}.safetensors", examples)
-        counts[split] = {
-            "sequences": len(examples),
-            "tokens": sum(len(e.ids) for e in examples),
-            "answer_tokens": sum(int(sum(e.mask)) for e in examples),
-        }
+    parts = {"train": train, "dev": dev}
+    splits = {name: list(_examples(base, config, part, rejects, seed, name)) for name, part in parts.items()}
+    if len(splits["train"]) > 1 and not splits["dev"]:  # still one to choose the best head by
+        splits["dev"].append(splits["train"].pop())
     write_jsonl(fresh / "rejects.jsonl", rejects)
     write_jsonl(fresh / "heldout.jsonl", _questions(config, heldout))
-    for split, count in counts.items():
+    counts = {name: _counted(examples) for name, examples in splits.items()}
+    for name, count in counts.items():
         if not count["answer_tokens"]:
-            first = f" ({rejects[0]['reason']})" if rejects else ""
+            first = f" (the first: {rejects[0]['reason']})" if rejects else ""
             raise ValueError(
-                f"data.path={config.path}: of {read} rows none gave a {split} sequence; "
+                f"data.path={config.path}: of {read} rows none gave a {name} sequence; "
                 f"{len(rejects)} rejected{first}; see {fresh}/rejects.jsonl"
             )
-    manifest = {
-        "base": base.identity(),
-        "options": asdict(config),
-        "read": read,
-        "used": read - len(rejects),
-        "rejected": len(rejects),
-        "heldout": len(heldout),
-        **counts,
-    }
+        save_corpus(fresh / f"{name}.safetensors", splits[name])
+    account = {"read": read, "used": read - len(rejects), "rejected": len(rejects), "heldout": len(heldout)}
+    manifest = {"base": base.identity(), "options": asdict(config), **account, **counts}
     (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(fresh, folder)
     return folder
+
+
+def _counted(examples: list[Example]) -> dict[str, int]:
+    return {
+        "sequences": len(examples),
+        "tokens": sum(len(example.ids) for example in examples),
+        "answer_tokens": sum(int(sum(example.mask)) for example in examples),
+    }
 
 
 def _records(config: DataConfig, rejects: list[dict[str, Any]], seed: int) -> Iterator[Conversation | Text]:
@@ -143,10 +141,7 @@ def _split(records: list[Conversation | Text], config: DataConfig) -> tuple[list
         content = record.text if isinstance(record, Text) else record.messages[0]["content"]
         draw = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64
         parts[1 if draw < config.holdout / 2 else 2 if draw < config.holdout else 0].append(record)
-    train, dev, heldout = parts
-    if len(train) > 1 and not dev:  # a handful of rows: still one to choose the best head by
-        dev.append(train.pop())
-    return train, dev, heldout
+    return parts
 
 
 def _questions(config: DataConfig, heldout: list[Any]) -> list[dict[str, Any]]:

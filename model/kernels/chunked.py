@@ -7,12 +7,15 @@ done with lse afterwards, so it is computed while the chunk's logits are still t
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
+# On a CPU a chunk should stay in the cache between its two GEMMs, but below some 128 rows a GEMM itself
+# gets slow; a GPU wants large GEMMs (bench/loss.py).
+CHUNK_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
+LEAST_ROWS = 128
 
 
-def rows_per_chunk(vocab: int, bytes_per_value: int) -> int:
-    """How many rows of logits fit the memory budget of one chunk; at least one."""
-    return max(1, CHUNK_BYTES // (vocab * bytes_per_value))
+def rows_per_chunk(vocab: int, bytes_per_value: int, device: str) -> int:
+    """How many rows of logits one chunk holds."""
+    return max(LEAST_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (vocab * bytes_per_value))
 
 
 def forward(
@@ -24,7 +27,7 @@ def forward(
     lse_M = hidden_MD.new_empty(M, dtype=wide)
     logits_MK = hidden_MD.new_empty(M, K, dtype=wide)
     slope_MD = torch.empty_like(hidden_MD) if with_grad else None
-    chunk = min(M, rows_per_chunk(V, hidden_MD.element_size()))
+    chunk = min(M, rows_per_chunk(V, hidden_MD.element_size(), hidden_MD.device.type))
     buffer = hidden_MD.new_empty(chunk, V)
     for start in range(0, M, max(1, chunk)):
         rows = slice(start, min(start + chunk, M))

@@ -1,0 +1,187 @@
+"""The trainer as users start it: whole processes, each a few seconds."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from bases import write_base
+from safetensors.torch import load_file
+from wandb_file import history
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "bench.questions=2"]
+SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    write_base(folder / "base", eos_token_id=1, initializer_range=0.05)
+    rows = [
+        {"conversations": [{"from": "human", "value": f"question {i}"}, {"from": "gpt", "value": "x"}]}
+        for i in range(24)
+    ]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return folder
+
+
+def command(workplace, *options, launcher=(sys.executable,)):
+    paths = [f"base.path={workplace}/base", "data=sharegpt", f"data.path={workplace}/rows.json"]
+    return [*launcher, str(ROOT / "launch" / "train.py"), *SMALL, *paths, *options]
+
+
+def start(workplace, *options, launcher=(sys.executable,), env=None):
+    words = command(workplace, *options, launcher=launcher)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | (
+        env or {}
+    )
+    done = subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(workplace, name):
+    rows = [json.loads(line) for line in (workplace / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["train/loss"], row["optim/lr"]) for row in rows}
+
+
+def weights(workplace, name):
+    return load_file(workplace / "runs" / name / "head" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def one_process(workplace):
+    out = start(workplace, "name=one")
+    return out, losses(workplace, "one")
+
+
+def torchrun(ranks):
+    return (str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", "29611")
+
+
+def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
+    out, found = one_process
+    run = workplace / "runs" / "one"
+    for path in ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/latest", "checkpoints/step_000006"):
+        assert (run / path).exists(), path
+    for path in ("config.json", "model.safetensors", "README.md"):
+        assert (run / "head" / path).is_file()
+    for path in ("results.json", "report.md", "answers.jsonl", "accepted_by_depth.png", "calibration.png"):
+        assert (run / "eval" / "heldout" / path).is_file()
+    assert list(found) == [1, 2, 3, 4, 5, 6]
+    assert "identical to plain greedy" in out
+    assert "parameters; a draft costs" in out
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    for key in ("optim/grad_norm", "draft/psi_sum", "draft/tokens_per_step", "draft/blank_rate/slot_1", "time/base"):
+        assert row[key] is not None
+
+
+def test_the_same_command_again_reuses_everything(workplace, one_process):
+    before = (workplace / "runs" / "one" / "head" / "model.safetensors").stat().st_mtime_ns
+    out = start(workplace, "name=one")
+    assert "(reused; 6 steps" in out
+    assert "prepared" not in out
+    assert losses(workplace, "one") == one_process[1]
+    assert (workplace / "runs" / "one" / "head" / "model.safetensors").stat().st_mtime_ns >= before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_give_the_losses_of_one_under_every_zero_stage(workplace, one_process, stage):
+    start(workplace, f"name=two{stage}", f"zero={stage}", launcher=torchrun(2))
+    for step, (loss, lr) in losses(workplace, f"two{stage}").items():
+        want_loss, want_lr = one_process[1][step]
+        assert lr == want_lr
+        assert abs(loss - want_loss) < 1e-4 * want_loss  # fp32 sums in another order
+    for name, weight in weights(workplace, f"two{stage}").items():
+        assert torch.allclose(weight, weights(workplace, "one")[name], atol=2e-4), name
+
+
+def test_accumulation_gives_the_losses_of_one_large_batch(workplace, one_process):
+    start(workplace, "name=accumulated", "train.micro_batch=1")
+    for step, (loss, _) in losses(workplace, "accumulated").items():
+        assert abs(loss - one_process[1][step][0]) < 1e-4 * loss
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bf16_follows_fp32(workplace, one_process, stage):
+    start(workplace, f"name=bf16{stage}", "train.precision=bf16", f"zero={stage}")
+    for step, (loss, _) in losses(workplace, f"bf16{stage}").items():
+        assert abs(loss - one_process[1][step][0]) < 0.02 * loss  # one step behind would be off by up to 10%
+
+
+def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(workplace, one_process):
+    words = command(workplace, "name=killed", "train.steps=6")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, cwd=workplace, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = workplace / "runs" / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    start(workplace, "name=killed")
+    assert losses(workplace, "killed") == one_process[1]
+    rows = metrics.read_text().splitlines()
+    assert len(rows) == 6
+    for name, weight in weights(workplace, "killed").items():
+        assert torch.equal(weight, weights(workplace, "one")[name])
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(workplace):
+    words = command(workplace, "name=asked", "train.steps=400", "train.eval_every=400", "train.save_every=400")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, cwd=workplace, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = workplace / "runs" / "asked" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    step = int(re.search(r"stopped at step (\d+)", out)[1])
+    assert (workplace / "runs" / "asked" / "checkpoints" / "latest").read_text() == f"step_{step:06d}"
+    assert not (workplace / "runs" / "asked" / "head").exists()
+
+
+def test_a_time_limit_ends_with_an_evaluated_head(workplace):
+    out = start(workplace, "name=timed", "train.steps=100000", "train.max_minutes=0.02", "train.eval_every=100000")
+    assert "identical to plain greedy" in out
+
+
+def test_the_deepspeed_launcher_starts_it(workplace, one_process):
+    launcher = (str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1", "--master_port", "29613")
+    start(workplace, "name=launched", launcher=launcher)
+    assert losses(workplace, "launched") == one_process[1]
+
+
+def test_wandb_offline_holds_the_same_rows(workplace):
+    env = dict.fromkeys(("WANDB_API_KEY",), "") | {"WANDB_MODE": "offline"}
+    out = start(workplace, "name=logged", "logger=wandb", env=env)
+    assert "logging offline" in out
+    (file,) = (workplace / "runs" / "logged" / "wandb").glob("offline-run-*/run-*.wandb")
+    rows = [row for row in history(file) if "train/loss" in row]
+    want = [json.loads(line) for line in (workplace / "runs" / "logged" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in want]
+    assert [row["_step"] for row in rows] == [row["step"] for row in want]
+    assert {"draft/psi_sum", "optim/lr", "perf/tokens_per_second", "time/head"} <= set(rows[0])
+    tail = [row for row in history(file) if any(key.startswith("eval/table") for key in row)]
+    assert len(tail) == 1
+    assert any(key.startswith("plots/calibration") for key in tail[0])
+
+
+def test_another_configuration_under_the_same_name_is_refused(workplace, one_process):
+    words = command(workplace, "name=one", "optim.lr=0.5")
+    done = subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "runs/one is a run with optim.lr=0.002, this one has optim.lr=0.5" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

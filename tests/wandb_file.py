@@ -1,0 +1,34 @@
+"""Reads the history rows of an offline .wandb file: LevelDB log framing around protobuf records."""
+
+import json
+import struct
+
+from wandb.proto import wandb_internal_pb2 as pb
+
+BLOCK = 32 * 1024
+
+
+def records(path):
+    data = path.read_bytes()
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        left = BLOCK - at % BLOCK
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a full record, or the last piece of one
+            record = pb.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def history(path):
+    """One dict per logged row."""
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
