@@ -1,0 +1,171 @@
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ctcdraft.launch import stages
+from ctcdraft.launch.door import compose, enter, typed
+from ctcdraft.launch.schema import EvalEntry, ExportEntry, TrainEntry
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_into_the_schema(recipe):
+    config = typed(compose("train", [f"experiment={recipe}", "data.path=x.json"]), TrainEntry)
+    assert config.train.steps > 0
+
+
+def test_the_gpu_recipes_are_the_real_thing():
+    for recipe, name in (("vicuna_7b", "vicuna"), ("llama31_8b", "Llama-3.1-8B"), ("qwen3_8b", "Qwen3-8B")):
+        config = typed(compose("train", [f"experiment={recipe}", "data.path=x.json"]), TrainEntry)
+        assert name in config.base.path
+        assert (config.base.dtype, config.train.precision, config.zero.stage) == ("bf16", "bf16", 2)
+        assert config.train.split(8)[1] >= 1
+
+
+def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
+    config = typed(compose("train", []), TrainEntry)
+    for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
+        part = getattr(config, name)
+        assert part == type(part)(), name
+
+
+def test_every_choice_composes():
+    for group in ("base", "head", "objective", "optim", "zero", "draft", "bench", "logger"):
+        for path in (ROOT / "conf" / group).glob("*.yaml"):
+            assert compose("train", [f"{group}='{path.stem}'"])[group] is not None
+    typed(compose("eval", ["bench=mt_bench", "bench.path=x"]), EvalEntry)
+    typed(compose("export", ["name=a"]), ExportEntry)
+    assert compose("prepare", ["data=text"]).data.kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["optim.lr=abc"], "error: optim.lr=abc: input should be a valid number"),
+        (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
+        (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, medusa, parallel"),
+        (["+head.depth=1"], "error: head.depth: there is no such option"),
+        (["objective.labels=9"], "error: objective.labels=9 do not fit into head.slots=8"),
+        (["draft.nodes=0"], "error: draft.nodes=0"),
+        (["train.steps=1.5"], "error: train.steps=1.5: input should be a valid integer"),
+        (["train.precision=fp8"], "error: train.precision='fp8'"),
+        (["base=local"], "error: base=local needs base.path"),
+        (["zero=7"], "error: zero=7: there is no such choice; choose one of 0, 1, 2, 3"),
+        (["head=medusa"], "error: head=medusa cannot be trained with prefix_ctc: use objective=cross_entropy"),
+        (["head.slots"], "error: Error parsing override 'head.slots'"),
+    ],
+)
+def test_bad_options_are_one_sentence_and_a_non_zero_exit(words, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, lambda config: 0)
+    assert end.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith(sentence)
+    assert err.count("\n") == 1
+
+
+def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
+    words = [
+        "train.py",
+        "--local_rank=1",
+        "head.slots=12",
+        "zero=2",
+        "optim.lr=1e-3",
+        "name=a",
+        "data.prompt_tokens=[4,9]",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    seen = []
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, lambda config: seen.append(config))
+    assert end.value.code == 0
+    assert (seen[0].head.slots, seen[0].zero.stage, seen[0].optim.lr) == (12, 2, 1e-3)
+    assert seen[0].data.prompt_tokens == [4, 9]
+
+
+def test_hydras_own_flags_work(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--cfg", "job", "head.slots=11"])
+    enter("train", TrainEntry, lambda config: 1 / 0)
+    assert yaml.safe_load(capsys.readouterr().out)["head"]["slots"] == 11
+
+
+def entry(tmp_path, *words):
+    return typed(compose("train", [f"runs_dir={tmp_path}/runs", *words]), TrainEntry)
+
+
+def test_a_run_is_named_by_what_decides_its_outcome(tmp_path):
+    first = stages.check_inputs(entry(tmp_path))
+    assert stages.check_inputs(entry(tmp_path, "logger=none", "bench.questions=3", "train.max_minutes=2")) == first
+    assert stages.check_inputs(entry(tmp_path, "optim.lr=1e-3")) != first
+    assert stages.check_inputs(entry(tmp_path, "name=mine")).name == "mine"
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".."])
+def test_a_name_is_no_path(tmp_path, name):
+    with pytest.raises(ValueError, match="one folder name"):
+        stages.check_inputs(entry(tmp_path, f"name='{name}'"))
+
+
+def test_a_missing_bench_file_is_found_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"bench.path=nope.jsonl: no such file"):
+        stages.check_inputs(entry(tmp_path, "bench=mt_bench", "bench.path=nope.jsonl"))
+
+
+def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    with pytest.raises(ValueError, match="start with `make train`"):
+        stages.find_run(None, str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("run: {}")
+    with pytest.raises(ValueError, match=r"name=other: no such run in .*\(there: mine\)"):
+        stages.find_run("other", str(tmp_path))
+    assert stages.find_run(None, str(tmp_path)).name == "mine"
+
+
+ALLOWED = {
+    "model/kernels": {"model/kernels"},
+    "model": {"model", "model/kernels"},
+    "data": {"data"},
+    "eval": {"eval", "model", "model/kernels", "data"},
+    "train": {"train", "model", "model/kernels", "data"},
+    "launch": {"launch", "train", "eval", "model", "model/kernels", "data"},
+}
+OWNERS = {
+    "hydra": {"launch"},
+    "omegaconf": {"launch"},
+    "deepspeed": {"train"},
+    "wandb": {"train/log.py"},
+}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_imports_point_one_way_and_heavy_packages_have_one_owner():
+    checked = 0
+    for folder, allowed in ALLOWED.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            if folder == "model" and "kernels" in path.parts:
+                continue
+            for name in imports(path):
+                parts = name.split(".")
+                if parts[0] == "ctcdraft" and len(parts) > 1:
+                    used = "model/kernels" if parts[1:3] == ["model", "kernels"] else parts[1]
+                    assert used in allowed, f"{path} imports {name}"
+                owners = OWNERS.get(parts[0])
+                if owners:
+                    place = path.relative_to(ROOT)
+                    assert str(place) in owners or place.parts[0] in owners, f"{path} imports {name}"
+                checked += 1
+    assert checked > 200
