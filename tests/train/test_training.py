@@ -185,3 +185,51 @@ def test_another_configuration_under_the_same_name_is_refused(workplace, one_pro
     assert done.returncode != 0
     assert "runs/one is a run with optim.lr=0.002, this one has optim.lr=0.5" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def entry(workplace, script, *options):
+    words = [sys.executable, str(ROOT / "launch" / script), *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_run_is_evaluated_by_name_on_other_questions(workplace, one_process):
+    questions = workplace / "questions.jsonl"
+    questions.write_text(json.dumps({"question_id": 1, "category": "x", "turns": ["hello", "again"]}))
+    bench = ("bench=mt_bench", f"bench.path={questions}", "bench.max_new_tokens=8")
+    done = entry(workplace, "eval.py", "name=one", *bench, "draft=chain")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((workplace / "runs" / "one" / "eval" / "mt_bench" / "results.json").read_text())
+    assert results["decoder"]["kind"] == "chain"
+    assert results["identical"]["identical"] == results["identical"]["compared"] == 2
+
+
+def test_export_writes_the_head_elsewhere_and_it_evaluates_there(workplace, one_process):
+    done = entry(workplace, "export.py", "name=one", "output=shipped/head")
+    assert done.returncode == 0, done.stderr
+    shipped = load_file(workplace / "shipped" / "head" / "model.safetensors")
+    assert all(torch.equal(weight, shipped[name]) for name, weight in weights(workplace, "one").items())
+    bench = ("bench=embedded", "bench.questions=1", "bench.max_new_tokens=4")
+    done = entry(workplace, "eval.py", "head.path=shipped/head", f"base.path={workplace}/base", *bench)
+    assert done.returncode == 0, done.stderr
+    assert (workplace / "shipped" / "eval" / "embedded" / "results.json").is_file()
+
+
+def test_a_truncated_head_is_one_sentence_and_writes_nothing(workplace, one_process):
+    entry(workplace, "export.py", "name=one", "output=cut/head")
+    path = workplace / "cut" / "head" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    done = entry(workplace, "eval.py", "head.path=cut/head", f"base.path={workplace}/base", "bench=embedded")
+    assert done.returncode == 1
+    assert done.stderr == "error: cut/head/model.safetensors is damaged (checksum differs): export the head again\n"
+    assert not (workplace / "cut" / "eval").exists()
+
+
+def test_bad_data_leaves_no_run_behind(workplace):
+    (workplace / "bad.json").write_text('[{"conversations": [{"from": "gpt", "value": "me first"}]}]')
+    done = subprocess.run(
+        command(workplace, "name=bad", "data.path=bad.json"), cwd=workplace, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "of 1 rows none gave a train sequence; 1 rejected (the first: starts with the assistant" in done.stderr
+    assert not (workplace / "runs" / "bad").exists()
