@@ -5,7 +5,10 @@ rejects.jsonl and manifest.json, which is written last: a folder without one is 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +48,26 @@ class Corpus:
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `folder` in one rename when the block ends well, and is gone if not.
+
+    A process that is killed leaves nothing of that name; of two at once, the first to end stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # a temporary folder is made for its owner alone
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:

@@ -32,6 +32,8 @@ def main(config: TrainEntry) -> int:
             log = RunLog(folder, config.logger, asdict(config), trainer.state.step)
         state = trainer.run(log)
         if not trainer.finished():
+            if log:
+                log.close()
             stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
             return 0
         stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")

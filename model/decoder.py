@@ -28,7 +28,7 @@ class DraftConfig:
     """kind: `tree` or `chain`; nodes: the budget N; top_k: candidates that each slot may put forward."""
 
     kind: str = "tree"
-    nodes: int = 64
+    nodes: int = 32
     top_k: int = 16
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ class HeadConfig:
     width: int = 128
     heads: int = 4
     layers: int = 1
-    mixer_width: int = 64
+    mixer_width: int = 128
     mixer_heads: int = 4
     mixer_layers: int = 1
 

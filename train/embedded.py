@@ -6,8 +6,6 @@ chat template, trained in three to four minutes on one CPU core.
 
 import hashlib
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctcdraft.data import embedded
+from ctcdraft.data.store import new_folder
 from ctcdraft.train.muon import Muon
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
@@ -76,15 +75,8 @@ def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()
     folder = cache / f"base-{_key(config)}"
     if folder.exists():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-base-", dir=cache))
-    try:
-        with torch.random.fork_rng(devices=[]), _threads(config.threads):
-            _build(unfinished, config)
-        unfinished.chmod(0o755)  # a temporary folder is made for its owner alone
-        _publish(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]), _threads(config.threads):
+        _build(unfinished, config)
     return folder
 
 
@@ -102,14 +94,6 @@ def _threads(count: int) -> Iterator[None]:
 def _key(config: EmbeddedBaseConfig) -> str:
     parts = [asdict(config), embedded.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _publish(unfinished: Path, folder: Path) -> None:
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.exists():  # otherwise another process has published the same base meanwhile
-            raise
 
 
 def _build(folder: Path, config: EmbeddedBaseConfig) -> None:

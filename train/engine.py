@@ -28,7 +28,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class OptimConfig:
     """AdamW; lr is warmed up over `warmup` (a share of the steps), then falls as a cosine to floor * lr."""
 
-    lr: float = 2e-3
+    lr: float = 4e-3
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     warmup: float = 0.05
@@ -63,8 +63,8 @@ def init_distributed() -> None:
     _skip_shm_build()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    elif "OMP_NUM_THREADS" not in os.environ or world_size() > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size()))
+    elif world_size() > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
 

@@ -40,9 +40,9 @@ class TrainConfig:
     all of a rank's share); anchors: at most so many per sequence. max_minutes counts all sittings."""
 
     steps: int = 1200
-    batch: int = 8
+    batch: int = 4
     micro_batch: int | None = None
-    anchors: int = 64
+    anchors: int = 128
     max_length: int = 2048
     precision: str = "fp32"
     max_minutes: float | None = None

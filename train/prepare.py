@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +21,7 @@ from ctcdraft.data.records import (
     source_hash,
     text_of,
 )
-from ctcdraft.data.store import Example, read_manifest, save_corpus, write_jsonl
+from ctcdraft.data.store import Example, new_folder, read_manifest, save_corpus, write_jsonl
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.generate import continue_prompts
@@ -84,13 +82,16 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     folder = prepared_folder(base, config, seed, cache)
     if read_manifest(folder) is not None:
         return folder
+    with new_folder(folder) as fresh:
+        _prepare_into(fresh, folder, base, config, seed)
+    return folder
+
+
+def _prepare_into(fresh: Path, folder: Path, base: Base, config: DataConfig, seed: int) -> None:
     rejects: list[dict[str, Any]] = []
     records = list(_records(config, rejects, seed))
     read = len(records) + len(rejects)
     train, dev, heldout = _split(records, config)
-    fresh = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
     parts = {"train": train, "dev": dev}
     splits = {name: list(_examples(base, config, part, rejects, seed, name)) for name, part in parts.items()}
     if len(splits["train"]) > 1 and not splits["dev"]:  # still one to choose the best head by
@@ -101,17 +102,16 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     for name, count in counts.items():
         if not count["answer_tokens"]:
             first = f" (the first: {rejects[0]['reason']})" if rejects else ""
+            kept = folder.with_name(f"{folder.name}-rejects.jsonl")
+            write_jsonl(kept, rejects)
             raise ValueError(
                 f"data.path={config.path}: of {read} rows none gave a {name} sequence; "
-                f"{len(rejects)} rejected{first}; see {fresh}/rejects.jsonl"
+                f"{len(rejects)} rejected{first}; see {kept}"
             )
         save_corpus(fresh / f"{name}.safetensors", splits[name])
     account = {"read": read, "used": read - len(rejects), "rejected": len(rejects), "heldout": len(heldout)}
     manifest = {"base": base.identity(), "options": asdict(config), **account, **counts}
     (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(fresh, folder)
-    return folder
 
 
 def _counted(examples: list[Example]) -> dict[str, int]:

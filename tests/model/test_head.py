@@ -39,7 +39,7 @@ def test_later_positions_and_padding_do_not_leak_into_an_anchor(base):
 
 def test_ctc_and_parallel_are_one_body(base):
     sizes = {kind: parameters_of(build_head(HeadConfig(kind=kind), base.hidden_size)) for kind in ("ctc", "parallel")}
-    assert sizes["ctc"] - sizes["parallel"] == 64 + 1  # the blank's vector and bias
+    assert sizes["ctc"] - sizes["parallel"] == 128 + 1  # the blank's vector and bias
 
 
 def test_cost_counts_the_lm_head_once_per_slot(base):

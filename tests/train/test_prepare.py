@@ -85,8 +85,22 @@ def test_an_interrupted_preparation_is_not_taken_for_one(chat_base, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         prepared(chat_base, tmp_path, conversations(8))
     monkeypatch.undo()
-    assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".tmp"]
+    assert not list((tmp_path / "cache").iterdir())
     assert read_manifest(prepared(chat_base, tmp_path, conversations(8)))["read"] == 8
+
+
+def test_of_two_preparations_at_once_one_stays(chat_base, tmp_path, monkeypatch):
+    honest = stage.write_jsonl
+
+    def meanwhile(path, rows):
+        monkeypatch.undo()
+        prepared(chat_base, tmp_path, conversations(8))
+        honest(path, rows)
+
+    monkeypatch.setattr(stage, "write_jsonl", meanwhile)
+    folder = prepared(chat_base, tmp_path, conversations(8))
+    assert read_manifest(folder)["read"] == 8
+    assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
 def test_texts_are_cut_and_continued(chat_base, tmp_path):
