@@ -103,7 +103,7 @@ def test_a_killed_training_leaves_no_base(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(embedded, "_train", killed)
-    monkeypatch.setattr(embedded.shutil, "rmtree", lambda *_, **__: None)  # a kill -9 cleans nothing up
+    monkeypatch.setattr("ctcdraft.data.store.shutil.rmtree", lambda *_, **__: None)  # a kill -9 cleans nothing up
     with pytest.raises(KeyboardInterrupt):
         embedded_base(tmp_path, TINY)
     assert not list(tmp_path.glob("base-*"))
