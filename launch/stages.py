@@ -47,7 +47,7 @@ def get_base(config: BaseConfig, cache: Path) -> Base:
     if config.kind == "local":
         assert config.path is not None
         return load_base(config.path, config.dtype)
-    before = set(cache.glob("base-*"))
+    before = set(cache.glob("embedded-*"))
     folder = on_rank_zero_first(lambda: embedded_base(cache, config.training))
     figures = json.loads((folder / "training.json").read_text())["held_out"]
     note = "reused" if folder in before else "trained"

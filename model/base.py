@@ -88,8 +88,11 @@ class Base:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """The base's next-token logits [..., V] from its final hidden states."""
+        config = self.model.config.get_text_config()
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
         logits = self.model.get_output_embeddings()(hidden)
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def identity(self) -> dict[str, str]:
@@ -135,6 +138,7 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
     if plain:
         tokenizer.chat_template = PLAIN_TEMPLATE
     base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), _context_length(model), plain)
+    _check_cache(base)
     _check_logits(base)
     return base
 
@@ -160,8 +164,24 @@ def _context_length(model: Any) -> int:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
-    longest = config.max_position_embeddings
+    longest = getattr(config, "max_position_embeddings", 0)
     return min(longest, window) if window and slides else longest
+
+
+def _check_cache(base: Base) -> None:
+    """A draft can only be taken back from a cache of keys and values per position."""
+    cache, ids = DynamicCache(), torch.zeros(1, 3, dtype=torch.long, device=base.device)
+    try:
+        base.hidden(ids, position_ids=torch.arange(3, device=base.device).unsqueeze(0), cache=cache)
+        layers: list[Any] = cache.layers
+        good = bool(layers) and all(layer.keys.shape[2] == 3 for layer in layers)
+    except (AttributeError, TypeError):
+        good = False
+    if not good:
+        raise ValueError(
+            f"base.path={base.path}: {type(base.model).__name__} keeps no keys and values per position, so a "
+            "rejected draft could not be taken back"
+        )
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}</s>"
@@ -45,10 +46,7 @@ def write_base(folder, family="llama", template=TEMPLATE, seed=0, context=256, *
         "bos_token_id": 0,
         "eos_token_id": 1,
     } | overrides
-    config, model = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
-    model(config(**sizes)).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
+    model.save_pretrained(folder)
     tiny_tokenizer(template).save_pretrained(folder)
     return folder

@@ -68,8 +68,9 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
     options = {k: v for k, v in asdict(config).items() if k not in ("path", "batch_size")}
     source = embedded.fingerprint() if config.path is None else source_hash(config.path)
-    template = base.tokenizer.chat_template
-    key = [FORMAT, options, source, template, base.identity(), seed]
+    template = None if config.kind == "text" else base.tokenizer.chat_template
+    identity = {name: digest for name, digest in base.identity().items() if name != "name"}
+    key = [FORMAT, options, source, template, identity, seed]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return cache / f"data-{config.kind}-{digest}"
 

@@ -95,6 +95,36 @@ def test_scripted_drafts_are_accepted_and_the_cache_equals_a_fresh_prefill(tmp_p
             assert torch.allclose(mine.values, want.values, atol=1e-10)
 
 
+FAMILIES = {
+    "mistral": {"sliding_window": 64},
+    "gemma2": {"sliding_window": 128, "pad_token_id": 0},  # soft-capped logits
+    "gemma3_text": {"sliding_window": 128, "pad_token_id": 0},
+    "phi3": {"pad_token_id": 0},
+    "granite": {"logits_scaling": 2.0},
+    "cohere": {"logit_scale": 0.5, "pad_token_id": 0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},  # learned positions
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_of_bases_decode_losslessly(tmp_path, family):
+    base = load_base(str(write_base(tmp_path / "b", family, **FAMILIES[family])), dtype="fp64")
+    for prompt in prompts(3, seed=3, longest=20):
+        limit = min(40, base.context_length - len(prompt))
+        want = base.model.generate(
+            torch.tensor([prompt]), max_new_tokens=limit, do_sample=False, attention_mask=torch.ones(1, len(prompt))
+        )[0, len(prompt) :].tolist()
+        out = oracle_decoder(base, want + [5] * 10).generate(prompt, limit)
+        assert out.tokens == want
+        assert len(want) < 8 or max(out.accepted) == 6
+
+
+def test_a_base_without_attention_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="keeps no keys and values"):
+        load_base(str(write_base(tmp_path / "b", "mamba", **sizes)))
+
+
 @pytest.mark.parametrize("fault", ["compaction", "positions", "mask"])
 def test_negative_controls_do_change_the_output(base, monkeypatch, fault):
     prompt = prompts(1, seed=5)[0]

@@ -106,6 +106,6 @@ def test_a_killed_training_leaves_no_base(tmp_path, monkeypatch):
     monkeypatch.setattr("ctcdraft.data.store.shutil.rmtree", lambda *_, **__: None)  # a kill -9 cleans nothing up
     with pytest.raises(KeyboardInterrupt):
         embedded_base(tmp_path, TINY)
-    assert not list(tmp_path.glob("base-*"))
+    assert not list(tmp_path.glob("embedded-*"))
     monkeypatch.undo()
     assert (embedded_base(tmp_path, TINY) / "model.safetensors").exists()
