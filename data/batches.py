@@ -42,6 +42,9 @@ class Sampler:
             raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
         self.corpus, self.batch, self.anchors = corpus, batch, anchors
         self.labels, self.max_length, self.seed = labels, max_length, seed
+        within = np.arange(len(corpus.ids)) - np.repeat(corpus.offsets[:-1], corpus.lengths) < max_length
+        if not corpus.mask[within].any():
+            raise ValueError(f"no answer lies within the first train.max_length={max_length} tokens of any sequence")
         self.steps_per_epoch = max(1, len(corpus) // batch)
         self._order: tuple[int, NDArray[np.int64]] | None = None
 

@@ -112,7 +112,7 @@ def text_of(row: Any, index: int) -> Text:
         raise RowError(f"neither a string nor an object with one of {', '.join(TEXT_KEYS)}")
     if not row.strip():
         raise RowError("empty text")
-    return Text(name, row)
+    return Text(name, _encodable(row, "the text"))
 
 
 def _object(row: Any) -> dict[str, Any]:
@@ -132,12 +132,20 @@ def _message(turn: Any, index: int) -> dict[str, str]:
         raise RowError(f"turn {index} has the unknown role {role!r}")
     if not isinstance(content, str) or not content.strip():
         raise RowError(f"turn {index} (from the {ROLES[role]}) is empty")
-    return {"role": ROLES[role], "content": content}
+    return {"role": ROLES[role], "content": _encodable(content, f"turn {index}")}
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{where} holds half a character (a lone surrogate) at {error.start}") from error
+    return text
 
 
 def _read_file(file: Path) -> Iterator[Any]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 at byte {error.start}") from error
     if not text.strip():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 Tokens = Sequence[int] | NDArray[Any]
@@ -86,14 +87,29 @@ def save_corpus(path: Path, examples: Sequence[Example]) -> None:
 
 
 def load_corpus(folder: Path, split: str) -> Corpus:
-    """The `train` or `dev` sequences of a prepared folder."""
-    return Corpus(**load_file(folder / f"{split}.safetensors"))
+    """The `train` or `dev` sequences of a prepared folder. Raises ValueError when they are damaged."""
+    path = folder / f"{split}.safetensors"
+    try:
+        return Corpus(**load_file(path))
+    except (SafetensorError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: delete {folder} and run the command again") from error
+
+
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """A JSON object that this project wrote. Raises ValueError when it is damaged or lacks a key."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and set(keys) <= set(found):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(f"{path} is damaged: delete it and run the command again")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The account of a prepared folder; None where it is not (or not completely) prepared."""
     path = folder / "manifest.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_object(path, "read", "used", "rejected", "train") if path.is_file() else None
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -104,5 +120,8 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All objects of a file that `write_jsonl` wrote."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    """All objects of a file that `write_jsonl` wrote. Raises ValueError when it is damaged."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: delete its folder and run the command again") from error

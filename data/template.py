@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2.exceptions import TemplateError
+
+from ctcdraft.data.records import RowError
+
 Messages = Sequence[dict[str, str]]
 
 
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
-    """Tokens up to where the assistant's next answer starts."""
-    rendered = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-    )
+    """Tokens up to where the assistant's next answer starts. Raises ValueError when the template refuses."""
+    rendered = _apply(tokenizer, messages, add_generation_prompt=True)
     return list(rendered["input_ids"])
 
 
@@ -19,9 +21,7 @@ def render(tokenizer: Any, messages: Messages) -> tuple[list[int], list[int]]:
 
     Raises ValueError, with advice, for a template that does not mark its answers, or marks everything.
     """
-    rendered = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    rendered = _apply(tokenizer, messages, return_assistant_tokens_mask=True)
     ids, mask = list(rendered["input_ids"]), list(rendered["assistant_masks"])
     if not any(mask) or all(mask):
         raise ValueError(
@@ -29,6 +29,13 @@ def render(tokenizer: Any, messages: Messages) -> tuple[list[int], list[int]]:
             "{% generation %}...{% endgeneration %}, or keep data.regenerate=true, which needs no mask"
         )
     return ids, mask
+
+
+def _apply(tokenizer: Any, messages: Messages, **options: bool) -> dict[str, Any]:
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
+    except TemplateError as error:
+        raise RowError(f"the chat template refuses it: {error}") from error
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:

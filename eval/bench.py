@@ -36,6 +36,8 @@ class BenchConfig:
             raise ValueError(f"bench={self.kind} needs bench.path=<file>")
         if self.max_new_tokens < 1 or (self.questions is not None and self.questions < 1):
             raise ValueError("bench.max_new_tokens and bench.questions must be at least 1")
+        if self.warmups < 0:
+            raise ValueError(f"bench.warmups={self.warmups} must not be negative")
         if len(self.prompt_tokens) != 2 or not 1 <= self.prompt_tokens[0] <= self.prompt_tokens[1]:
             raise ValueError(f"bench.prompt_tokens={self.prompt_tokens}: give [shortest, longest], 1 or more")
 
@@ -85,6 +87,8 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
 def _cut(config: BenchConfig, base: Base, rows: list[Any], seed: int) -> Iterator[Question]:
     low, high = config.prompt_tokens
     longest = min(high, base.context_length - 16)
+    if low > longest:
+        raise ValueError(f"bench.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens")
     for number, row in enumerate(rows):
         try:
             text = text_of(row, number)

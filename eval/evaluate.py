@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ctcdraft.data.store import write_jsonl
+from ctcdraft.data.store import read_object, write_jsonl
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.eval.plots import draw
 from ctcdraft.eval.report import report
@@ -59,7 +59,10 @@ def reusable(
     path = folder / "results.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_text())
+    try:
+        found = read_object(path)
+    except ValueError:
+        return None
     setting = json.loads(json.dumps(_setting(base, head_folder, draft, bench, seed)))
     return found if all(found.get(key) == value for key, value in setting.items()) else None
 
@@ -70,7 +73,7 @@ def _setting(base: Base, head_folder: Path, draft: DraftConfig, bench: BenchConf
         "bench": bench.kind,
         "bench_path": bench.path,
         "bench_options": asdict(bench),
-        "base": base.identity(),
+        "base": base.identity,
         "head": {**config["head"], "sha256": config["sha256"], "training": config["training"]},
         "decoder": asdict(draft),
         "temperature": 0.0,

@@ -72,7 +72,7 @@ def generate_rate(base: Base, questions: list[Question], config: BenchConfig) ->
     settings = GenerationConfig(
         do_sample=False, eos_token_id=list(base.eos_ids) or None, pad_token_id=(*base.eos_ids, 0)[0]
     )
-    for question in questions[:GENERATE_TURNS]:
+    for number, question in enumerate([questions[0], *questions[:GENERATE_TURNS]]):
         prompt = next(question.prompts(base))
         room = min(config.max_new_tokens, base.context_length - len(prompt))
         if room < 1:
@@ -81,8 +81,9 @@ def generate_rate(base: Base, questions: list[Question], config: BenchConfig) ->
         settings.max_new_tokens = room
         start = time.perf_counter()
         out = base.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        seconds += time.perf_counter() - start
-        tokens += out.shape[1] - len(prompt)
+        if number:  # the very first is a warm-up
+            seconds += time.perf_counter() - start
+            tokens += out.shape[1] - len(prompt)
     return tokens / seconds if seconds else 0.0
 
 

@@ -22,21 +22,23 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 CONF = "ctcdraft.conf"
+LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
 
 def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> None:
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
-    sys.argv[1:] = [_quoted(word) for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    sys.argv[1:] = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     if any(word.startswith("-") for word in sys.argv[1:]):
+        codes = [0]
 
         def run(config: DictConfig) -> None:
-            _guarded(lambda: task(typed(config, schema)))
+            codes.append(_guarded(lambda: task(typed(config, schema))))
 
         hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
-        return
+        sys.exit(max(codes))
     sys.exit(_guarded(lambda: task(typed(compose(config_name, sys.argv[1:]), schema))))
 
 
@@ -81,8 +83,8 @@ def _guarded(task: Callable[[], int | None]) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise
-        sentence = " ".join(str(error).split())
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -17,13 +17,15 @@ def main(config: EvalEntry) -> int:
     if config.head.path is not None:
         if config.base.path is None:
             raise ValueError("head.path needs base.path=<the model it was trained on>")
-        head_folder, base = Path(config.head.path), load_base(config.base.path, config.base.dtype)
+        head_folder, base = (
+            Path(config.head.path),
+            load_base(config.base.path, config.base.dtype or "fp32", template=config.base.template),
+        )
         folder = head_folder.parent / "eval" / config.bench.kind
     else:
         run = stages.find_run(config.name, config.runs_dir)
-        paths = stages.run_paths(run)
-        base = load_base(config.base.path or paths["base"], config.base.dtype)
-        head_folder, data_folder = run / "head", Path(paths["data"])
+        base = stages.run_base(run, config.base.path, config.base.dtype)
+        head_folder, data_folder = run / "head", Path(stages.run_paths(run)["data"])
         folder = run / "eval" / config.bench.kind
     results, reused = stages.evaluate_run(base, head_folder, config, folder, data_folder)
     stages.say(stages.table(results, folder, reused))

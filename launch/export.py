@@ -5,14 +5,11 @@ from pathlib import Path
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import ExportEntry
-from ctcdraft.model.base import load_base
 
 
 def main(config: ExportEntry) -> int:
     run = stages.find_run(config.name, config.runs_dir)
-    paths = stages.run_paths(run)
-    base = load_base(paths["base"], paths["dtype"])
-    target = stages.export_best(run, base, Path(config.output) if config.output else None)
+    target = stages.export_best(run, stages.run_base(run), Path(config.output) if config.output else None)
     stages.say(f"head: {target}")
     return 0
 

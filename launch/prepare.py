@@ -5,10 +5,12 @@ from pathlib import Path
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.train import engine as ds
 
 
 def main(config: TrainEntry) -> int:
     stages.check_inputs(config)
+    ds.init_distributed()
     base = stages.get_base(config.base, Path(config.cache_dir))
     stages.get_data(config, base)
     return 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ctcdraft.eval.bench import BenchConfig
+from ctcdraft.model.base import DTYPES, TEMPLATES
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.train.embedded import EmbeddedBaseConfig
@@ -15,11 +16,15 @@ from ctcdraft.train.task import ObjectiveConfig, check_fit
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """kind: `embedded` (made on first use, as `training` says) or `local` (path: folder or Hub name)."""
+    """kind: `embedded` (made on first use, as `training` says) or `local` (path: folder or Hub name).
+
+    template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one.
+    """
 
     kind: str = "embedded"
     path: str | None = None
     dtype: str = "fp32"
+    template: str | None = None
     training: EmbeddedBaseConfig = field(default_factory=EmbeddedBaseConfig)
 
     def __post_init__(self) -> None:
@@ -27,6 +32,10 @@ class BaseConfig:
             raise ValueError(f"base.kind={self.kind!r} is unknown: choose embedded or local")
         if self.kind == "local" and self.path is None:
             raise ValueError("base=local needs base.path=<folder of a transformers model, or Hub name>")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"base.dtype={self.dtype!r} is unknown: choose one of {tuple(DTYPES)}")
+        if self.template is not None and self.template not in TEMPLATES:
+            raise ValueError(f"base.template={self.template!r} is unknown: choose one of {tuple(TEMPLATES)}")
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class TrainEntry:
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
 
     @property
     def plan(self) -> Plan:
@@ -64,7 +75,8 @@ class HeadPath:
 @dataclass(frozen=True)
 class BasePath:
     path: str | None = None
-    dtype: str = "fp32"
+    dtype: str | None = None
+    template: str | None = None
 
 
 @dataclass(frozen=True)

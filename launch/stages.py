@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ctcdraft.data.records import check_source
-from ctcdraft.data.store import read_manifest
+from ctcdraft.data.store import read_manifest, read_object
 from ctcdraft.eval.evaluate import evaluate, reusable
 from ctcdraft.eval.report import headline, markdown_table
 from ctcdraft.launch.schema import BaseConfig, EvalEntry, TrainEntry
@@ -46,13 +46,13 @@ def get_base(config: BaseConfig, cache: Path) -> Base:
     """The base, trained first where it is the embedded one and not there yet."""
     if config.kind == "local":
         assert config.path is not None
-        return load_base(config.path, config.dtype)
+        return load_base(config.path, config.dtype, template=config.template)
     before = set(cache.glob("embedded-*"))
     folder = on_rank_zero_first(lambda: embedded_base(cache, config.training))
     figures = json.loads((folder / "training.json").read_text())["held_out"]
     note = "reused" if folder in before else "trained"
     say(f"base: {folder} ({note}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token)")
-    return load_base(str(folder), config.dtype)
+    return load_base(str(folder), config.dtype, template=config.template)
 
 
 def get_data(config: TrainEntry, base: Base) -> Path:
@@ -78,6 +78,7 @@ def check_inputs(config: TrainEntry) -> Path:
     """
     check_source("data.path", config.data.path)
     check_source("bench.path", config.bench.path)
+    config.train.split(ds.world_size())
     settings = run_settings(config)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
     source = Path(config.base.path or config.base.kind).name
@@ -87,7 +88,7 @@ def check_inputs(config: TrainEntry) -> Path:
     folder = Path(config.runs_dir) / name
     record = folder / "config.yaml"
     if record.is_file():
-        other = difference(yaml.safe_load(record.read_text())["run"], settings)
+        other = difference(_recorded(folder)["run"], settings)
         if other:
             key, before, now = other
             raise ValueError(
@@ -98,10 +99,26 @@ def check_inputs(config: TrainEntry) -> Path:
 
 
 def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) -> None:
-    """Write down what the run is and where its base and data lie."""
-    if ds.rank() == 0:
+    """Write down what the run is and where its base and data lie.
+
+    Raises ValueError when the folder's run had another base or other data under the same names.
+    """
+    paths: dict[str, Any] = {
+        "base": base.path,
+        "dtype": config.base.dtype,
+        "template": base.template,
+        "data": str(data_folder),
+        "identity": base.identity,
+    }
+    if (folder / "paths.json").is_file():
+        before = run_paths(folder)
+        if before["identity"] != base.identity or Path(before["data"]).name != data_folder.name:
+            raise ValueError(
+                f"{folder} is a run on {before['identity']['name']} and {before['data']}, whose content has changed "
+                "since: give it another name=, or delete that folder"
+            )
+    elif ds.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        paths = {"base": base.path, "dtype": config.base.dtype, "data": str(data_folder)}
         record = {"run": run_settings(config), "all": asdict(config)}
         write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
         write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
@@ -148,13 +165,32 @@ def run_paths(folder: Path) -> dict[str, str]:
     path = folder / "paths.json"
     if not path.is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
-    return json.loads(path.read_text())
+    return read_object(path, "base", "dtype", "template", "data", "identity")
+
+
+def run_base(folder: Path, path: str | None = None, dtype: str | None = None) -> Base:
+    """The base of a run (or another path, in another precision)."""
+    paths = run_paths(folder)
+    return load_base(path or paths["base"], dtype or paths["dtype"], template=paths["template"])
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """config.yaml of a run. Raises ValueError when it is damaged."""
+    path = folder / "config.yaml"
+    try:
+        found = yaml.safe_load(path.read_text())
+        if isinstance(found, dict) and {"run", "all"} <= set(found):
+            return found
+    except yaml.YAMLError:
+        pass
+    raise ValueError(f"{path} is damaged: delete {folder} and train again")
 
 
 def read_state(folder: Path) -> TrainState | None:
     """How far a run's training got when it last ended by itself."""
     path = folder / "checkpoints" / "state.json"
-    return TrainState(**json.loads(path.read_text())) if path.is_file() else None
+    keys = [field.name for field in fields(TrainState)]
+    return TrainState(**{k: read_object(path, *keys)[k] for k in keys}) if path.is_file() else None
 
 
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
@@ -175,8 +211,10 @@ def describe_head(config: HeadConfig, base: Base) -> str:
 
 
 def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
-    """Export the best head of a run, unless the very same lies there."""
-    record = yaml.safe_load((folder / "config.yaml").read_text())["run"]
+    """Export the best head of a run."""
+    record = _recorded(folder)["run"]
+    if run_paths(folder)["identity"] != base.identity:
+        raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
     state = read_state(folder)
     if state is None:
         raise ValueError(f"{folder} has no finished training to export: run it again")

@@ -7,6 +7,7 @@ deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 from dataclasses import asdict
 from pathlib import Path
 
+from ctcdraft.eval.bench import load_questions
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
@@ -15,12 +16,15 @@ from ctcdraft.train.checkpoint import TrainState
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.loop import Trainer
 
+INTERRUPTED = 130  # what a shell gives for Ctrl-C
+
 
 def main(config: TrainEntry) -> int:
     folder = stages.check_inputs(config)
     ds.init_distributed()
     base = stages.get_base(config.base, Path(config.cache_dir))
     data_folder = stages.get_data(config, base)
+    load_questions(config.bench, base, data_folder, config.seed)  # a bench that cannot be run ends it here
     stages.open_run(folder, config, base, data_folder)
     stages.say(stages.describe_head(config.head, base))
     state, log = stages.already_trained(folder, config), None
@@ -35,7 +39,7 @@ def main(config: TrainEntry) -> int:
             if log:
                 log.close()
             stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
-            return 0
+            return INTERRUPTED if trainer.interrupted else 0
         stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
     return finish(config, folder, base, data_folder, state, log) if ds.rank() == 0 else 0
 
@@ -53,6 +57,8 @@ def finish(
     eval_folder = folder / "eval" / config.bench.kind
     results, reused = stages.evaluate_run(base, head_folder, config, eval_folder, data_folder)
     stages.summarise(folder, config, state, results)
+    if log is None and not reused:  # trained before, evaluated now
+        log = RunLog(folder, config.logger, asdict(config), state.step)
     if log:
         rows = [{"figure": name, "value": value} for name, value in stages.headline(results)]
         figures = {f"eval/{key}": results[key] for key in ("tokens_per_step", "tokens_per_second", "speedup")}

@@ -6,21 +6,41 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers import logging as hf_logging
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+SHAPE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] | capitalize }}: "
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}"
     "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
+
+VICUNA_TEMPLATE = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the user's questions.{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %} USER: {{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %} ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token }}"
+    "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+)
+TEMPLATES = {"plain": PLAIN_TEMPLATE, "vicuna": VICUNA_TEMPLATE}
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,7 @@ class Base:
     eos_ids: tuple[int, ...]
     context_length: int
     plain_template: bool
+    template: str | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -95,23 +116,28 @@ class Base:
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    @cached_property
     def identity(self) -> dict[str, str]:
-        """What a head is bound to: short hashes of the config, the tokenizer and the LM head."""
-        config = self.model.config.to_dict()
-        for volatile in ("transformers_version", "_name_or_path", "dtype", "use_cache"):
-            config.pop(volatile, None)
+        """What a head is bound to: short hashes of the config, the tokenizer and the LM head.
+
+        Of the config only what shapes the model counts: the rest differs between versions of transformers.
+        """
+        config = self.model.config.get_text_config()
+        shape = {key: getattr(config, key, None) for key in SHAPE_KEYS}
         weight = self.lm_weight.detach().cpu().contiguous()
         return {
             "name": self.name,
-            "config": _short_hash(json.dumps(config, sort_keys=True, default=str).encode()),
+            "config": _short_hash(json.dumps(shape, sort_keys=True).encode()),
             "tokenizer": _short_hash(_tokenizer_bytes(self.tokenizer)),
             "lm_head": _short_hash(weight.to(torch.bfloat16).view(torch.uint8).numpy().data),
         }
 
 
-def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
+def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: str | None = None) -> Base:
     """Load a frozen base and its tokenizer from a local folder or the Hub.
 
+    template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
+    another; None keeps the tokenizer's own, and gives one that has none the plain format.
     Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
     makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
     """
@@ -119,7 +145,9 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
         raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {tuple(DTYPES)}")
     if device == "auto":
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if template is not None and template not in TEMPLATES:
+        raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if looks_local and not folder.is_dir():
         raise ValueError(f"base.path={path}: no such folder")
@@ -134,10 +162,13 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto") -> Base:
             raise ValueError(f"base.path={path}: not a causal LM with a tokenizer ({reason})") from error
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
-    plain = tokenizer.chat_template is None
-    if plain:
-        tokenizer.chat_template = PLAIN_TEMPLATE
-    base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), _context_length(model), plain)
+    plain = template is None and tokenizer.chat_template is None
+    if plain or template:
+        tokenizer.chat_template = TEMPLATES[template or "plain"]
+    eos_ids = _eos_ids(model, tokenizer)
+    # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
+    model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
+    base = Base(model, tokenizer, path, eos_ids, _context_length(model), plain, template)
     _check_cache(base)
     _check_logits(base)
     return base
@@ -161,9 +192,9 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 def _context_length(model: Any) -> int:
     """Positions that may be used. Tree masks know no sliding window, so a window caps the context."""
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
-    slides = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    slides = getattr(config, "use_sliding_window", True) and (kinds is None or set(kinds) != {"full_attention"})
     longest = getattr(config, "max_position_embeddings", 0)
     return min(longest, window) if window and slides else longest
 
@@ -175,9 +206,9 @@ def _check_cache(base: Base) -> None:
         base.hidden(ids, position_ids=torch.arange(3, device=base.device).unsqueeze(0), cache=cache)
         layers: list[Any] = cache.layers
         good = bool(layers) and all(layer.keys.shape[2] == 3 for layer in layers)
-    except (AttributeError, TypeError):
+    except Exception:  # whatever a model with another kind of state makes of it
         good = False
-    if not good:
+    if not good or base.context_length < 1:
         raise ValueError(
             f"base.path={base.path}: {type(base.model).__name__} keeps no keys and values per position, so a "
             "rejected draft could not be taken back"

@@ -19,7 +19,8 @@ from transformers import DynamicCache
 
 from ctcdraft.model import tree as trees
 from ctcdraft.model.base import Base
-from ctcdraft.model.head import Head, HeadCache, Slots, lattice_of
+from ctcdraft.model.head import Head, HeadCache, lattice_of
+from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.tree import Tree
 
 
@@ -90,6 +91,7 @@ class Decoder:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens and {base.name} takes {base.context_length}: shorten it"
             )
+        self._mask.zero_()  # an interrupted call may have left its tree there
         clock = _Clock()
         limit = min(max_new_tokens, room)
         cache = DynamicCache()
@@ -120,12 +122,12 @@ class Decoder:
             root_1LD = self.base.embed(self._ids(tokens))
             dtype = next(self.head.parameters()).dtype
             slots = self.head.step(hidden_1LD.to(dtype), root_1LD.to(dtype), cache)
+            lattice = lattice_of(slots, self.base, self.draft.top_k)
         with clock("tree"):
-            return self.tree_of(slots, max_depth=room)
+            return self.tree_of(lattice, room)
 
-    def tree_of(self, slots: Slots, row: int = 0, max_depth: int | None = None) -> Tree:
-        """The draft tree of one anchor's slots under this decoder's draft settings."""
-        lattice = lattice_of(slots, self.base, self.draft.top_k, row)
+    def tree_of(self, lattice: Lattice, max_depth: int | None = None) -> Tree:
+        """The draft tree of a lattice under this decoder's draft settings."""
         chain = self.draft.kind == "chain"
         return trees.search(lattice, self.draft.nodes, max_depth=max_depth, leaves=self.leaves, chain=chain)
 
@@ -183,8 +185,7 @@ def keep_entries(cache: DynamicCache, past: int, rows: list[int]) -> None:
 
 
 class _Clock:
-    """Seconds per part. `verify` and `tree` end with a copy to the host, so they wait for an accelerator;
-    what `draft` leaves running is counted in `tree`."""
+    """Seconds per part. `verify` and `draft` end with a copy to the host, so they wait for an accelerator."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

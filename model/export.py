@@ -43,13 +43,16 @@ print(decoder.generate(base.tokenizer("Once upon a time").input_ids, max_new_tok
 
 
 def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) -> None:
-    """Write the head's folder; an older one is replaced whole, a crash leaves the older one.
+    """Write the head's folder; an older head is replaced whole. Raises ValueError when the folder holds
+    anything else.
 
     `training` (objective, step, tokens, simulated) goes into config.json and the model card.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        read_config(folder)  # never replace what is no exported head
     state = {name: p.detach().cpu().contiguous() for name, p in head.state_dict().items()}
     blob = save(state, metadata={"format": "pt"})
-    identity = base.identity()
+    identity = base.identity
     config = {
         "format": FORMAT,
         "head": asdict(head.config),
@@ -96,7 +99,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
     blob = _read(folder / "model.safetensors")
     if hashlib.sha256(blob).hexdigest() != config["sha256"]:
         raise ValueError(f"{folder}/model.safetensors is damaged (checksum differs): export the head again")
-    identity = base.identity()
+    identity = base.identity
     differing = [key for key in ("config", "tokenizer", "lm_head") if identity[key] != config["base"][key]]
     if differing:
         raise ValueError(
@@ -107,7 +110,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
         state = load(blob)
         head = build_head(HeadConfig(**config["head"]), config["hidden_size"])
         head.load_state_dict(state)
-    except (SafetensorError, RuntimeError, TypeError) as error:
+    except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
     dtype = next(iter(state.values())).dtype
@@ -117,13 +120,14 @@ def load_head(folder: str | Path, base: Base) -> Head:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of an exported head. Raises ValueError when it is missing, damaged or of another kind."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; train a head first, or give head.path")
+        raise ValueError(f"{folder}: no such folder of an exported head")
     try:
         config = json.loads(_read(folder / "config.json"))
         known = {f.name for f in fields(HeadConfig)}
         good = config["format"] == FORMAT and set(config["head"]) <= known and len(config["sha256"]) == 64
         good = good and isinstance(config["hidden_size"], int)
         good = good and {"name", "config", "tokenizer", "lm_head"} <= set(config["base"])
+        good = good and isinstance(config["training"], dict)
     except (ValueError, KeyError, TypeError):
         good = False
     if not good:

@@ -5,7 +5,7 @@ a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positio
 D hidden size of the base, W width of the context encoder.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -21,7 +21,10 @@ KINDS = ("ctc", "parallel", "medusa")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots."""
+    """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
+
+    Raises ValueError on an unknown kind or sizes that do not fit.
+    """
 
     kind: str = "ctc"
     slots: int = 8
@@ -31,6 +34,16 @@ class HeadConfig:
     mixer_width: int = 128
     mixer_heads: int = 4
     mixer_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
+        for name, value in asdict(self).items():
+            if name != "kind" and value < 1:
+                raise ValueError(f"head.{name}={value} must be at least 1")
+        for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
+            if width % (2 * heads):
+                raise ValueError(f"a width of {width} is no even multiple of its {heads} attention heads")
 
 
 class Slots(NamedTuple):
@@ -127,11 +140,7 @@ class MedusaHead(Head):
 
 
 def build_head(config: HeadConfig, hidden_size: int) -> Head:
-    """A freshly initialised head. Raises ValueError on an unknown kind or sizes that do not fit."""
-    if config.kind not in KINDS:
-        raise ValueError(f"head.kind={config.kind!r} is unknown: choose one of {KINDS}")
-    if config.slots < 1:
-        raise ValueError(f"head.slots={config.slots}: a head needs at least one slot")
+    """A freshly initialised head on a base of that hidden size."""
     return (MedusaHead if config.kind == "medusa" else SlotHead)(config, hidden_size)
 
 

@@ -42,8 +42,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        if width % heads or (width // heads) % 2:
-            raise ValueError(f"head width {width} must be an even multiple of its {heads} attention heads")
+        assert width % (2 * heads) == 0
         self.heads, self.causal = heads, causal
         self.attention_norm = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)

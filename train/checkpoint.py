@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,6 +34,9 @@ class TrainState:
 def save_checkpoint(engine: Any, folder: Path, state: TrainState) -> None:
     """Write `folder`/step_NNNNNN, point `latest` to it, drop all but the newest KEEP. Collective."""
     tag = f"step_{state.step:06d}"
+    if rank() == 0:
+        shutil.rmtree(folder / f"tmp_{tag}", ignore_errors=True)  # a save that was killed
+    barrier()
     engine.save_checkpoint(str(folder), tag=f"tmp_{tag}", client_state={"train": asdict(state)}, save_latest=False)
     barrier()
     if rank() == 0:
@@ -82,7 +86,10 @@ def load_best(folder: Path) -> dict[str, Tensor]:
     path = folder / "best.safetensors"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; train the run first")
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: delete the run's folder and train again") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

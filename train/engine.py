@@ -36,10 +36,12 @@ class OptimConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.clip <= 0:
-            raise ValueError(f"optim.lr={self.lr} and optim.clip={self.clip} must be above 0")
-        if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1 or len(self.betas) != 2:
-            raise ValueError("optim.warmup must lie in [0, 1), optim.floor in [0, 1], optim.betas be two")
+        if not (0 < self.lr < math.inf and 0 < self.clip < math.inf and 0 <= self.weight_decay < math.inf):
+            raise ValueError(f"optim.lr={self.lr}, optim.clip={self.clip}: numbers above 0 are needed")
+        if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1:
+            raise ValueError("optim.warmup must lie in [0, 1) and optim.floor in [0, 1]")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={self.betas}: give two numbers in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
+        if self.offload and self.stage == 0:
+            raise ValueError("zero.offload=true needs zero=1, 2 or 3")
 
 
 def init_distributed() -> None:

@@ -1,6 +1,7 @@
 """metrics.jsonl and W&B: the same rows under the same names, written by rank 0 alone."""
 
 import json
+import math
 import netrc
 import os
 import uuid
@@ -8,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from ctcdraft.train.checkpoint import write_atomically
 
 MODES = ("wandb", "offline", "none")
 INIT_SECONDS = 30
@@ -65,8 +68,15 @@ def _cut_after(path: Path, step: int) -> None:
     """Drop rows of steps that the resumed run will do again, so that each stands once."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        write_atomically(path, "".join(line for line in lines if _step_of(line) <= step).encode())
+
+
+def _step_of(line: str) -> float:
+    """The step of a row; infinite for what a kill left of one."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """The training loop: one optimizer step at a time, each a function of (seed, step), until done or stopped."""
 
 import json
+import math
 import signal
 import time
 from collections import defaultdict
@@ -67,6 +68,10 @@ class TrainConfig:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError(f"train.max_minutes={self.max_minutes} must be above 0")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1")
 
     def split(self, world: int) -> tuple[int, int]:
         """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none."""
@@ -132,7 +137,7 @@ class Trainer:
         self.state = load_checkpoint(self.engine, self.checkpoints)
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
-        self._stop_asked = False
+        self._stop_asked = self.interrupted = False
 
     def finished(self) -> bool:
         return finished(self.plan.train, self.state)
@@ -151,7 +156,7 @@ class Trainer:
                 mininterval=1,
             ) as bar,
         ):
-            while not self.finished() and not self._stop():
+            while not self._stop():
                 row = self._one_step()
                 if row is not None:
                     bar.set_postfix_str(f"loss {row['train/loss']:.3f} tau {row['draft/tokens_per_step']:.2f}")
@@ -170,11 +175,12 @@ class Trainer:
         """One optimizer step; the row to log, where one is due."""
         train, start = self.plan.train, time.perf_counter()
         step = self.state.step
+        lr = self.engine.get_lr()[0]
         sums, tokens = self._accumulated_step(step)
         step += 1
         logged = step % train.log_every == 0 or step == train.steps or step == 1
         evaluated = step % train.eval_every == 0 or step == train.steps
-        row = self._row(step, sums, tokens, time.perf_counter() - start) if logged else None
+        row = self._row(step, sums, tokens, lr, time.perf_counter() - start) if logged else None
         self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens)
         if logged or evaluated:
             weights = ds.head_state(self.engine, self.task.head)
@@ -225,17 +231,22 @@ class Trainer:
         lengths = self.sampler.corpus.lengths[self.sampler.sequences(step)]
         return total, int(lengths.clip(max=self.sampler.max_length).sum())
 
-    def _row(self, step: int, sums: Sums, tokens: int, seconds: float) -> dict[str, Any]:
+    def _row(self, step: int, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
         """The figures of a step, summed over ranks; shares of `seconds` since the last row."""
         flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums])).tolist()
         loss, anchors, feasible, psi, *blank_T = flat
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss} at step {step}: lower optim.lr (now {self.plan.optim.lr}); the checkpoint "
+                f"before is in {self.checkpoints}"
+            )
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": step,
             "train/loss": loss / max(1.0, feasible),
             "train/infeasible": 1 - feasible / max(1.0, anchors),
             "train/tokens": self.state.tokens + tokens,
-            "optim/lr": self.engine.get_lr()[0],
+            "optim/lr": lr,
             "optim/grad_norm": self.grad_norm,
             "draft/psi_sum": psi / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,
@@ -258,7 +269,7 @@ class Trainer:
     def _stop(self) -> bool:
         """Has any rank been asked to stop? Collective, so that all stop at the same step."""
         if ds.world_size() == 1:
-            return self._stop_asked
+            return self._stop_asked or self.finished()
         asked = torch.tensor([float(self._stop_asked)], device=self.base.device)
         seconds = torch.tensor([self.state.seconds], device=self.base.device)
         ds.sum_over_ranks(asked)
@@ -270,6 +281,7 @@ class Trainer:
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: Any) -> None:
             self._stop_asked = True
+            self.interrupted = number == signal.SIGINT
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -29,6 +29,7 @@ from ctcdraft.model.generate import continue_prompts
 KINDS = ("embedded", "sharegpt", "text")
 FORMAT = 1
 EMBEDDED_ROWS = 2500
+LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     options = {k: v for k, v in asdict(config).items() if k not in ("path", "batch_size")}
     source = embedded.fingerprint() if config.path is None else source_hash(config.path)
     template = None if config.kind == "text" else base.tokenizer.chat_template
-    identity = {name: digest for name, digest in base.identity().items() if name != "name"}
+    identity = {name: digest for name, digest in base.identity.items() if name != "name"}
     key = [FORMAT, options, source, template, identity, seed]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return cache / f"data-{config.kind}-{digest}"
@@ -111,7 +112,7 @@ def _prepare_into(fresh: Path, folder: Path, base: Base, config: DataConfig, see
             )
         save_corpus(fresh / f"{name}.safetensors", splits[name])
     account = {"read": read, "used": read - len(rejects), "rejected": len(rejects), "heldout": len(heldout)}
-    manifest = {"base": base.identity(), "options": asdict(config), **account, **counts}
+    manifest = {"base": base.identity, "options": asdict(config), **account, **counts}
     (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
@@ -174,7 +175,9 @@ def _continuations(
 ) -> Iterator[Example]:
     """Texts, cut somewhere and continued by the base."""
     low, high = config.prompt_tokens
-    room = base.context_length - 16
+    room = base.context_length - LEAST_ROOM
+    if low > room:
+        raise ValueError(f"data.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens")
     prompts: list[list[int]] = []
     for number, text in enumerate(texts):
         cuts = cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, (seed, number))
@@ -205,12 +208,14 @@ def _rewritten(
                 active[number].answered(answer)
                 bar.update()
         bar.update(total - bar.n)  # turns after a cut answer or the end of the context are not asked
+    asked, answered = total, sum(d.answers for d in drafts)
+    if answered < asked:
+        print(f"{split}: {asked - answered} of {asked} turns not answered (an answer was cut, or the context ended)")
     for draft in drafts:
         if draft.mask:
             yield _own_words(draft.ids, draft.mask)
         else:
-            length = len(draft.prompt)
-            _reject(rejects, draft.conversation, f"its prompt has {length} tokens, more than the context holds")
+            _reject(rejects, draft.conversation, draft.reason)
 
 
 class _Rewrite:
@@ -224,6 +229,8 @@ class _Rewrite:
         self._said: list[dict[str, str]] = []
         self._left = [m for m in conversation.messages if m["role"] != "assistant"]
         self.turns = sum(m["role"] == "user" for m in self._left)
+        self.answers = 0
+        self.reason = ""
 
     def next_prompt(self) -> bool:
         """Is there another turn to answer? A history that no longer tokenizes to itself ends here."""
@@ -232,18 +239,26 @@ class _Rewrite:
         while self._left[0]["role"] == "system":
             self._said.append(self._left.pop(0))
         self._said.append(self._left.pop(0))
-        self.prompt = prompt_ids(self.base.tokenizer, self._said)
-        fits = len(self.prompt) + 16 <= self.base.context_length
-        if not fits or self.prompt[: len(self.ids)] != self.ids:
-            self._left = []
-            return False
+        try:
+            self.prompt = prompt_ids(self.base.tokenizer, self._said)
+        except RowError as error:
+            return self._end(str(error))
+        if len(self.prompt) + LEAST_ROOM > self.base.context_length:
+            return self._end(f"turn {self.answers + 1} has {len(self.prompt)} tokens, more than the context holds")
+        if self.prompt[: len(self.ids)] != self.ids:
+            return self._end(f"the template rewrites what was said before turn {self.answers + 1}")
         return True
+
+    def _end(self, reason: str) -> bool:
+        self._left, self.reason = [], reason
+        return False
 
     def answered(self, answer: list[int]) -> None:
         self.mask += [0] * (len(self.prompt) - len(self.ids)) + [1] * len(answer)
         self.ids = [*self.prompt, *answer]
+        self.answers += 1
         if answer[-1] not in self.base.eos_ids:
-            self._left = []
+            self._end(f"answer {self.answers} was cut")
         text = self.base.tokenizer.decode(answer, skip_special_tokens=True)
         self._said.append({"role": "assistant", "content": text})
 
@@ -253,7 +268,14 @@ def _given(
 ) -> Iterator[Example]:
     """The given answers, with what the base would have put at each position as labels."""
     for conversation in tqdm(conversations, f"base reads {split} answers", mininterval=1):
-        ids, mask = render(base.tokenizer, conversation.messages)
+        if len(conversation.messages) < 2:
+            _reject(rejects, conversation, "no answer to keep")
+            continue
+        try:
+            ids, mask = render(base.tokenizer, conversation.messages)
+        except RowError as error:
+            _reject(rejects, conversation, str(error))
+            continue
         if len(ids) > base.context_length:
             _reject(rejects, conversation, f"{len(ids)} tokens, more than the context holds")
             continue

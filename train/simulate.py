@@ -10,7 +10,7 @@ from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.model.head import HeadConfig, build_head, lattice_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features
 
@@ -73,6 +73,6 @@ class Simulator:
         total = 0
         labels, lengths = batch.labels_NU.cpu().numpy(), batch.lengths_N.cpu().numpy()
         for row in range(len(slots.states_NTD)):
-            tree = self.decoder.tree_of(slots, row)
+            tree = self.decoder.tree_of(lattice_of(slots, self.base, self.decoder.draft.top_k, row))
             total += tree.accepted(np.asarray(labels[row, : lengths[row]]).tolist())
         return total, len(slots.states_NTD)

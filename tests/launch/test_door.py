@@ -72,8 +72,8 @@ def test_bad_options_are_one_sentence_and_a_non_zero_exit(words, sentence, monke
 
 def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
     words = [
-        "train.py",
         "--local_rank=1",
+        "--local-rank=1",
         "head.slots=12",
         "zero=2",
         "optim.lr=1e-3",
@@ -91,8 +91,17 @@ def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
 
 def test_hydras_own_flags_work(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--cfg", "job", "head.slots=11"])
-    enter("train", TrainEntry, lambda config: 1 / 0)
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, lambda config: 1 / 0)
+    assert end.value.code == 0
     assert yaml.safe_load(capsys.readouterr().out)["head"]["slots"] == 11
+
+
+def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, lambda config: int(config.head.slots == 9))
+    assert end.value.code == 1
 
 
 def entry(tmp_path, *words):

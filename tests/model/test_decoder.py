@@ -43,7 +43,7 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
     rng = np.random.default_rng(seed)
 
     class Scripted(Decoder):
-        def tree_of(self, slots, row=0, max_depth=None):
+        def tree_of(self, lattice, max_depth=None):
             depth = min(6, max_depth)
             at = len(self.done)
             path = truth[at : at + depth]

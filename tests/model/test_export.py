@@ -73,9 +73,9 @@ def test_a_crash_while_exporting_keeps_the_older_head(exported, base, monkeypatc
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "nowhere"])
-def test_a_base_that_is_not_there_is_refused(path):
-    with pytest.raises(ValueError, match="no such folder"):
+@pytest.mark.parametrize(("path", "message"), [("./nowhere", "no such folder"), ("nowhere", "not a causal LM")])
+def test_a_base_that_is_not_there_is_refused(path, message):
+    with pytest.raises(ValueError, match=message):
         load_base(path)
 
 

@@ -48,13 +48,15 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("sizes", "message"),
     [
-        (HeadConfig(kind="hydra"), "unknown"),
-        (HeadConfig(slots=0), "at least one slot"),
-        (HeadConfig(width=30), "even multiple"),
+        ({"kind": "hydra"}, "unknown"),
+        ({"slots": 0}, "head.slots=0 must be at least 1"),
+        ({"layers": -1}, "head.layers=-1"),
+        ({"width": 30}, "even multiple"),
+        ({"mixer_heads": 0}, "at least 1"),
     ],
 )
-def test_impossible_heads_are_refused(config, message):
+def test_impossible_heads_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        build_head(config, 32)
+        HeadConfig(**sizes)
