@@ -17,10 +17,8 @@ def main(config: EvalEntry) -> int:
     if config.head.path is not None:
         if config.base.path is None:
             raise ValueError("head.path needs base.path=<the model it was trained on>")
-        head_folder, base = (
-            Path(config.head.path),
-            load_base(config.base.path, config.base.dtype or "fp32", template=config.base.template),
-        )
+        head_folder = Path(config.head.path)
+        base = load_base(config.base.path, config.base.dtype or "fp32", template=config.base.template)
         folder = head_folder.parent / "eval" / config.bench.kind
     else:
         run = stages.find_run(config.name, config.runs_dir)

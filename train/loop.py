@@ -40,7 +40,7 @@ class TrainConfig:
     """batch: sequences per optimizer step over all ranks, micro_batch of them per forward and rank (None:
     all of a rank's share); anchors: at most so many per sequence. max_minutes counts all sittings."""
 
-    steps: int = 1200
+    steps: int = 1000
     batch: int = 4
     micro_batch: int | None = None
     anchors: int = 128

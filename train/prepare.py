@@ -28,7 +28,7 @@ from ctcdraft.model.generate import continue_prompts
 
 KINDS = ("embedded", "sharegpt", "text")
 FORMAT = 1
-EMBEDDED_ROWS = 2500
+EMBEDDED_ROWS = 1800
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 
 

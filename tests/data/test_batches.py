@@ -96,6 +96,11 @@ def test_long_sequences_are_cut(tmp_path):
     assert sampler.collate(0, slice(0, 4)).ids_BL.shape[1] <= 6
 
 
+def test_no_answer_within_the_length_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no answer lies within"):
+        sampler_of(tmp_path, max_length=1)
+
+
 def test_no_sequences_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no training sequence"):
         sampler_of(tmp_path, count=0)

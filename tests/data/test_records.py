@@ -28,6 +28,7 @@ def test_both_conversation_forms_give_the_same_messages():
         (turns(("human", "hi"), ("human", "there")), "turn 1 is from the user where the assistant is due"),
         (turns(("robot", "hi")), "unknown role 'robot'"),
         (turns(("human", 7)), "is empty"),
+        (turns(("human", "\ud800")), "half a character"),
         ({"conversations": []}, "no list under"),
         ({"conversations": ["hi"]}, "turn 0 is no object"),
         ({"conversations": [{"from": "system", "value": "x"}]}, "no user turn"),

@@ -1,3 +1,6 @@
+import json
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +8,7 @@ from bases import write_base
 from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, decoder, load_base
+from ctcdraft.model.generate import continue_prompts
 from ctcdraft.model.tree import Tree
 
 HEADS = [HeadConfig(kind=kind, slots=5, width=32, mixer_width=16) for kind in ("ctc", "parallel", "medusa")]
@@ -189,6 +193,29 @@ def test_bad_draft_settings_are_refused():
         DraftConfig(kind="forest")
     with pytest.raises(ValueError, match="at least 1"):
         DraftConfig(nodes=0)
+
+
+def test_an_interrupted_call_leaves_nothing_behind(base, monkeypatch):
+    prompt = prompts(1, seed=5)[0]
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 16))
+    want = speculative.generate(prompt, 30).tokens
+    monkeypatch.setattr(decoder, "keep_entries", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        speculative.generate(prompts(1, seed=6, longest=60)[0], 30)
+    monkeypatch.undo()
+    assert speculative.generate(prompt, 30).tokens == want
+
+
+def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):
+    folder = write_base(tmp_path / "b", eos_token_id=1)
+    plain = load_base(str(folder), dtype="fp64")
+    settings = {"repetition_penalty": 1.9, "min_length": 20, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    base = load_base(str(folder), dtype="fp64")
+    for prompt in prompts(4, seed=2):
+        want = Decoder(plain).generate(prompt, 25).tokens
+        assert Decoder(base).generate(prompt, 25).tokens == want
+        assert dict(continue_prompts(base, [prompt], 25, 1))[0] == want
 
 
 def test_an_empty_lattice_still_decodes(base):

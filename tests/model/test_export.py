@@ -64,6 +64,17 @@ def test_a_config_that_does_not_fit_its_weights_is_refused(exported, base):
         load_head(exported[1], base)
 
 
+def test_a_folder_with_anything_else_in_it_is_never_replaced(exported, base, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("gold")
+    with pytest.raises(ValueError, match="not an exported head"):
+        export_head(exported[0], base, precious, TRAINING)
+    assert (precious / "thesis.txt").read_text() == "gold"
+    export_head(exported[0], base, exported[1], TRAINING)
+    assert load_head(exported[1], base) is not None
+
+
 def test_a_crash_while_exporting_keeps_the_older_head(exported, base, monkeypatch):
     head, folder = exported
     before = (folder / "model.safetensors").read_bytes()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,3 +234,50 @@ def test_bad_data_leaves_no_run_behind(workplace):
     assert done.returncode == 1
     assert "of 1 rows none gave a train sequence; 1 rejected (the first: starts with the assistant" in done.stderr
     assert not (workplace / "runs" / "bad").exists()
+
+
+def refused(workplace, *options):
+    words = command(workplace, *options)
+    return subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=120)
+
+
+def test_a_base_whose_content_changed_is_refused(workplace, tmp_path):
+    other = shutil.copytree(workplace / "base", tmp_path / "base")
+    start(workplace, "name=swapped", f"base.path={other}")
+    shutil.rmtree(other)
+    write_base(other, seed=7, eos_token_id=1, initializer_range=0.05)
+    done = refused(workplace, "name=swapped", f"base.path={other}")
+    assert done.returncode == 1
+    assert "whose content has changed since" in done.stderr
+
+
+def test_a_diverging_run_stops_with_advice(workplace):
+    done = refused(workplace, "name=wild", "optim.lr=1e30")
+    assert done.returncode == 1
+    assert re.search(r"error: the loss is (nan|inf) at step \d: lower optim.lr", done.stderr)
+    assert not (workplace / "runs" / "wild" / "head").exists()
+
+
+DAMAGE = {
+    "config.yaml": "run: [",
+    "paths.json": "{}",
+    "checkpoints/state.json": '{"foo": 6}',
+    "checkpoints/best.safetensors": "x",
+    "head/config.json": '{"format": 1}',
+    "eval/heldout/results.json": "[]",
+    "metrics.jsonl": "rubbish\n",
+}
+
+
+@pytest.mark.parametrize("path", DAMAGE)
+def test_a_damaged_run_folder_is_mended_or_one_sentence(workplace, one_process, path):
+    run = workplace / "runs" / f"damaged-{path.replace('/', '-')}"
+    shutil.copytree(workplace / "runs" / "one", run)
+    (run / path).write_text(DAMAGE[path])
+    done = refused(workplace, f"name={run.name}")
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert path in error
+    else:
+        assert "identical to plain greedy" in done.stdout
