@@ -16,6 +16,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
 
 FORMAT = 1
+FILES = {"config.json", "model.safetensors", "README.md"}
 CARD = """---
 library_name: ctcdraft
 base_model: {base}
@@ -48,8 +49,8 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
 
     `training` (objective, step, tokens, simulated) goes into config.json and the model card.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        read_config(folder)  # never replace what is no exported head
+    if folder.exists() and not (folder.is_dir() and {p.name for p in folder.iterdir()} <= FILES):
+        raise ValueError(f"{folder} holds something else than an exported head: choose another folder")
     state = {name: p.detach().cpu().contiguous() for name, p in head.state_dict().items()}
     blob = save(state, metadata={"format": "pt"})
     identity = base.identity

@@ -163,9 +163,9 @@ class Trainer:
                     if log:
                         log.write(row)
                 bar.update()
+        if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
+            self._evaluate(ds.head_state(self.engine, self.task.head))
         if latest(self.checkpoints) != f"step_{self.state.step:06d}":
-            if self.finished():  # out of time between two evaluations: the last head may be the best
-                self._evaluate(ds.head_state(self.engine, self.task.head))
             save_checkpoint(self.engine, self.checkpoints, self.state)
         if ds.rank() == 0:
             write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
@@ -179,7 +179,7 @@ class Trainer:
         sums, tokens = self._accumulated_step(step)
         step += 1
         logged = step % train.log_every == 0 or step == train.steps or step == 1
-        evaluated = step % train.eval_every == 0 or step == train.steps
+        evaluated = self._is_due(step)
         row = self._row(step, sums, tokens, lr, time.perf_counter() - start) if logged else None
         self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens)
         if logged or evaluated:
@@ -194,6 +194,10 @@ class Trainer:
         if step % train.save_every == 0:
             save_checkpoint(self.engine, self.checkpoints, self.state)
         return row
+
+    def _is_due(self, step: int) -> bool:
+        """Is the head evaluated after this step?"""
+        return step % self.plan.train.eval_every == 0 or step == self.plan.train.steps
 
     def _evaluate(self, weights: dict[str, Tensor]) -> float:
         """Simulated tokens per step on the development sequences; the best head is kept. Collective."""

@@ -68,7 +68,7 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(exported, base, tmp
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("gold")
-    with pytest.raises(ValueError, match="not an exported head"):
+    with pytest.raises(ValueError, match="something else than an exported head"):
         export_head(exported[0], base, precious, TRAINING)
     assert (precious / "thesis.txt").read_text() == "gold"
     export_head(exported[0], base, exported[1], TRAINING)
