@@ -160,7 +160,7 @@ def find_run(name: str | None, runs_dir: str) -> Path:
     return found[-1].parent
 
 
-def run_paths(folder: Path) -> dict[str, str]:
+def run_paths(folder: Path) -> dict[str, Any]:
     """Where a run's base and prepared data lie."""
     path = folder / "paths.json"
     if not path.is_file():
