@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import signal
 import time
 from collections import defaultdict
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -298,5 +298,4 @@ class Trainer:
 def _peak_gigabytes(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    info = psutil.Process().memory_info()
-    return getattr(info, "peak_wset", info.rss) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux
