@@ -13,6 +13,7 @@ def main(config: TrainEntry) -> int:
     ds.init_distributed()
     base = stages.get_base(config.base, Path(config.cache_dir))
     stages.get_data(config, base)
+    ds.leave_distributed()
     return 0
 
 

@@ -36,11 +36,13 @@ def main(config: TrainEntry) -> int:
             log = RunLog(folder, config.logger, asdict(config), trainer.state.step)
         state = trainer.run(log)
         if not trainer.finished():
+            ds.leave_distributed()
             if log:
                 log.close()
             stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
             return INTERRUPTED if trainer.interrupted else 0
         stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
+    ds.leave_distributed()
     return finish(config, folder, base, data_folder, state, log) if ds.rank() == 0 else 0
 
 

@@ -73,6 +73,14 @@ def init_distributed() -> None:
     deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
 
 
+def leave_distributed() -> None:
+    """All ranks part here, once their last collective is done. A process that ends with its group still open
+    can abort in gloo's threads, and the launcher would then kill the rank that still works."""
+    barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
