@@ -97,7 +97,8 @@ def test_hydras_own_flags_work(monkeypatch, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["head"]["slots"] == 11
 
 
-def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys):
+def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, lambda config: int(config.head.slots == 9))
