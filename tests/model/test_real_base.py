@@ -1,0 +1,41 @@
+"""A real base and real data by others, where they lie beside the project; skipped with a reason elsewhere."""
+
+import json
+
+import pytest
+import torch
+
+from ctcdraft.data.records import conversation_of, read_rows
+from ctcdraft.data.template import render
+from ctcdraft.eval.bench import BenchConfig, load_questions
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+
+
+def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stories_base, shared):
+    torch.manual_seed(0)
+    head = build_head(HeadConfig(), stories_base.hidden_size).eval()
+    speculative = Decoder(stories_base, head, DraftConfig(nodes=32))
+    for story in json.loads((shared / "data" / "tinystories_900.json").read_text())[:3]:
+        prompt = stories_base.tokenizer(story).input_ids[:40]
+        ids = torch.tensor([prompt])
+        want = stories_base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
+        assert Decoder(stories_base).generate(prompt, 60).tokens == want[0, 40:].tolist()
+        assert speculative.generate(prompt, 60).tokens == want[0, 40:].tolist()
+
+
+def test_real_conversations_parse_and_are_masked(stories_base, shared):
+    for name, count in (("sharegpt_vicuna_805.json", 805), ("gsm8k_train.jsonl", 7473)):
+        rows = [conversation_of(row, i) for i, row in enumerate(read_rows(str(shared / "data" / name)))]
+        assert len(rows) == count
+        ids, mask = render(stories_base.tokenizer, rows[0].messages)
+        answer = [token for token, m in zip(ids, mask, strict=True) if m]
+        text = stories_base.tokenizer.decode(answer, skip_special_tokens=True)
+        assert text.strip() == rows[0].messages[1]["content"].strip()
+
+
+@pytest.mark.filterwarnings("ignore:.*no chat template")
+def test_mt_bench_has_its_80_questions_in_8_categories(stories_base, shared):
+    config = BenchConfig("mt_bench", str(shared / "data" / "mt_bench.jsonl"))
+    questions = load_questions(config, stories_base, None, 0)
+    assert len(questions) == 80
+    assert len({q.category for q in questions}) == 8
