@@ -5,6 +5,7 @@ a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positio
 D hidden size of the base, W width of the context encoder.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, cast
 
@@ -60,7 +61,7 @@ class HeadCache:
     blocks: list[KeyValues] = field(default_factory=list)
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots."""
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
@@ -79,11 +80,13 @@ class Head(nn.Module):
     def new_cache(self, capacity: int = 256) -> HeadCache:
         return HeadCache()
 
+    @abstractmethod
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
-        raise NotImplementedError
+        """Context [B, L, W] of every position, on top of what the cache holds."""
 
+    @abstractmethod
     def fill(self, context_NW: Tensor) -> Slots:
-        raise NotImplementedError
+        """The T slots of each anchor's context."""
 
 
 class SlotHead(Head):
