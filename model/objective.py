@@ -1,4 +1,4 @@
-"""Training objectives as small functions of (lse, label logits, blank logit).
+"""Training objectives as small functions of (lse, label logits, blank logit): CTC, prefix CTC, cross-entropy.
 
 Shape suffixes: N anchors, T slots, U labels, V vocabulary, D hidden.
 """
@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import linear_lse_gather
-from ctcdraft.model.kernels.reference import prefix_lattice
+from ctcdraft.model.kernels import linear_lse_gather, prefix_lattice
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -46,6 +45,7 @@ def ctc_losses(
     *,
     objective: str,
     decay: float = 1.0,
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k), w_k ~ decay^(k-1).
 
@@ -58,7 +58,7 @@ def ctc_losses(
     log_emit_NTU = label_logits_NTU - total_NT.unsqueeze(2)
     log_blank_NTS = (blank_NT - total_NT).unsqueeze(2).expand(N, T, U + 1)
     log_psi_NU, log_end_NS = prefix_lattice(
-        log_emit_NTU, log_emit_NTU, log_blank_NTS, _repeats(labels_NU), slot_lengths_N
+        log_emit_NTU, log_emit_NTU, log_blank_NTS, _repeats(labels_NU), slot_lengths_N, implementation
     )
     if objective == "ctc":
         return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
@@ -92,38 +92,42 @@ def anchor_losses(
     slot_lengths_N: Tensor | None = None,
     implementation: str = "auto",
 ) -> AnchorLoss:
-    """The loss of every anchor from its slot states and the frozen LM head.
+    """The loss of every anchor from its slot states and the LM head.
 
-    blank [N, T] is None exactly for `cross_entropy`. Rows without labels, or whose labels no alignment
-    can write, are dropped before the GEMM; labels past an anchor's length are not looked at. Raises
-    ValueError on labels outside [0, V), lengths outside [0, U], an unknown objective, or a blank that
-    does not fit it.
+    blank [N, T] is None exactly for `cross_entropy`. Anchors without labels, or whose labels no alignment can
+    write, and slots past slot_lengths are dropped before the GEMM: whatever they hold, NaN included, has no
+    effect. Labels past an anchor's length are not looked at. Raises ValueError on labels outside [0, V),
+    lengths outside [0, U] or [0, T], an unknown objective, or a blank that does not fit it.
     """
     N, T, _ = states_NTD.shape
-    if slot_lengths_N is None:
-        slot_lengths_N = torch.full_like(label_lengths_N, T)
-    labels_NU = _checked_labels(objective, blank_NT, labels_NU, label_lengths_N, weight_VD.shape[0])
-    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slot_lengths_N)
+    _check_blank(objective, blank_NT)
+    labels_NU = _checked_labels(labels_NU, label_lengths_N, weight_VD.shape[0])
+    slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
+    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N)
     kept = feasible_N.nonzero().squeeze(1)
-    states, labels, lengths = states_NTD[kept], labels_NU[kept], label_lengths_N[kept]
+    states = states_NTD if len(kept) == N else states_NTD[kept]
+    labels, lengths, slots = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    slot_T = torch.arange(T, device=labels.device)
     if blank_NT is None:
         width = min(T, labels.shape[1])
-        index_NTK = labels[:, :width].unsqueeze(2)
-        lse, logits = _gather(states[:, :width], weight_VD, index_NTK, implementation)
-        loss, log_psi = cross_entropy_losses(lse, logits.squeeze(2), lengths, decay=decay)
+        valid = slot_T[:width] < torch.minimum(lengths, slots).unsqueeze(1)
+        lse, logits = _gather(states[:, :width], valid, weight_VD, labels[:, :width].unsqueeze(2), implementation)
+        loss, log_psi = cross_entropy_losses(lse, logits.squeeze(2), torch.minimum(lengths, slots), decay=decay)
         blank_rate_T = lse.new_zeros(T)
     else:
-        index_NTK = labels.unsqueeze(1).expand(-1, T, -1)
-        lse, logits = _gather(states, weight_VD, index_NTK, implementation)
+        valid = None if slot_lengths_N is None else slot_T < slots.unsqueeze(1)
+        lse, logits = _gather(states, valid, weight_VD, labels.unsqueeze(1).expand(-1, T, -1), implementation)
         blank = blank_NT[kept].to(lse.dtype)
-        slots = slot_lengths_N[kept]
-        loss, log_psi = ctc_losses(lse, logits, blank, labels, lengths, slots, objective=objective, decay=decay)
+        blank = blank if valid is None else blank.where(valid, 0.0)
+        loss, log_psi = ctc_losses(
+            lse, logits, blank, labels, lengths, slots, objective=objective, decay=decay, implementation=implementation
+        )
         blank_rate_T = torch.sigmoid(blank - lse).detach().sum(dim=0) / max(1, len(kept))
-    everyone = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
+    every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
         loss.new_zeros(N).index_copy(0, kept, loss),
         feasible_N,
-        everyone.index_copy(0, kept, log_psi),
+        every_psi_NU.index_copy(0, kept, log_psi),
         blank_rate_T,
     )
 
@@ -137,18 +141,32 @@ def fused_ctc_loss(
     *,
     blank_bias: Tensor | None = None,
     slot_lengths_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
     objective: str = "ctc",
+    decay: float = 1.0,
     reduction: str = "mean",
+    return_feasible: bool = False,
     implementation: str = "auto",
-) -> Tensor:
-    """CTC loss of T slot states per anchor against a frozen LM head, without [N, T, V] logits.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """CTC loss of T slot states per anchor against an LM head, without [N, T, V] logits.
 
-    hidden [N, T, D], weight [V, D], blank [D], labels [N, U] int64, label_lengths [N]; objective `ctc` or
-    `prefix_ctc`. Infeasible anchors count 0 and are left out of the mean. Returns a scalar, or [N] for
-    reduction="none". Raises ValueError on bad labels, lengths, objective, reduction or implementation.
+    hidden [N, T, D], weight [V, D] (frozen, or trained where it requires a gradient), blank [D], labels [N, U]
+    int64, label_lengths [N]; objective `ctc` or `prefix_ctc` (decay: see ctc_losses). Infeasible anchors count
+    0. `mean` is the mean over feasible anchors weighted by weights [N] (default 1), `sum` their weighted sum,
+    `none` the weighted losses [N]. With return_feasible the answer is (loss, feasible [N] bool).
+    Raises ValueError on bad labels, lengths, objective, reduction or implementation.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown: choose one of {REDUCTIONS}")
+    if objective not in ("ctc", "prefix_ctc"):
+        raise ValueError(f"objective={objective!r} is unknown: choose ctc or prefix_ctc")
+    T, V = hidden_NTD.shape[1], weight_VD.shape[0]
+    labels_NU = _checked_labels(labels_NU, label_lengths_N, V)
+    slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
+    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N)
+    used_NT = (torch.arange(T, device=slots_N.device) < slots_N.unsqueeze(1)) & feasible_N.unsqueeze(1)
+    if not bool(used_NT.all()):  # a NaN in padding would reach the gradient of the blank as 0 * NaN
+        hidden_NTD = hidden_NTD.masked_fill(~used_NT.unsqueeze(2), 0.0)
     blank_NT = hidden_NTD @ blank_D
     if blank_bias is not None:
         blank_NT = blank_NT + blank_bias
@@ -159,13 +177,21 @@ def fused_ctc_loss(
         labels_NU,
         label_lengths_N,
         objective=objective,
+        decay=decay,
         slot_lengths_N=slot_lengths_N,
         implementation=implementation,
     )
+    loss = _reduced(out, weights_N, reduction)
+    return (loss, out.feasible_N) if return_feasible else loss
+
+
+def _reduced(out: AnchorLoss, weights_N: Tensor | None, reduction: str) -> Tensor:
+    weights_N = torch.ones_like(out.loss_N) if weights_N is None else weights_N.to(out.loss_N.dtype)
+    losses_N = out.loss_N * weights_N
     if reduction == "none":
-        return out.loss_N
-    total = out.loss_N.sum()
-    return total if reduction == "sum" else total / out.feasible_N.sum().clamp(min=1)
+        return losses_N
+    total_weight = (weights_N * out.feasible_N).sum()
+    return losses_N.sum() if reduction == "sum" else losses_N.sum() / total_weight.where(total_weight > 0, 1.0)
 
 
 def _repeats(labels_NU: Tensor) -> Tensor:
@@ -188,20 +214,38 @@ def _feasible(objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths
     return possible_NU.any(dim=1) if objective == "prefix_ctc" else lengths_N > 0
 
 
-def _gather(states_NTD: Tensor, weight_VD: Tensor, index_NTK: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
+def _gather(
+    states_NTD: Tensor, valid_NT: Tensor | None, weight_VD: Tensor, index_NTK: Tensor, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """lse [N, T] and logits [N, T, K] of the valid slots (None: all), 0 in the others."""
     N, T, K = index_NTK.shape
-    rows_MD = states_NTD.reshape(N * T, states_NTD.shape[2])
-    lse_M, logits_MK = linear_lse_gather(rows_MD, weight_VD, index_NTK.reshape(N * T, K), implementation)
+    states_MD, index_MK = states_NTD.flatten(0, 1), index_NTK.reshape(N * T, K)
+    if valid_NT is None:
+        lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
+    else:
+        rows = valid_NT.flatten().nonzero().squeeze(1)
+        lse_R, logits_RK = linear_lse_gather(states_MD[rows], weight_VD, index_MK[rows], implementation)
+        lse_M = lse_R.new_zeros(N * T).index_copy(0, rows, lse_R)
+        logits_MK = logits_RK.new_zeros(N * T, K).index_copy(0, rows, logits_RK)
     return lse_M.view(N, T), logits_MK.view(N, T, K)
 
 
-def _checked_labels(
-    objective: str, blank_NT: Tensor | None, labels_NU: Tensor, lengths_N: Tensor, vocab: int
-) -> Tensor:
+def _checked_slots(slot_lengths_N: Tensor | None, label_lengths_N: Tensor, T: int) -> Tensor:
+    if slot_lengths_N is None:
+        return torch.full_like(label_lengths_N, T)
+    if slot_lengths_N.numel() and not 0 <= int(slot_lengths_N.min()) <= int(slot_lengths_N.max()) <= T:
+        raise ValueError(f"slot_lengths must lie in [0, {T}]")
+    return slot_lengths_N
+
+
+def _check_blank(objective: str, blank_NT: Tensor | None) -> None:
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: choose one of {OBJECTIVES}")
     if (blank_NT is None) != (objective == "cross_entropy"):
         raise ValueError(f"objective={objective}: {'needs a' if blank_NT is None else 'has no'} blank logit")
+
+
+def _checked_labels(labels_NU: Tensor, lengths_N: Tensor, vocab: int) -> Tensor:
     U = labels_NU.shape[1]
     if lengths_N.numel() and not 0 <= int(lengths_N.min()) <= int(lengths_N.max()) <= U:
         raise ValueError(f"label_lengths must lie in [0, {U}]")

@@ -1,11 +1,21 @@
-"""The linear-lse-gather primitive: `reference` | `chunked` | `autograd` glue, and the function that picks."""
+"""The linear-lse-gather primitive and the prefix lattice, and who computes them.
 
+`reference` (plain torch, the oracle) | `chunked` (torch GEMMs over a reused tile of logits) | `triton` (the same
+GEMMs with fused passes between them, and no logits at all where no gradient is asked) | `autograd` glue.
+"""
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import reference
-from ctcdraft.model.kernels.autograd import LinearLseGather
+from ctcdraft.model.kernels import chunked, reference
+from ctcdraft.model.kernels.autograd import LinearLseGather, PrefixLattice
 
-IMPLEMENTATIONS = ("auto", "chunked", "reference")
+IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
 
 def linear_lse_gather(
@@ -13,17 +23,85 @@ def linear_lse_gather(
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of every row of `hidden @ weight.T`, and its logits at `index`, without keeping [M, V].
 
-    hidden [M, D], weight [V, D] (frozen), index [M, K] int64 in [0, V). Returns lse [M], logits [M, K].
-    Differentiable once with respect to hidden. A column that occurs twice in a row adds up in the gradient.
-    Raises ValueError on an unknown implementation, or on a weight that wants a gradient where none is made.
+    hidden [M, D], weight [V, D], index [M, K] int64 in [0, V). Returns lse [M] and logits [M, K], in float32
+    or wider. Differentiable once with respect to hidden and to a weight that requires a gradient; a column that
+    occurs twice in a row adds up. Raises ValueError on shapes or dtypes that do not fit and on an
+    implementation that is unknown or cannot run here, RuntimeError on a second derivative.
     """
+    lse_M, logits_MK, _, _ = linear_lse_top(hidden_MD, weight_VD, index_MK, 0, implementation)
+    return lse_M, logits_MK
+
+
+def linear_lse_top(
+    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, implementation: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`linear_lse_gather`, and from the same pass the `top_k` largest logits of each row.
+
+    Returns lse [M], logits [M, K], top logits [M, top_k], largest first and as differentiable as the others,
+    and their indices [M, top_k] int64. Raises as linear_lse_gather does, and ValueError on top_k > V.
+    """
+    name = _choose(implementation, hidden_MD)
+    _check(hidden_MD, weight_VD, index_MK, top_k)
+    if name == "reference":
+        return reference.linear_lse_top(hidden_MD, weight_VD, index_MK, top_k)
+    trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
+    if name == "triton" and not trains and not top_k:
+        lse_M, logits_MK = _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
+        return lse_M, logits_MK, logits_MK[:, :0], index_MK[:, :0]
+    ops = chunked if name == "chunked" else _triton("triton_rows")
+    lse_M, logits_MX, top_index_MS = LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
+    K = index_MK.shape[1]
+    return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
+
+
+def prefix_lattice(
+    log_emit_NTU: Tensor,
+    log_stay_NTU: Tensor,
+    log_blank_NTS: Tensor,
+    repeat_NU: Tensor,
+    slot_lengths_N: Tensor,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`.
+
+    `chunked` has no recursion of its own and means the reference here.
+    """
+    arguments = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
+    if _choose(implementation, log_emit_NTU) != "triton":
+        return reference.prefix_lattice(*arguments)
+    return PrefixLattice.apply(*arguments, _triton("triton_lattice"))
+
+
+def _choose(implementation: str, tensor: Tensor) -> str:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown: choose one of {IMPLEMENTATIONS}")
-    if implementation == "reference":
-        return reference.linear_lse_gather(hidden_MD, weight_VD, index_MK)
-    if weight_VD.requires_grad:
-        raise ValueError("linear_lse_gather: the chunked weight is frozen; pass weight.detach()")
-    return LinearLseGather.apply(hidden_MD, weight_VD, index_MK)
+    installed = find_spec("triton") is not None
+    if implementation == "auto":
+        return "triton" if tensor.is_cuda and installed else "chunked"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if implementation == "triton" and not (installed and (tensor.is_cuda or interpreted)):
+        raise ValueError(
+            "implementation='triton' needs the triton package and tensors on a GPU (or TRITON_INTERPRET=1): "
+            "use 'auto' or 'chunked'"
+        )
+    return implementation
 
 
-__all__ = ["IMPLEMENTATIONS", "linear_lse_gather"]
+def _triton(module: str) -> ModuleType:
+    return import_module(f"ctcdraft.model.kernels.{module}")  # late: triton is not there on every machine
+
+
+def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -> None:
+    fits = hidden_MD.dim() == weight_VD.dim() == index_MK.dim() == 2
+    if not fits or hidden_MD.shape[1] != weight_VD.shape[1] or len(index_MK) != len(hidden_MD):
+        raise ValueError(
+            "linear_lse_gather takes hidden [M, D], weight [V, D] and index [M, K], "
+            f"got {[*hidden_MD.shape]}, {[*weight_VD.shape]} and {[*index_MK.shape]}"
+        )
+    if hidden_MD.dtype != weight_VD.dtype:
+        raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
+    if not 0 <= top_k <= len(weight_VD):
+        raise ValueError(f"top_k={top_k} must lie in [0, {len(weight_VD)}]")
+
+
+__all__ = ["IMPLEMENTATIONS", "linear_lse_gather", "linear_lse_top", "prefix_lattice"]

@@ -1,29 +1,93 @@
-"""The autograd glue of `linear_lse_gather`: what is saved in the forward, what the backward makes of it."""
+"""The autograd glue: what a forward saves, and what its backward makes of it. Differentiable once."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ctcdraft.model.kernels import chunked
 
+ROWS = 4096  # of label columns added to the hidden gradient at a time
+
 
 class LinearLseGather(torch.autograd.Function):
-    """Differentiable in `hidden`; the weight (the base's LM head) is frozen."""
+    """(hidden, weight, index, top_k, ops) -> lse [M], logits [M, K + S] and the top indices [M, S].
+
+    Of the logits' columns the first K are those at `index`, the last S the largest of the row. `ops` is the
+    module that holds `softmax_` and `logits_gradient_`, and perhaps a `lse_gather` for when no slope is asked.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> tuple[Tensor, Tensor]:
-        lse_M, logits_MK, slope_MD = chunked.forward(hidden_MD, weight_VD, index_MK, ctx.needs_input_grad[0])
-        ctx.save_for_backward(weight_VD, index_MK, slope_MD)
-        return lse_M, logits_MK
+    def forward(
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, ops: ModuleType
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with_slope, trained = ctx.needs_input_grad[:2]
+        out = chunked.forward(hidden_MD, weight_VD, index_MK, top_k, with_slope, ops)
+        index_MX = torch.cat([index_MK, out.top_index_MS], dim=1)
+        ctx.ops = ops
+        ctx.save_for_backward(weight_VD, index_MX, out.lse_M, out.slope_MD, hidden_MD if trained else None)
+        ctx.mark_non_differentiable(out.top_index_MS)
+        return out.lse_M, torch.cat([out.logits_MK, out.top_MS], dim=1), out.top_index_MS
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_lse_M: Tensor, grad_logits_MK: Tensor) -> tuple[Tensor, None, None]:
-        weight_VD, index_MK, slope_MD = ctx.saved_tensors
-        grad_MD = slope_MD * grad_lse_M.unsqueeze(1).to(slope_MD.dtype)
-        for k in range(index_MK.shape[1]):
-            column_M1 = grad_logits_MK[:, k : k + 1].to(slope_MD.dtype)
-            grad_MD.addcmul_(weight_VD[index_MK[:, k]], column_M1)
-        return grad_MD, None, None
+    def backward(ctx: Any, grad_lse_M: Tensor, grad_logits_MX: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        weight_VD, index_MX, lse_M, slope_MD, hidden_MD = ctx.saved_tensors
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = _hidden_gradient(weight_VD, index_MX, slope_MD, grad_lse_M, grad_logits_MX)
+        if ctx.needs_input_grad[1]:
+            grad_weight = chunked.weight_gradient(
+                hidden_MD, weight_VD, index_MX, lse_M, grad_lse_M, grad_logits_MX, ctx.ops
+            )
+        return grad_hidden, grad_weight, None, None, None
+
+
+class PrefixLattice(torch.autograd.Function):
+    """`reference.prefix_lattice` with forward and backward recursions of its own, in the module `ops`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        log_emit_NTU: Tensor,
+        log_stay_NTU: Tensor,
+        log_blank_NTS: Tensor,
+        repeat_NU: Tensor,
+        slot_lengths_N: Tensor,
+        ops: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
+        log_psi_NU, log_end_NS, states = ops.forward(*inputs)
+        ctx.ops = ops
+        ctx.save_for_backward(*inputs, log_psi_NU, log_end_NS, states)
+        return log_psi_NU, log_end_NS
+
+    @staticmethod
+    def backward(ctx: Any, grad_psi_NU: Tensor, grad_end_NS: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        return *ctx.ops.backward(*ctx.saved_tensors, grad_psi_NU, grad_end_NS), None, None, None
+
+
+def refuse_second_derivative() -> None:
+    """Raises RuntimeError in a backward that is itself recorded."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the fused loss is differentiable once, so backward(create_graph=True) is refused: "
+            "for second derivatives pass implementation='reference'"
+        )
+
+
+def _hidden_gradient(
+    weight_VD: Tensor, index_MX: Tensor, slope_MD: Tensor, grad_lse_M: Tensor, grad_logits_MX: Tensor
+) -> Tensor:
+    """slope * grad_lse + the sum over columns of grad_logits * weight[index]; a repeated column adds up."""
+    grad_MD = slope_MD * grad_lse_M.unsqueeze(1).to(slope_MD.dtype)
+    if index_MX.shape[1]:
+        share_MX = grad_logits_MX.to(weight_VD.dtype)
+        for rows in chunked.slices(len(grad_MD), ROWS):
+            grad_MD[rows] += F.embedding_bag(
+                index_MX[rows], weight_VD, per_sample_weights=share_MX[rows], mode="sum"
+            )
+    return grad_MD

@@ -1,40 +1,223 @@
-"""`linear_lse_gather` in chunks of rows over one logits buffer: never more than one chunk of [rows, V].
+"""`linear_lse_gather` over one reused tile of logits: never more than a fixed number of bytes of [M, V].
 
-The derivative of a row's lse with respect to hidden is `softmax @ weight`. It does not depend on what is
-done with lse afterwards, so it is computed while the chunk's logits are still there: two GEMMs in all.
+The derivative of a row's lse with respect to hidden is `softmax @ weight`. It does not depend on what is done
+with lse afterwards, so it is computed while a tile's logits are still there: two GEMMs in all. Tiles that hold
+a part of the vocabulary are joined by a running maximum (online softmax: Milakov and Gimelshein 2018,
+arXiv 1805.02867).
+
+Shape suffixes: M rows, V vocabulary, D hidden, K gathered and S top columns; R rows and C columns of one tile.
 """
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# On a CPU a chunk should stay in the cache between its two GEMMs, but below some 128 rows a GEMM itself
-# gets slow; a GPU wants large GEMMs (bench/loss.py).
-CHUNK_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
-LEAST_ROWS = 128
+# A CPU wants a tile that stays in its cache between the two GEMMs, about as high as wide (measured: docs/
+# fused_ctc.md). A GPU wants large GEMMs over the whole vocabulary.
+TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+CPU_ROWS = 1024
+LEAST = 128  # rows or columns below which a GEMM itself gets slow
 
 
-def rows_per_chunk(vocab: int, bytes_per_value: int, device: str) -> int:
-    """How many rows of logits one chunk holds."""
-    return max(LEAST_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (vocab * bytes_per_value))
+class Forward(NamedTuple):
+    """lse [M] and logits [M, K] in float32 or wider, slope = d lse / d hidden [M, D] or None, and the S largest
+    logits of each row [M, S], largest first, with their indices."""
+
+    lse_M: Tensor
+    logits_MK: Tensor
+    slope_MD: Tensor | None
+    top_MS: Tensor
+    top_index_MS: Tensor
+
+    def rows(self, rows: slice) -> "Forward":
+        return Forward(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+
+def tile_shape(rows: int, vocab: int, bytes_per_value: int, device: str) -> tuple[int, int]:
+    """How many rows and columns of logits are held at a time."""
+    values = TILE_BYTES.get(device, TILE_BYTES["cuda"]) // bytes_per_value
+    if device != "cpu":
+        return min(rows, max(LEAST, values // vocab)), vocab
+    height = min(rows, CPU_ROWS)
+    return height, min(vocab, max(LEAST, values // max(1, height)))
 
 
 def forward(
-    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, with_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns lse [M], logits [M, K] (float32 or wider) and, if asked, d lse / d hidden [M, D]."""
-    M, V, K = hidden_MD.shape[0], weight_VD.shape[0], index_MK.shape[1]
+    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool, ops: ModuleType
+) -> Forward:
+    """Every row; `ops` holds the pass over the logits (this module's `softmax_`, or Triton's)."""
+    M, V = hidden_MD.shape[0], weight_VD.shape[0]
+    out = empty_forward(hidden_MD, index_MK, top_k, with_slope)
+    height, width = tile_shape(M, V, hidden_MD.element_size(), hidden_MD.device.type)
+    buffer = hidden_MD.new_empty(height * width)
+    for rows in slices(M, height):
+        if width == V:
+            _whole_rows(hidden_MD[rows], weight_VD, index_MK[rows], out.rows(rows), buffer, ops)
+        else:
+            _rows_by_tiles(hidden_MD[rows], weight_VD, index_MK[rows], out.rows(rows), buffer, width)
+    return out
+
+
+def empty_forward(hidden_MD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool) -> Forward:
+    M = hidden_MD.shape[0]
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
-    lse_M = hidden_MD.new_empty(M, dtype=wide)
-    logits_MK = hidden_MD.new_empty(M, K, dtype=wide)
-    slope_MD = torch.empty_like(hidden_MD) if with_grad else None
-    chunk = min(M, rows_per_chunk(V, hidden_MD.element_size(), hidden_MD.device.type))
-    buffer = hidden_MD.new_empty(chunk, V)
-    for start in range(0, M, max(1, chunk)):
-        rows = slice(start, min(start + chunk, M))
-        z = torch.mm(hidden_MD[rows], weight_VD.T, out=buffer[: rows.stop - rows.start])
-        logits_MK[rows] = z.gather(1, index_MK[rows]).to(wide)
-        lse_M[rows] = lse = torch.logsumexp(z.to(wide), dim=1)
-        if slope_MD is not None:
-            z.sub_(lse.unsqueeze(1)).exp_()
-            torch.mm(z, weight_VD, out=slope_MD[rows])
-    return lse_M, logits_MK, slope_MD
+    return Forward(
+        hidden_MD.new_empty(M, dtype=wide),
+        hidden_MD.new_empty(index_MK.shape, dtype=wide),
+        torch.empty_like(hidden_MD, memory_format=torch.contiguous_format) if with_slope else None,
+        hidden_MD.new_empty(M, top_k, dtype=wide),
+        index_MK.new_empty(M, top_k),
+    )
+
+
+def weight_gradient(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    index_MK: Tensor,
+    lse_M: Tensor,
+    grad_lse_M: Tensor,
+    grad_logits_MK: Tensor,
+    ops: ModuleType,
+) -> Tensor:
+    """The gradient [V, D] of a trained weight, from logits computed once more.
+
+    Tiles of vocabulary outside and rows inside, so that each row of it is summed up in float32 (or wider) and
+    rounded once. `ops.logits_gradient_` turns a tile of logits into their gradient, in place.
+    """
+    M, V = hidden_MD.shape[0], weight_VD.shape[0]
+    height, width = _gradient_tile(M, V, hidden_MD)
+    buffer = hidden_MD.new_empty(height * width)
+    grad_VD = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
+    for columns in slices(V, width):
+        weight_CD = weight_VD[columns]
+        grad_CD = torch.zeros_like(weight_CD, dtype=lse_M.dtype)
+        for rows in slices(M, height):
+            z_RC = _logits(hidden_MD[rows], weight_CD, buffer)
+            local_RK = index_MK[rows] - columns.start
+            ops.logits_gradient_(z_RC, lse_M[rows], grad_lse_M[rows], local_RK, grad_logits_MK[rows])
+            _add_product(grad_CD, z_RC.T, hidden_MD[rows])
+        grad_VD[columns] = grad_CD
+    return grad_VD
+
+
+def softmax_(z_RC: Tensor, write: bool) -> Tensor:
+    """The lse [R] of whole rows of logits; with `write` they become their softmax, in place."""
+    lse_R = z_RC.to(torch.promote_types(z_RC.dtype, torch.float32)).logsumexp(dim=1)
+    if write:
+        z_RC.copy_(z_RC.to(lse_R.dtype).sub_(lse_R.unsqueeze(1)).exp_())
+    return lse_R
+
+
+def logits_gradient_(
+    z_RC: Tensor, lse_R: Tensor, grad_lse_R: Tensor, index_RK: Tensor, grad_logits_RK: Tensor
+) -> None:
+    """In place: logits -> softmax * grad_lse + grad_logits at index (outside [0, C): not in this tile).
+
+    With grad_logits = -(grad_lse * occupancy) this is the CTC gradient, softmax minus occupancy.
+    """
+    wide_RC = z_RC.to(lse_R.dtype).sub_(lse_R.unsqueeze(1)).exp_().mul_(grad_lse_R.unsqueeze(1))
+    inside_RK = (index_RK >= 0) & (index_RK < z_RC.shape[1])
+    for k in range(index_RK.shape[1]):  # one by one: a column that occurs twice adds up, in a fixed order
+        column_R1 = index_RK[:, k : k + 1].where(inside_RK[:, k : k + 1], 0)
+        share_R1 = grad_logits_RK[:, k : k + 1].where(inside_RK[:, k : k + 1], 0.0)
+        wide_RC.scatter_(1, column_R1, wide_RC.gather(1, column_R1) + share_R1)
+    z_RC.copy_(wide_RC)
+
+
+def _whole_rows(
+    hidden_RD: Tensor, weight_VD: Tensor, index_RK: Tensor, out: Forward, buffer: Tensor, ops: ModuleType
+) -> None:
+    z_RV = _logits(hidden_RD, weight_VD, buffer)
+    out.logits_MK.copy_(z_RV.gather(1, index_RK))
+    if out.top_MS.shape[1]:
+        top_RS, top_index_RS = z_RV.topk(out.top_MS.shape[1], dim=1)
+        out.top_MS.copy_(top_RS)
+        out.top_index_MS.copy_(top_index_RS)
+    out.lse_M.copy_(ops.softmax_(z_RV, out.slope_MD is not None))
+    if out.slope_MD is not None:
+        torch.mm(z_RV, weight_VD, out=out.slope_MD)
+
+
+def _rows_by_tiles(
+    hidden_RD: Tensor, weight_VD: Tensor, index_RK: Tensor, out: Forward, buffer: Tensor, width: int
+) -> None:
+    peak_R = torch.full_like(out.lse_M, -torch.inf)
+    total_R = torch.zeros_like(peak_R)
+    slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
+    top_RS, top_index_RS = out.top_MS[:, :0], out.top_index_MS[:, :0]
+    for columns in slices(weight_VD.shape[0], width):
+        weight_CD = weight_VD[columns]
+        z_RC = _logits(hidden_RD, weight_CD, buffer)
+        _gather_tile(z_RC, index_RK - columns.start, out.logits_MK)
+        if out.top_MS.shape[1]:
+            top_RS, top_index_RS = _merge_top(top_RS, top_index_RS, z_RC, columns.start, out.top_MS.shape[1])
+        shrink_R = _absorb(z_RC, peak_R, total_R)
+        if slope_RD is not None:
+            slope_RD.mul_(shrink_R.unsqueeze(1))
+            _add_product(slope_RD, z_RC, weight_CD)
+    torch.add(peak_R, total_R.log(), out=out.lse_M)
+    if slope_RD is not None and out.slope_MD is not None:
+        out.slope_MD.copy_(slope_RD.div_(total_R.unsqueeze(1)))
+    out.top_MS.copy_(top_RS)
+    out.top_index_MS.copy_(top_index_RS)
+
+
+def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor) -> Tensor:
+    """Take a tile into the running maximum `peak` and sum `total`; the tile becomes exp(z - peak). All in place.
+
+    Returns exp(old peak - peak), the factor by which what was summed up before must shrink.
+    """
+    new_peak_R = torch.maximum(peak_R, z_RC.amax(dim=1).to(peak_R.dtype))
+    shrink_R = (peak_R - new_peak_R).exp_()
+    wide_RC = z_RC.to(peak_R.dtype).sub_(new_peak_R.unsqueeze(1)).exp_()
+    total_R.mul_(shrink_R).add_(wide_RC.sum(dim=1))
+    peak_R.copy_(new_peak_R)
+    if wide_RC.dtype != z_RC.dtype:
+        z_RC.copy_(wide_RC)
+    return shrink_R
+
+
+def slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, max(1, step)):
+        yield slice(start, min(start + step, length))
+
+
+def _gradient_tile(M: int, V: int, hidden_MD: Tensor) -> tuple[int, int]:
+    """Few and tall tiles on a GPU: each holds a float32 [C, D] sum, and rows inside are read again per tile."""
+    height, width = tile_shape(M, V, hidden_MD.element_size(), hidden_MD.device.type)
+    if hidden_MD.device.type == "cpu":
+        return height, width
+    width = min(V, 8192)
+    return min(M, max(LEAST, TILE_BYTES["cuda"] // hidden_MD.element_size() // width)), width
+
+
+def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor) -> Tensor:
+    shape = (len(hidden_RD), len(weight_CD))
+    return torch.mm(hidden_RD, weight_CD.T, out=buffer[: shape[0] * shape[1]].view(shape))
+
+
+def _gather_tile(z_RC: Tensor, index_RK: Tensor, logits_RK: Tensor) -> None:
+    """Write those of the gathered logits that lie in this tile."""
+    inside_RK = (index_RK >= 0) & (index_RK < z_RC.shape[1])
+    here_RK = z_RC.gather(1, index_RK.where(inside_RK, 0)).to(logits_RK.dtype)
+    logits_RK.copy_(torch.where(inside_RK, here_RK, logits_RK))
+
+
+def _merge_top(
+    top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    here_RS, here_index_RS = z_RC.topk(min(top_k, z_RC.shape[1]), dim=1)
+    both_RS = torch.cat([top_RS, here_RS.to(top_RS.dtype)], dim=1)
+    both_index_RS = torch.cat([index_RS, here_index_RS + first_column], dim=1)
+    top_RS, order_RS = both_RS.topk(min(top_k, both_RS.shape[1]), dim=1)
+    return top_RS, both_index_RS.gather(1, order_RS)
+
+
+def _add_product(sum_RD: Tensor, left_RC: Tensor, right_CD: Tensor) -> None:
+    if left_RC.dtype == sum_RD.dtype:
+        sum_RD.addmm_(left_RC, right_CD)
+    else:  # a half-precision sum would be rounded once per tile
+        sum_RD.add_(torch.mm(left_RC, right_CD))

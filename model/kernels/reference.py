@@ -1,6 +1,7 @@
 """Plain torch: the oracle of every fast path, with the same signatures, in any float dtype.
 
-Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered columns, V vocabulary, D hidden.
+Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered and S top columns,
+V vocabulary, D hidden.
 """
 
 import torch
@@ -10,13 +11,17 @@ from torch import Tensor
 LOG_ZERO = -1.0e30
 
 
-def linear_lse_gather(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of every row of `hidden @ weight.T`, and the logits at `index`.
+def linear_lse_top(
+    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-sum-exp of every row of `hidden @ weight.T`, its logits at `index`, its `top_k` largest and where.
 
-    Returns lse [M] and logits [M, K]. Keeps the whole [M, V] product: use it as an oracle only.
+    Keeps the whole [M, V] product: use it as an oracle only.
     """
     logits_MV = hidden_MD @ weight_VD.T
-    return logits_MV.logsumexp(dim=1), logits_MV.gather(1, index_MK)
+    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    top_MS, top_index_MS = logits_MV.topk(top_k, dim=1)
+    return logits_MV.logsumexp(dim=1), logits_MV.gather(1, index_MK), top_MS, top_index_MS
 
 
 def prefix_lattice(
