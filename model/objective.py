@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import linear_lse_gather, prefix_lattice
+from ctcdraft.model.kernels.reference import LOG_ZERO
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -107,18 +108,15 @@ def anchor_losses(
     kept = feasible_N.nonzero().squeeze(1)
     states = states_NTD if len(kept) == N else states_NTD[kept]
     labels, lengths, slots = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
-    slot_T = torch.arange(T, device=labels.device)
     if blank_NT is None:
-        width = min(T, labels.shape[1])
-        valid = slot_T[:width] < torch.minimum(lengths, slots).unsqueeze(1)
-        lse, logits = _gather(states[:, :width], valid, weight_VD, labels[:, :width].unsqueeze(2), implementation)
-        loss, log_psi = cross_entropy_losses(lse, logits.squeeze(2), torch.minimum(lengths, slots), decay=decay)
-        blank_rate_T = lse.new_zeros(T)
+        loss, log_psi = _slot_losses(states, weight_VD, labels, torch.minimum(lengths, slots), decay, implementation)
+        blank_rate_T = loss.new_zeros(T)
     else:
-        valid = None if slot_lengths_N is None else slot_T < slots.unsqueeze(1)
+        full = slot_lengths_N is None
+        valid = None if full else torch.arange(T, device=slots.device) < slots.unsqueeze(1)
         lse, logits = _gather(states, valid, weight_VD, labels.unsqueeze(1).expand(-1, T, -1), implementation)
         blank = blank_NT[kept].to(lse.dtype)
-        blank = blank if valid is None else blank.where(valid, 0.0)
+        blank = blank if valid is None else blank.masked_fill(~valid, LOG_ZERO)
         loss, log_psi = ctc_losses(
             lse, logits, blank, labels, lengths, slots, objective=objective, decay=decay, implementation=implementation
         )
@@ -211,7 +209,18 @@ def _feasible(objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths
     possible_NU = feasible_prefixes(labels_NU, lengths_N, slot_lengths_N)
     if objective == "ctc":
         return possible_NU.sum(dim=1) == lengths_N
-    return possible_NU.any(dim=1) if objective == "prefix_ctc" else lengths_N > 0
+    return possible_NU.any(dim=1) if objective == "prefix_ctc" else torch.minimum(lengths_N, slot_lengths_N) > 0
+
+
+def _slot_losses(
+    states_NTD: Tensor, weight_VD: Tensor, labels_NU: Tensor, lengths_N: Tensor, decay: float, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the first min(T, U) slots; those past the labels are left out of the GEMM."""
+    width = min(states_NTD.shape[1], labels_NU.shape[1])
+    valid = torch.arange(width, device=labels_NU.device) < lengths_N.unsqueeze(1)
+    index_NTK = labels_NU[:, :width].unsqueeze(2)
+    lse, logits = _gather(states_NTD[:, :width], valid, weight_VD, index_NTK, implementation)
+    return cross_entropy_losses(lse, logits.squeeze(2), lengths_N, decay=decay)
 
 
 def _gather(

@@ -13,6 +13,9 @@ from bases import write_base
 
 from ctcdraft.model import load_base
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test imports a kernel
+
 SHARED = Path(__file__).parents[2] / "shared"
 
 

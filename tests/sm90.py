@@ -24,6 +24,7 @@ KERNELS = {
     "indexed_dot": (triton_stream.indexed_dot_kernel, DOT, 4, 3),
     "softmax": (triton_rows._softmax_kernel, {"WRITE": True, **ROWS, **T}, triton_rows.WARPS, 3),
     "gradient": (triton_rows._gradient_kernel, ROWS, triton_rows.WARPS, 3),
+    "hidden": (triton_rows._hidden_kernel, {"BLOCK": triton_rows.HIDDEN_BLOCK}, 4, 3),
     "lattice_forward": (triton_lattice._forward_kernel, LATTICE, triton_lattice.WARPS, 3),
     "lattice_backward": (triton_lattice._backward_kernel, LATTICE, triton_lattice.WARPS, 3),
 }
@@ -32,6 +33,8 @@ POINTERS = {
     "weight_ptr": "*bf16",
     "z_ptr": "*bf16",
     "index_ptr": "*i64",
+    "slope_ptr": "*bf16",
+    "out_ptr": "*bf16",
     "slots_ptr": "*i64",
     "repeat_ptr": "*i8",
 }

@@ -4,19 +4,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked
-
-ROWS = 4096  # of label columns added to the hidden gradient at a time
 
 
 class LinearLseGather(torch.autograd.Function):
     """(hidden, weight, index, top_k, ops) -> lse [M], logits [M, K + S] and the top indices [M, S].
 
     Of the logits' columns the first K are those at `index`, the last S the largest of the row. `ops` is the
-    module that holds `softmax_` and `logits_gradient_`, and perhaps a `lse_gather` for when no slope is asked.
+    module that holds `softmax_`, `logits_gradient_` and `hidden_gradient`: `chunked` itself, or `triton_rows`.
     """
 
     @staticmethod
@@ -37,7 +34,7 @@ class LinearLseGather(torch.autograd.Function):
         weight_VD, index_MX, lse_M, slope_MD, hidden_MD = ctx.saved_tensors
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = _hidden_gradient(weight_VD, index_MX, slope_MD, grad_lse_M, grad_logits_MX)
+            grad_hidden = ctx.ops.hidden_gradient(weight_VD, index_MX, slope_MD, grad_lse_M, grad_logits_MX)
         if ctx.needs_input_grad[1]:
             grad_weight = chunked.weight_gradient(
                 hidden_MD, weight_VD, index_MX, lse_M, grad_lse_M, grad_logits_MX, ctx.ops
@@ -77,17 +74,3 @@ def refuse_second_derivative() -> None:
             "the fused loss is differentiable once, so backward(create_graph=True) is refused: "
             "for second derivatives pass implementation='reference'"
         )
-
-
-def _hidden_gradient(
-    weight_VD: Tensor, index_MX: Tensor, slope_MD: Tensor, grad_lse_M: Tensor, grad_logits_MX: Tensor
-) -> Tensor:
-    """slope * grad_lse + the sum over columns of grad_logits * weight[index]; a repeated column adds up."""
-    grad_MD = slope_MD * grad_lse_M.unsqueeze(1).to(slope_MD.dtype)
-    if index_MX.shape[1]:
-        share_MX = grad_logits_MX.to(weight_VD.dtype)
-        for rows in chunked.slices(len(grad_MD), ROWS):
-            grad_MD[rows] += F.embedding_bag(
-                index_MX[rows], weight_VD, per_sample_weights=share_MX[rows], mode="sum"
-            )
-    return grad_MD

@@ -19,6 +19,7 @@ from torch import Tensor
 # fused_ctc.md). A GPU wants large GEMMs over the whole vocabulary.
 TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 CPU_ROWS = 1024
+GRADIENT_ROWS = 4096
 LEAST = 128  # rows or columns below which a GEMM itself gets slow
 
 
@@ -111,9 +112,7 @@ def softmax_(z_RC: Tensor, write: bool) -> Tensor:
     return lse_R
 
 
-def logits_gradient_(
-    z_RC: Tensor, lse_R: Tensor, grad_lse_R: Tensor, index_RK: Tensor, grad_logits_RK: Tensor
-) -> None:
+def logits_gradient_(z_RC: Tensor, lse_R: Tensor, grad_lse_R: Tensor, index_RK: Tensor, grad_logits_RK: Tensor) -> None:
     """In place: logits -> softmax * grad_lse + grad_logits at index (outside [0, C): not in this tile).
 
     With grad_logits = -(grad_lse * occupancy) this is the CTC gradient, softmax minus occupancy.
@@ -125,6 +124,19 @@ def logits_gradient_(
         share_R1 = grad_logits_RK[:, k : k + 1].where(inside_RK[:, k : k + 1], 0.0)
         wide_RC.scatter_(1, column_R1, wide_RC.gather(1, column_R1) + share_R1)
     z_RC.copy_(wide_RC)
+
+
+def hidden_gradient(
+    weight_VD: Tensor, index_MK: Tensor, slope_MD: Tensor, grad_lse_M: Tensor, grad_logits_MK: Tensor
+) -> Tensor:
+    """slope * grad_lse + the sum over columns of grad_logits * weight[index], summed in float32 or wider."""
+    grad_MD = torch.empty_like(slope_MD)
+    for rows in slices(len(slope_MD), GRADIENT_ROWS):
+        total_RD = slope_MD[rows].to(grad_lse_M.dtype) * grad_lse_M[rows].unsqueeze(1)
+        for k in range(index_MK.shape[1]):
+            total_RD.addcmul_(weight_VD[index_MK[rows, k]].to(total_RD.dtype), grad_logits_MK[rows, k : k + 1])
+        grad_MD[rows] = total_RD
+    return grad_MD
 
 
 def _whole_rows(
@@ -206,9 +218,7 @@ def _gather_tile(z_RC: Tensor, index_RK: Tensor, logits_RK: Tensor) -> None:
     logits_RK.copy_(torch.where(inside_RK, here_RK, logits_RK))
 
 
-def _merge_top(
-    top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int
-) -> tuple[Tensor, Tensor]:
+def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int) -> tuple[Tensor, Tensor]:
     here_RS, here_index_RS = z_RC.topk(min(top_k, z_RC.shape[1]), dim=1)
     both_RS = torch.cat([top_RS, here_RS.to(top_RS.dtype)], dim=1)
     both_index_RS = torch.cat([index_RS, here_index_RS + first_column], dim=1)

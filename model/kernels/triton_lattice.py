@@ -55,7 +55,7 @@ def _forward_kernel(
             active = t < slots
             psi = tl.where(active, _log_add(psi, start), psi)
             next_pb = _log_add(pb, pn) + blank
-            pn = tl.where(active, _log_add(pn + stay, start), pn)
+            pn = tl.where(active & has_label, _log_add(pn + stay, start), pn)
             pb = tl.where(active, next_pb, pb)
         tl.store(states_ptr + (column + T) * N + n, pb, mask=lane)
         tl.store(pn_ptr + (column + T) * N + n, pn, mask=lane)

@@ -41,12 +41,8 @@ def lse_kernel(
         z = tl.zeros([ROWS, COLUMNS], WIDE)
         for d in range(0, D, DEPTH):
             inside_depth = d + depth < D
-            h = tl.load(
-                hidden_ptr + d + depth[None, :], mask=inside_row[:, None] & inside_depth[None, :], other=0.0
-            )
-            w = tl.load(
-                tile_ptr + d + depth[:, None], mask=inside_column[None, :] & inside_depth[:, None], other=0.0
-            )
+            h = tl.load(hidden_ptr + d + depth[None, :], mask=inside_row[:, None] & inside_depth[None, :], other=0.0)
+            w = tl.load(tile_ptr + d + depth[:, None], mask=inside_column[None, :] & inside_depth[:, None], other=0.0)
             if UPCAST:
                 h, w = h.to(WIDE), w.to(WIDE)
             z = tl.dot(h, w, z, input_precision="ieee", out_dtype=WIDE)
