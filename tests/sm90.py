@@ -11,10 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ctcdraft.model.kernels import triton_lattice, triton_rows, triton_stream
+from ctcdraft.model.kernels import reference, triton_lattice, triton_rows, triton_stream
 
 T = {"WIDE": triton.language.float32}
-LATTICE = {"LOG_ZERO": -1.0e30, "LANES": triton_lattice.LANES, **T}
+LATTICE = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **T}
 ROWS = {"BLOCK": triton_rows.BLOCK}
 STREAM = {"ROWS": triton_stream.ROWS, "COLUMNS": triton_stream.COLUMNS, "DEPTH": triton_stream.DEPTH, **T}
 DOT = {"ROWS": triton_stream.DOT_ROWS, "DEPTH": 2 * triton_stream.DEPTH, **T}

@@ -7,8 +7,9 @@ V vocabulary, D hidden.
 import torch
 from torch import Tensor
 
-# A finite stand-in for log(0): logaddexp(-inf, -inf) has no gradient, and exp of this is 0 all the same.
-LOG_ZERO = -1.0e30
+# A finite stand-in for log(0), exact in every float dtype: logaddexp(-inf, -inf) has no gradient, and exp of this
+# is 0 all the same.
+LOG_ZERO = -(2.0**100)
 
 
 def linear_lse_top(

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ctcdraft.model.kernels.reference import LOG_ZERO
+
 LANES = 64
 WARPS = 2
 
@@ -170,4 +172,4 @@ def _bytes(repeat_NU: Tensor) -> Tensor:
 
 def _options(log_emit_NTU: Tensor) -> dict:
     wide = tl.float64 if log_emit_NTU.dtype == torch.float64 else tl.float32
-    return {"LOG_ZERO": -1.0e30, "WIDE": wide, "LANES": LANES, "num_warps": WARPS}
+    return {"LOG_ZERO": LOG_ZERO, "WIDE": wide, "LANES": LANES, "num_warps": WARPS}
