@@ -48,6 +48,8 @@ def linear_lse_top(
     if name == "triton" and not trains and not top_k:
         lse_M, logits_MK = _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
         return lse_M, logits_MK, logits_MK[:, :0], index_MK[:, :0]
+    if not trains:  # under no_grad too, autograd would otherwise ask for the slope
+        hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     ops = chunked if name == "chunked" else _triton("triton_rows")
     lse_M, logits_MX, top_index_MS = LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
     K = index_MK.shape[1]

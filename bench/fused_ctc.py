@@ -1,0 +1,177 @@
+"""Time, memory and error of the fused CTC loss beside torch's, chunked rivals and the bare GEMMs.
+
+python bench/fused_ctc.py [--grid quick|small|gpu] [--out FOLDER] [--rounds N]
+
+quick: one shape, some 20 s. small: what docs/results/fused_ctc.md shows for a CPU, some 10 min. gpu: the shapes of
+a 7B base, for a machine with a GPU. With --out the tables and plots are written there.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import loss_paths
+import psutil
+import torch
+from loss_paths import FLOOR, MODES, PATHS, Shape
+from measure import DEVICE, interleaved, machine, peak_megabytes, spread
+from tqdm import tqdm
+
+from ctcdraft.eval.report import markdown_table
+
+BIG = Shape(N=8192, T=8, U=5, D=4096, V=32000, dtype="bfloat16")
+GRIDS = {
+    "quick": {"modes": {Shape(): ("frozen",)}},
+    "small": {
+        "modes": {Shape(): MODES, Shape(N=128, D=1024): ("frozen",), Shape(N=128, V=128256): ("frozen",)},
+        "lattice": [Shape(N=128, T=T, U=U) for T, U in ((4, 3), (8, 5), (16, 8))],
+        "memory": [Shape(N=N, V=V) for V in (8000, 16000, 32000) for N in (128, 256, 512)],
+        "vocabulary": [Shape(N=256, V=V) for V in (8000, 16000, 32000, 64000)],
+        "error": [Shape(N=64, D=256, V=V, dtype=d) for d in ("float32", "bfloat16") for V in (2000, 8000, 32000)],
+    },
+    "gpu": {
+        "modes": {
+            **{replace(BIG, N=rows // 8, D=D): ("frozen",) for D in (1024, 2048) for rows in (4096, 16384, 65536)},
+            **{replace(BIG, N=rows // 8): MODES for rows in (4096, 16384, 65536)},
+            **{replace(BIG, N=2048, V=V): ("frozen",) for V in (128256, 151936)},
+            replace(BIG, V=128256): ("frozen",),
+        },
+        "lattice": [replace(BIG, N=16384 // T, T=T, U=U) for T, U in ((4, 3), (8, 5), (16, 8))],
+        "memory": [replace(BIG, N=rows // 8, V=V) for V in (32000, 128256) for rows in (4096, 16384, 65536)],
+        "vocabulary": [replace(BIG, N=1024, V=V) for V in (8000, 32000, 64000, 128256, 151936)],
+        "error": [replace(BIG, N=64, D=1024, V=V, dtype=d) for d in ("float32", "bfloat16") for V in (8000, 32000)],
+    },
+}
+
+
+def fits(name, shape):
+    """Whole logits stand several times over: leave out what the machine cannot hold."""
+    if name in ("ctcdraft", "ctcdraft, no Triton", "torch, checkpointed chunks", "Liger-style chunks"):
+        return True
+    if name == "Cut Cross-Entropy lse":
+        return shape.dtype != "float32"
+    free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else psutil.virtual_memory().available
+    copies = 1 if name == FLOOR else 8 if shape.dtype == "bfloat16" else 5
+    return copies * shape.logits_bytes() < free * 0.9
+
+
+def compare(shape, mode, names, rounds, memory=True):
+    """One row per path: seconds, ratio to the floor, peak megabytes above the inputs."""
+    runnable = [name for name in names if fits(name, shape)]
+    problem = loss_paths.Problem(shape, trained=mode == "trained")
+    calls = {name: loss_paths.call(name, problem, mode) for name in runnable}
+    seconds = interleaved(calls, rounds)
+    del problem, calls
+    rows = []
+    for name in names:
+        if name not in runnable:
+            rows.append({"path": name, "skipped": "does not fit into memory"})
+            continue
+        peak = peak_megabytes(loss_paths.made, name, shape, mode) if memory else None
+        rows.append({"path": name, **spread(seconds[name]), "megabytes": peak})
+    return {"shape": vars(shape), "mode": mode, "rows": rows}
+
+
+def table(result):
+    rows = {row["path"]: row for row in result["rows"]}
+    floor, ours = rows[FLOOR].get("median"), rows["ctcdraft"]
+    lines = []
+    for name, row in rows.items():
+        if "skipped" in row:
+            lines.append((name, row["skipped"], "", "", "", "", ""))
+            continue
+        memory = row["megabytes"]
+        lines.append(
+            (
+                name,
+                f"{row['median'] * 1e3:.1f}",
+                f"{row['low'] * 1e3:.1f}-{row['high'] * 1e3:.1f}",
+                f"{row['median'] / floor:.2f}" if floor else "-",
+                f"{row['median'] / ours['median']:.2f}",
+                "-" if memory is None else f"{memory:.0f}",
+                "-" if memory is None else f"{memory / ours['megabytes']:.1f}",
+            )
+        )
+    s, mode = result["shape"], result["mode"]
+    what = {"forward": "forward only", "frozen": "forward + backward", "trained": "the same, LM head trained"}[mode]
+    title = f"{what}; N={s['N']} T={s['T']} U={s['U']} d={s['D']} V={s['V']} {s['dtype']}"
+    header = ("path", "ms", "quartiles", "/ GEMMs", "/ ctcdraft", "peak MB", "/ ctcdraft")
+    return f"**{title}**\n\n{markdown_table(header, lines)}"
+
+
+def errors(shapes):
+    """Relative L2 error of the slot states' gradient against float64 on the same rounded inputs."""
+    found = []
+    for shape in shapes:
+        problem = loss_paths.Problem(shape)
+        for part in ("hidden", "weight", "blank"):
+            tensor = getattr(problem, part)
+            setattr(problem, part, tensor.detach().double().requires_grad_(tensor.requires_grad))
+        want = loss_paths.call("compact alphabet", problem, "frozen")()[0]
+        for name in ("ctcdraft", "torch"):
+            got = loss_paths.gradient(name, shape).double()
+            error = ((got - want).norm() / want.norm()).item()
+            found.append({"path": name, **vars(shape), "error": error})
+    return found
+
+
+def error_table(found):
+    rows = [(e["path"], e["dtype"], e["V"], f"{e['error']:.1e}") for e in found]
+    return markdown_table(("path", "dtype", "V", "relative L2 error"), rows)
+
+
+def measured(grid, rounds):
+    """Everything a grid asks for, with a progress bar."""
+    jobs = [(shape, mode) for shape, modes in grid["modes"].items() for mode in modes]
+    few = ["ctcdraft", "torch", FLOOR]
+    results = {"machine": machine(), "compared": [], "lattice": [], "memory": [], "vocabulary": [], "error": []}
+    total = len(jobs) + sum(len(grid.get(key, ())) for key in ("lattice", "memory", "vocabulary"))
+    with tqdm(total=total, desc="fused_ctc", leave=False) as bar:
+        for shape, mode in jobs:
+            results["compared"].append(compare(shape, mode, [*PATHS, FLOOR], rounds))
+            bar.update()
+        for shape in grid.get("lattice", ()):
+            results["lattice"].append(compare(shape, "frozen", few, rounds))
+            bar.update()
+        for key in ("memory", "vocabulary"):
+            for shape in grid.get(key, ()):
+                timed = rounds if key == "vocabulary" else 1
+                results[key].append(compare(shape, "frozen", few, timed, memory=key == "memory"))
+                bar.update()
+    results["error"] = errors(grid.get("error", ()))
+    return results
+
+
+def text(results):
+    parts = [f"Machine: {results['machine']}. Median of interleaved rounds; the peak is above the inputs."]
+    parts += [table(result) for result in (*results["compared"], *results["lattice"])]
+    if results["error"]:
+        parts += [
+            "Gradient of the slot states against float64 on the same rounded inputs:",
+            error_table(results["error"]),
+        ]
+    return "\n\n".join(parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grid", choices=GRIDS, default="quick")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if DEVICE == "cuda" and not torch.compiler.is_compiling():
+        torch.backends.cuda.matmul.allow_tf32 = False
+    results = measured(GRIDS[options.grid], options.rounds)
+    print(text(results))
+    if options.out:
+        from loss_plots import draw
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "fused_ctc.json").write_text(json.dumps(results, indent=1) + "\n")
+        (options.out / "tables.md").write_text(text(results) + "\n")
+        draw(results, options.out)
+
+
+if __name__ == "__main__":
+    main()
