@@ -40,8 +40,9 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy -p ctcdraft
 
-bench: $(STAMP)  ## time the tree search and the loss side by side with what they replace
-	@$(BIN)/python bench/loss.py $(ARGS)
+bench: $(STAMP)  ## loss, training step and tree search side by side with what they replace: ARGS="--grid gpu"
+	@$(BIN)/python bench/fused_ctc.py $(ARGS)
+	@$(BIN)/python bench/train_step.py
 	@$(BIN)/python bench/tree.py
 
 doctor: $(STAMP)  ## versions, devices, disk

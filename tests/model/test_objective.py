@@ -10,11 +10,19 @@ from ctcdraft.model import fused_ctc_loss
 from ctcdraft.model.objective import anchor_losses, ctc_losses
 
 D, V = 3, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = ["chunked", "reference", "triton"]  # triton: in its interpreter (tests/conftest.py)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def where_the_kernels_run():
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device("cpu")
+
+
 def problem(T, labels, seed=0, vocab=V):
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
     states = torch.randn(1, T, D, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(vocab, D, generator=g, dtype=torch.float64)
     blank = torch.randn(1, T, generator=g, dtype=torch.float64, requires_grad=True)
@@ -69,7 +77,7 @@ def test_loss_and_gradients_equal_brute_force_over_all_alignments(T, labels, obj
 
 
 def test_torch_ctc_loss_agrees_through_log_softmax():
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator(DEVICE).manual_seed(1)
     states = torch.randn(7, 8, 16, generator=g, dtype=torch.float64)
     weight = torch.randn(50, 16, generator=g, dtype=torch.float64)
     blank_vector = torch.randn(16, generator=g, dtype=torch.float64)
@@ -105,7 +113,7 @@ def fused_ctc_loss_of(labels, states, weight, blank):
 
 
 def random_problem(N=23, T=6, U=3, vocab=40, width=7, seed=0, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
     states = torch.randn(N, T, width, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, generator=g, dtype=torch.float64).to(dtype)
     blank = torch.randn(width, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
@@ -120,7 +128,7 @@ def test_occupancies_sum_to_one_and_logit_gradients_to_zero(objective, implement
     """Per slot: the gradient of a logit is p - occupancy, both distributions over vocabulary and blank. Of a prefix
     the slots past its last token are free: there the share that is left has no gradient."""
     N, T, U = 9, 6, 3
-    g = torch.Generator().manual_seed(4)
+    g = torch.Generator(DEVICE).manual_seed(4)
     lse, blank = (torch.randn(N, T, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
     logits = (torch.randn(N, T, U, generator=g, dtype=torch.float64) - 2).requires_grad_()
     labels = torch.randint(0, 3, (N, U), generator=g)
@@ -146,7 +154,7 @@ def test_rows_do_not_know_each_other(objective, implementation):
     states, weight, blank, labels, lengths = random_problem()
     options = {"objective": objective, "implementation": implementation, "reduction": "none"}
     losses = fused_ctc_loss(states, weight, blank, labels, lengths, **options)
-    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(9))
+    order = torch.randperm(len(states), generator=torch.Generator(DEVICE).manual_seed(9))
     turned = fused_ctc_loss(states[order], weight, blank, labels[order], lengths[order], **options)
     assert torch.allclose(turned, losses[order], atol=1e-12)
     alone = fused_ctc_loss(states[:1], weight, blank, labels[:1], lengths[:1], **options)
@@ -210,7 +218,7 @@ def test_reductions_and_weights(implementation):
     labels[0], lengths[0] = 5, 3
     slots = torch.full_like(lengths, 6)
     slots[0] = 4
-    weights = torch.rand(len(states), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = torch.rand(len(states), generator=torch.Generator(DEVICE).manual_seed(3), dtype=torch.float64)
     options = {"slot_lengths_N": slots, "implementation": implementation}
     losses, feasible = fused_ctc_loss(
         states, weight, blank, labels, lengths, reduction="none", return_feasible=True, **options
