@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # A CPU wants a tile that stays in its cache between the two GEMMs, about as high as wide (measured: docs/
@@ -22,6 +23,7 @@ TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 CPU_ROWS = 2048
 GRADIENT_ROWS = 4096
 LOG_2 = math.log(2.0)
+SAFE_BITS = 30  # |log2| up to which sums of exp2 are far from overflow and underflow in float32
 LEAST = 128  # rows or columns below which a GEMM itself gets slow
 
 
@@ -135,9 +137,14 @@ def hidden_gradient(
     grad_MD = torch.empty_like(slope_MD)
     for rows in slices(len(slope_MD), GRADIENT_ROWS):
         total_RD = slope_MD[rows].to(grad_lse_M.dtype) * grad_lse_M[rows].unsqueeze(1)
-        for k in range(index_MK.shape[1]):
-            column_RD = weight_VD.index_select(0, index_MK[rows, k]).to(total_RD.dtype)
-            total_RD.addcmul_(column_RD, grad_logits_MK[rows, k : k + 1])
+        if index_MK.shape[1] and weight_VD.dtype == total_RD.dtype:
+            total_RD += F.embedding_bag(
+                index_MK[rows], weight_VD, per_sample_weights=grad_logits_MK[rows].contiguous(), mode="sum"
+            )
+        else:  # embedding_bag would round the factors to half precision
+            for k in range(index_MK.shape[1]):
+                column_RD = weight_VD.index_select(0, index_MK[rows, k]).to(total_RD.dtype)
+                total_RD.addcmul_(column_RD, grad_logits_MK[rows, k : k + 1])
         grad_MD[rows] = total_RD
     return grad_MD
 
@@ -157,9 +164,19 @@ def _whole_rows(
 
 
 def _rows_by_tiles(
-    hidden_RD: Tensor, weight_VD: Tensor, index_RK: Tensor, out: Forward, buffer: Tensor, width: int
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    index_RK: Tensor,
+    out: Forward,
+    buffer: Tensor,
+    width: int,
+    shifted: bool = False,
 ) -> None:
-    """Logits in units of log 2: the GEMM scales them at no cost, and exp2 takes half the time of exp."""
+    """Logits in units of log 2: the GEMM scales them at no cost, and exp2 takes half the time of exp.
+
+    Where the first tile's logits are small nothing is subtracted before exp2, which saves two passes; a sum that
+    leaves the safe range all the same sends the rows through once more, shifted by a running maximum.
+    """
     peak_R = torch.full_like(out.lse_M, -torch.inf)
     total_R = torch.zeros_like(peak_R)
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
@@ -170,10 +187,16 @@ def _rows_by_tiles(
         _gather_tile(z_RC, index_RK - columns.start, out.logits_MK)
         if out.top_MS.shape[1]:
             top_RS, top_index_RS = _merge_top(top_RS, top_index_RS, z_RC, columns.start, out.top_MS.shape[1])
-        shrink_R = _absorb(z_RC, peak_R, total_R)
+        if columns.start == 0:
+            shifted = shifted or not bool((z_RC.amax(dim=1).abs() < SAFE_BITS).all())
+            peak_R.fill_(-torch.inf if shifted else 0.0)
+        shrink_R1 = _absorb(z_RC, peak_R, total_R, shifted)
         if slope_RD is not None:
-            slope_RD.mul_(shrink_R.unsqueeze(1))
+            if shrink_R1 is not None:
+                slope_RD.mul_(shrink_R1)
             _add_product(slope_RD, z_RC, weight_CD)
+    if not shifted and not bool((total_R.log2().abs() < 2 * SAFE_BITS).all()):
+        return _rows_by_tiles(hidden_RD, weight_VD, index_RK, out, buffer, width, shifted=True)
     out.lse_M.copy_((peak_R + total_R.log2()) * LOG_2)
     out.logits_MK.mul_(LOG_2)
     if slope_RD is not None and out.slope_MD is not None:
@@ -182,19 +205,24 @@ def _rows_by_tiles(
     out.top_index_MS.copy_(top_index_RS)
 
 
-def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor) -> Tensor:
+def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor, shifted: bool) -> Tensor | None:
     """Take a tile into the running maximum `peak` and sum `total`; the tile becomes 2^(z - peak). All in place.
 
-    Returns 2^(old peak - peak), the factor by which what was summed up before must shrink.
+    Returns 2^(old peak - peak) [R, 1], the factor by which what was summed up before must shrink; None where the
+    peak stays (not `shifted`).
     """
-    new_peak_R = torch.maximum(peak_R, z_RC.amax(dim=1).to(peak_R.dtype))
-    shrink_R = (peak_R - new_peak_R).exp2_()
-    wide_RC = z_RC.to(peak_R.dtype).sub_(new_peak_R.unsqueeze(1)).exp2_()
-    total_R.mul_(shrink_R).add_(wide_RC.sum(dim=1))
-    peak_R.copy_(new_peak_R)
+    shrink_R1 = None
+    wide_RC = z_RC.to(peak_R.dtype)
+    if shifted:
+        new_peak_R = torch.maximum(peak_R, wide_RC.amax(dim=1))
+        shrink_R1 = (peak_R - new_peak_R).exp2_().unsqueeze(1)
+        total_R.mul_(shrink_R1.squeeze(1))
+        peak_R.copy_(new_peak_R)
+        wide_RC.sub_(peak_R.unsqueeze(1))
+    total_R.add_(wide_RC.exp2_().sum(dim=1))
     if wide_RC.dtype != z_RC.dtype:
         z_RC.copy_(wide_RC)
-    return shrink_R
+    return shrink_R1
 
 
 def slices(length: int, step: int) -> Iterator[slice]:
