@@ -1,6 +1,6 @@
 """Time, memory and error of the fused CTC loss beside torch's, chunked rivals and the bare GEMMs.
 
-python bench/fused_ctc.py [--grid quick|small|gpu] [--out FOLDER] [--rounds N]
+python bench/fused_ctc.py [--grid quick|small|vicuna_7b|gpu] [--out FOLDER] [--rounds N]
 
 quick: one shape, some 20 s. small: what docs/results/fused_ctc.md shows for a CPU, some 10 min. gpu: the shapes of
 a 7B base, for a machine with a GPU. With --out the tables and plots are written there.
@@ -8,6 +8,7 @@ a 7B base, for a machine with a GPU. With --out the tables and plots are written
 
 import argparse
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,10 @@ GRIDS = {
         "vocabulary": [Shape(N=256, V=V) for V in (8000, 16000, 32000, 64000)],
         "error": [Shape(N=64, D=256, V=V, dtype=d) for d in ("float32", "bfloat16") for V in (2000, 8000, 32000)],
     },
+    # One 2048-token sequence of a 7B base, every position an anchor: is the loss under 1 GB above its inputs?
+    "vicuna_7b": {"alone": [replace(BIG, N=2048, U=8, dtype="bfloat16" if DEVICE == "cuda" else "float32")]},
     "gpu": {
+        "alone": [replace(BIG, N=2048, U=8)],
         "modes": {
             **{replace(BIG, N=rows // 8, D=D): ("frozen",) for D in (1024, 2048) for rows in (4096, 16384, 65536)},
             **{replace(BIG, N=rows // 8): MODES for rows in (4096, 16384, 65536)},
@@ -123,13 +127,19 @@ def error_table(found):
 
 def measured(grid, rounds):
     """Everything a grid asks for, with a progress bar."""
-    jobs = [(shape, mode) for shape, modes in grid["modes"].items() for mode in modes]
+    jobs = [(shape, mode) for shape, modes in grid.get("modes", {}).items() for mode in modes]
     few = ["ctcdraft", "torch", FLOOR]
     results = {"machine": machine(), "compared": [], "lattice": [], "memory": [], "vocabulary": [], "error": []}
-    total = len(jobs) + sum(len(grid.get(key, ())) for key in ("lattice", "memory", "vocabulary"))
+    results["alone"] = []
+    total = len(jobs) + sum(len(grid.get(key, ())) for key in ("alone", "lattice", "memory", "vocabulary"))
     with tqdm(total=total, desc="fused_ctc", leave=False) as bar:
         for shape, mode in jobs:
             results["compared"].append(compare(shape, mode, [*PATHS, FLOOR], rounds))
+            bar.update()
+        for shape in grid.get("alone", ()):
+            start = time.perf_counter()
+            megabytes = peak_megabytes(loss_paths.made, "ctcdraft", shape, "frozen")
+            results["alone"].append({**vars(shape), "megabytes": megabytes, "wall": time.perf_counter() - start})
             bar.update()
         for shape in grid.get("lattice", ()):
             results["lattice"].append(compare(shape, "frozen", few, rounds))
@@ -146,6 +156,10 @@ def measured(grid, rounds):
 def text(results):
     parts = [f"Machine: {results['machine']}. Median of interleaved rounds; the peak is above the inputs."]
     parts += [table(result) for result in (*results["compared"], *results["lattice"])]
+    if results["alone"]:
+        keys = ("N", "T", "U", "D", "V", "dtype")
+        rows = [(*(row[key] for key in keys), f"{row['megabytes']:.0f}") for row in results["alone"]]
+        parts += ["ctcdraft alone, forward + backward:", markdown_table((*keys, "peak MB above inputs"), rows)]
     if results["error"]:
         parts += [
             "Gradient of the slot states against float64 on the same rounded inputs:",

@@ -79,7 +79,8 @@ def whole_logits_frozen_blank(p):
     """The same with a blank that is not trained, a row of the weight: torch at its best, for a lesser result."""
     weight = torch.cat([p.weight, p.blank.detach().unsqueeze(0)])
     log_probs = (p.hidden @ weight.T).log_softmax(2, dtype=_wide(p)).transpose(0, 1)
-    return F.ctc_loss(log_probs, p.labels, p.slots, p.lengths, blank=len(p.weight), reduction="sum")
+    blank = len(p.weight)
+    return F.ctc_loss(log_probs, p.labels, p.slots, p.lengths, blank=blank, reduction="sum", zero_infinity=True)
 
 
 def checkpointed_chunks(p):
@@ -183,7 +184,8 @@ def _torch_ctc(hidden, weight, blank, labels, lengths, slots):
     logits = torch.cat([hidden @ weight.T, (hidden @ blank).unsqueeze(2)], dim=2)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     log_probs = logits.log_softmax(2, dtype=wide).transpose(0, 1)
-    return F.ctc_loss(log_probs, labels, slots, lengths, blank=len(weight), reduction="sum")
+    # Infeasible labels occur; without zero_infinity their loss is infinite and their gradient NaN. Ours counts them 0.
+    return F.ctc_loss(log_probs, labels, slots, lengths, blank=len(weight), reduction="sum", zero_infinity=True)
 
 
 _COMPILED = []

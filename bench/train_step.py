@@ -86,7 +86,7 @@ class Step:
         config = HeadConfig(
             width=shape.width, heads=max(1, shape.width // 128), mixer_width=shape.mixer, mixer_heads=shape.mixer // 64
         )
-        self.head = build_head(config, base).to(DEVICE, self.dtype)
+        self.head = build_head(config, base.hidden_size).to(DEVICE, self.dtype)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4, fused=True)
         self.seconds = {part: [] for part in PARTS}
 

@@ -46,8 +46,13 @@ def tile_shape(rows: int, vocab: int, bytes_per_value: int, device: str) -> tupl
     values = TILE_BYTES.get(device, TILE_BYTES["cuda"]) // bytes_per_value
     if device != "cpu":
         return min(rows, max(LEAST, values // vocab)), vocab
-    height = min(rows, CPU_ROWS)
-    return height, min(vocab, max(LEAST, values // max(1, height)))
+    height = _even(rows, CPU_ROWS)
+    return height, _even(vocab, max(LEAST, values // max(1, height)))
+
+
+def _even(length: int, most: int) -> int:
+    """The step that cuts a length into as few parts as `most` does, of the same size."""
+    return -(-length // max(1, -(-length // most)))
 
 
 def forward(
@@ -181,10 +186,11 @@ def _rows_by_tiles(
     total_R = torch.zeros_like(peak_R)
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
     top_RS, top_index_RS = out.top_MS[:, :0], out.top_index_MS[:, :0]
+    wanted = index_RK.flatten().sort()
     for columns in slices(weight_VD.shape[0], width):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
-        _gather_tile(z_RC, index_RK - columns.start, out.logits_MK)
+        _gather_tile(z_RC, wanted, columns, out.logits_MK)
         if out.top_MS.shape[1]:
             top_RS, top_index_RS = _merge_top(top_RS, top_index_RS, z_RC, columns.start, out.top_MS.shape[1])
         if columns.start == 0:
@@ -244,11 +250,14 @@ def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor, scale: float =
     return buffer[: shape[0] * shape[1]].view(shape).addmm_(hidden_RD, weight_CD.T, beta=0, alpha=scale)
 
 
-def _gather_tile(z_RC: Tensor, index_RK: Tensor, logits_RK: Tensor) -> None:
-    """Write those of the gathered logits that lie in this tile."""
-    inside_RK = (index_RK >= 0) & (index_RK < z_RC.shape[1])
-    here_RK = z_RC.gather(1, index_RK.where(inside_RK, 0)).to(logits_RK.dtype)
-    logits_RK.copy_(torch.where(inside_RK, here_RK, logits_RK))
+def _gather_tile(z_RC: Tensor, wanted: tuple[Tensor, Tensor], columns: slice, logits_RK: Tensor) -> None:
+    """Write those of the gathered logits that lie in this tile; `wanted`: all columns sorted, and where they stood."""
+    column_X, place_X = wanted
+    edges = column_X.new_tensor([columns.start, columns.stop])
+    first, last = torch.searchsorted(column_X, edges).tolist()
+    place = place_X[first:last]
+    here = z_RC[place // max(1, logits_RK.shape[1]), column_X[first:last] - columns.start]
+    logits_RK.view(-1)[place] = here.to(logits_RK.dtype)
 
 
 def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int) -> tuple[Tensor, Tensor]:
