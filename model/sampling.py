@@ -1,0 +1,78 @@
+"""Which token the base chooses: argmax, or an exact sample whose noise depends on seed and position alone.
+
+Gumbel-argmax: argmax(log p + g) with g a standard Gumbel per token is a sample of p (Gumbel 1954; Maddison et al.
+2014). With the noise keyed by (seed, absolute position) plain and speculative decoding draw the same token wherever
+the base's distribution is the same: seeded output is equal token for token.
+
+Shape suffixes: R rows (positions that choose), V vocabulary.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0: argmax. Applied in transformers' order: repetition penalty, temperature, top_k, top_p.
+
+    top_k 0 and top_p 1 keep every token. Raises ValueError on values outside their range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a positive number")
+
+    @property
+    def is_plain_argmax(self) -> bool:
+        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+
+    def choose(self, logits_RV: Tensor, seen_RV: Tensor | None, noise_RV: Tensor | None) -> Tensor:
+        """The chosen token of each row [R]. `seen` marks the tokens that the penalty is about; `noise` is
+        gumbel(...) of each row's position, and is not looked at when temperature is 0."""
+        logits_RV = logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV
+        if self.repetition_penalty != 1.0 and seen_RV is not None:
+            factor = self.repetition_penalty
+            penalised = torch.where(logits_RV < 0, logits_RV * factor, logits_RV / factor)
+            logits_RV = torch.where(seen_RV, penalised, logits_RV)
+        if self.temperature == 0.0 or noise_RV is None:
+            return logits_RV.argmax(dim=-1)
+        kept_RV = self._kept(logits_RV / self.temperature)
+        return (kept_RV.double() + noise_RV).argmax(dim=-1)
+
+    def probabilities(self, logits_RV: Tensor) -> Tensor:
+        """What `choose` draws from at a temperature above 0, without a penalty: [R, V]."""
+        return self._kept(logits_RV / self.temperature).softmax(dim=-1)
+
+    def _kept(self, logits_RV: Tensor) -> Tensor:
+        V = logits_RV.shape[-1]
+        if 0 < self.top_k < V:
+            least_R1 = logits_RV.topk(self.top_k, dim=-1).values[..., -1:]
+            logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
+        if self.top_p < 1.0:
+            sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True)
+            p_RV = sorted_RV.softmax(dim=-1)
+            beyond_RV = p_RV.cumsum(dim=-1) - p_RV >= self.top_p  # the mass before a token already suffices
+            logits_RV = logits_RV.masked_fill(beyond_RV.scatter(-1, order_RV, beyond_RV), -torch.inf)
+        return logits_RV
+
+
+def gumbel(seed: int, position: int, vocab: int, device: torch.device) -> Tensor:
+    """Standard Gumbel noise [V] in float64, a function of (seed, position) on this kind of device."""
+    key = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(key, "little") >> 1)
+    exponential = torch.empty(vocab, dtype=torch.float64, device=device).exponential_(generator=generator)
+    return exponential.log_().neg_()
