@@ -18,6 +18,7 @@ from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
 from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
 from ctcdraft.train import engine as ds
+from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best, write_atomically
 from ctcdraft.train.embedded import embedded_base
 from ctcdraft.train.loop import finished
@@ -220,6 +221,10 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
         raise ValueError(f"{folder} has no finished training to export: run it again")
     head = build_head(HeadConfig(**record["head"]), base.hidden_size)
     head.load_state_dict(load_best(folder / "checkpoints"))
+    head = head.to(base.device).eval()
+    data_folder = Path(run_paths(folder)["data"])
+    labels, longest = record["objective"]["labels"], record["train"]["max_length"]
+    head.calibration = calibrate(head, base, data_folder, labels, longest)
     target = output or folder / "head"
     training = {
         "objective": record["objective"]["kind"],

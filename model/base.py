@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, GenerationConfig
 from transformers import logging as hf_logging
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -94,7 +94,7 @@ class Base:
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: DynamicCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L."""
         out = self.model.get_decoder()(
@@ -168,7 +168,14 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: st
     eos_ids = _eos_ids(model, tokenizer)
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
-    base = Base(model, tokenizer, path, eos_ids, _context_length(model), plain, template)
+    return base_of(model, tokenizer, path, plain_template=plain, template=template)
+
+
+def base_of(
+    model: Any, tokenizer: Any, path: str, *, plain_template: bool = False, template: str | None = None
+) -> Base:
+    """A base from a model that is already there. Raises ValueError where it cannot be verified against drafts."""
+    base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), _context_length(model), plain_template, template)
     _check_cache(base)
     _check_logits(base)
     return base

@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ctcdraft.model.base import Base
+from ctcdraft.model.budget import Calibration
 from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
 
 FORMAT = 1
-FILES = {"config.json", "model.safetensors", "README.md"}
+FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 CARD = """---
 library_name: ctcdraft
 base_model: {base}
@@ -38,9 +39,31 @@ Drafts for lossless speculative decoding with [ctcdraft]: the output is the base
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 base = load_base("<path of {base}>")
 decoder = Decoder(base, load_head("<this folder>", base), DraftConfig(nodes=64))
-print(decoder.generate(base.tokenizer("Once upon a time").input_ids, max_new_tokens=64))
+print(decoder.generate("Once upon a time", max_new_tokens=64).text)
+```
+
+or from transformers alone, where ctcdraft is installed:
+
+```python
+model.generate(**inputs, max_new_tokens=64, custom_generate="<this folder>", trust_remote_code=True)
 ```
 """
+
+
+SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""
+
+import inspect
+
+
+def generate(model, **arguments):
+    try:
+        from ctcdraft.model.custom_generate import generate_with
+    except ImportError as error:
+        raise ImportError("this draft head needs the package ctcdraft, which is not installed") from error
+    # transformers copies this file elsewhere and does not say where the head lies; its caller knows.
+    folder = arguments.pop("draft_head", None) or inspect.currentframe().f_back.f_locals["custom_generate"]
+    return generate_with(model, folder, **arguments)
+'''
 
 
 def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) -> None:
@@ -60,6 +83,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "hidden_size": head.hidden_size,
         "base": identity,
         "training": training,
+        "calibration": head.calibration.to_dict() if head.calibration else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
     card = CARD.format(
@@ -76,6 +100,8 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
     (fresh / "model.safetensors").write_bytes(blob)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (fresh / "README.md").write_text(card)
+    (fresh / "custom_generate").mkdir()
+    (fresh / "custom_generate" / "generate.py").write_text(SHIM)
     replace_folder(fresh, folder)
 
 
@@ -111,6 +137,8 @@ def load_head(folder: str | Path, base: Base) -> Head:
         state = load(blob)
         head = build_head(HeadConfig(**config["head"]), config["hidden_size"])
         head.load_state_dict(state)
+        if config.get("calibration") is not None:
+            head.calibration = Calibration.from_dict(config["calibration"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
+from ctcdraft.model.budget import Calibration
 from ctcdraft.model.lattice import Lattice, lattice_from_logits
 from ctcdraft.model.layers import Block, KeyValues
 
@@ -62,7 +63,12 @@ class HeadCache:
 
 
 class Head(nn.Module, ABC):
-    """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots."""
+    """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
+
+    calibration: what its psi was seen to be worth on held-out text, if that was measured.
+    """
+
+    calibration: Calibration | None = None
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
@@ -163,7 +169,15 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 
 
 @torch.no_grad()
+def lattices_of(slots: Slots, base: Base, top_k: int) -> list[Lattice]:
+    """The lattice that each anchor's slots span over the base's vocabulary."""
+    N, T, D = slots.states_NTD.shape
+    logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
+    blanks = [None] * N if slots.blank_NT is None else list(slots.blank_NT)
+    return [lattice_from_logits(logits, blank, top_k) for logits, blank in zip(logits_NTV, blanks, strict=True)]
+
+
 def lattice_of(slots: Slots, base: Base, top_k: int, row: int = 0) -> Lattice:
-    """The lattice that one anchor's slots span over the base's vocabulary."""
-    blank = None if slots.blank_NT is None else slots.blank_NT[row]
-    return lattice_from_logits(slots.states_NTD[row].to(base.dtype) @ base.lm_weight.T, blank, top_k)
+    """The lattice of one of the anchors."""
+    blank_1T = None if slots.blank_NT is None else slots.blank_NT[row : row + 1]
+    return lattices_of(Slots(slots.states_NTD[row : row + 1], blank_1T), base, top_k)[0]

@@ -4,6 +4,7 @@ psi never grows along a path, so the N best prefixes form a tree, and it is the 
 largest expected number of accepted tokens under the head's own beliefs. Best-first pops them in order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,10 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def first(self, nodes: int) -> "Tree":
+        """The tree of the first nodes: parents come first, so it is one."""
+        return Tree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.psi[:nodes])
+
     def ancestors(self) -> NDArray[np.bool_]:
         """[N + 1, N + 1]: may row i attend to column j? Index 0 is the root, i + 1 is node i."""
         return _ancestors(self.parents)
@@ -36,15 +41,20 @@ class Tree:
         """
         return list(_walk(self.tokens, self.parents, targets))
 
-    def accepted(self, labels: list[int]) -> int:
-        """How many of the labels, the base's own continuation of the root, the tree holds as a path."""
-        at, count = -1, 0
+    def path_of(self, labels: Sequence[int]) -> list[int]:
+        """The nodes that hold the labels, the base's own continuation of the root, as far as they go."""
+        at, path = -1, []
         for label in labels:
             child = np.flatnonzero((self.parents == at) & (self.tokens == label))
             if not len(child):
                 break
-            at, count = int(child[0]), count + 1
-        return count
+            at = int(child[0])
+            path.append(at)
+        return path
+
+    def accepted(self, labels: Sequence[int]) -> int:
+        """How many of the labels the tree holds as a path."""
+        return len(self.path_of(labels))
 
 
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))

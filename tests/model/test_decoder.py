@@ -7,7 +7,10 @@ import torch
 from bases import write_base
 from transformers import DynamicCache
 
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, decoder, load_base
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, load_base
+from ctcdraft.model.budget import Calibration
+from ctcdraft.model.cache import TreeCache
+from ctcdraft.model.decoder import Generation
 from ctcdraft.model.generate import continue_prompts
 from ctcdraft.model.tree import Tree
 
@@ -47,10 +50,9 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
     rng = np.random.default_rng(seed)
 
     class Scripted(Decoder):
-        def tree_of(self, lattice, max_depth=None):
-            depth = min(6, max_depth)
-            at = len(self.done)
-            path = truth[at : at + depth]
+        def _propose(self, request, lattice, ends):
+            at = len(request.out.tokens)
+            path = truth[at : at + min(6, request.room)]
             tokens, parents, depths = [], [], []
             spine = -1
             for d, token in enumerate(path):
@@ -69,14 +71,13 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
                 np.ones(len(tokens), np.float32),
             )
 
-        def _verify(self, root, tree, cache, clock):
-            path, targets, hidden = super()._verify(root, tree, cache, clock)
-            self.done += [int(tree.tokens[i]) for i in path] + [int(targets[path[-1] + 1 if path else 0])]
-            self.caches.append((list(self.done), cache))
-            return path, targets, hidden
+        def _verify(self, active, drafts, cache, sampling, clock):
+            found = super()._verify(active, drafts, cache, sampling, clock)
+            self.check(active, cache)
+            return found
 
     scripted = Scripted(base, random_head(HEADS[0], base), DraftConfig("tree", 64))
-    scripted.done, scripted.caches = [truth[0]], []
+    scripted.check = lambda active, cache: None
     return scripted
 
 
@@ -87,16 +88,23 @@ def test_scripted_drafts_are_accepted_and_the_cache_equals_a_fresh_prefill(tmp_p
         prompt = prompts(1, seed=3)[0]
         truth = Decoder(base).generate(prompt, 60).tokens
         scripted = oracle_decoder(base, truth + [5] * 10, wrong_at)
+        checked = []
+
+        def check(active, cache, prompt=prompt, truth=truth, checked=checked):
+            length = int(cache.lengths[0])
+            fresh = DynamicCache()
+            base.hidden(torch.tensor([(prompt + truth)[:length]]), cache=fresh)
+            for i, layer in enumerate(fresh.layers):
+                keys, values = cache.entries(i)
+                assert torch.allclose(keys, layer.keys[0], atol=1e-10)
+                assert torch.allclose(values, layer.values[0], atol=1e-10)
+            checked.append(length)
+
+        scripted.check = check
         out = scripted.generate(prompt, 60)
         assert out.tokens == truth
         assert max(out.accepted) == (6 if wrong_at is None else wrong_at)
-        _, cache = scripted.caches[-1]
-        length = cache.get_seq_length()
-        fresh = DynamicCache()
-        base.hidden(torch.tensor([(prompt + truth)[:length]]), cache=fresh)
-        for mine, want in zip(cache.layers, fresh.layers, strict=True):
-            assert torch.allclose(mine.keys, want.keys, atol=1e-10)
-            assert torch.allclose(mine.values, want.values, atol=1e-10)
+        assert len(checked) == out.steps
 
 
 FAMILIES = {
@@ -134,12 +142,17 @@ def test_negative_controls_do_change_the_output(base, monkeypatch, fault):
     prompt = prompts(1, seed=5)[0]
     truth = Decoder(base).generate(prompt, 60).tokens
     scripted = oracle_decoder(base, truth + [5] * 10)
-    honest = scripted._tree_mask
+    honest = scripted.mask.of
     if fault == "compaction":
-        first_rows = decoder.keep_entries
-        monkeypatch.setattr(decoder, "keep_entries", lambda c, past, rows: first_rows(c, past, list(range(len(rows)))))
+        keep = TreeCache.keep
+        monkeypatch.setattr(TreeCache, "keep", lambda self, rows: keep(self, [range(len(r)) for r in rows]))
     elif fault == "positions":
-        scripted._tree_mask = lambda tree, past: (honest(tree, past)[0], honest(tree, past)[1] + 1)
+
+        def shifted(drafts, lengths):
+            mask, positions = honest(drafts, lengths)
+            return mask, positions + 1
+
+        scripted.mask.of = shifted
     else:
         monkeypatch.setattr(Tree, "ancestors", lambda tree: np.ones((len(tree) + 1,) * 2, bool))
     assert scripted.generate(prompt, 60).tokens != truth
@@ -199,7 +212,7 @@ def test_an_interrupted_call_leaves_nothing_behind(base, monkeypatch):
     prompt = prompts(1, seed=5)[0]
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 16))
     want = speculative.generate(prompt, 30).tokens
-    monkeypatch.setattr(decoder, "keep_entries", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(TreeCache, "keep", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         speculative.generate(prompts(1, seed=6, longest=60)[0], 30)
     monkeypatch.undo()
@@ -224,3 +237,157 @@ def test_an_empty_lattice_still_decodes(base):
     out = Decoder(base, head, DraftConfig("tree", 8)).generate([5, 6, 7], 10)
     assert out.tokens == Decoder(base).generate([5, 6, 7], 10).tokens
     assert sum(out.accepted) == 0
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 40},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.7, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("right", [True, False])
+def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right):
+    """Token for token, whether drafts are right (a script that knows the answer) or random."""
+    for number, prompt in enumerate(prompts(6, seed=21)):
+        plain = Decoder(base).generate(prompt, 50, seed=number, **settings)
+        drafting = (
+            oracle_decoder(base, plain.tokens + [5] * 10)
+            if right
+            else Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 12))
+        )
+        out = drafting.generate(prompt, 50, seed=number, **settings)
+        assert (out.tokens, out.finish, out.text) == (plain.tokens, plain.finish, plain.text)
+        if right and len(plain.tokens) > 10:
+            assert max(out.accepted) == 6
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_choosing_everywhere_at_once_is_choosing_along_the_walk(base, settings):
+    """What a GPU does in one go and a CPU step by step."""
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    for number, prompt in enumerate(prompts(4, seed=60)):
+        outs = []
+        for speculative.lazy in (True, False):
+            outs.append(speculative.generate(prompt, 40, seed=number, **settings).tokens)
+        assert outs[0] == outs[1]
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
+def test_a_batch_yields_what_each_prompt_yields_alone(base, settings):
+    asked = prompts(7, seed=33)
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    seeds = list(range(7))
+    alone = [Decoder(base).generate(p, 30, seed=s, **settings) for p, s in zip(asked, seeds, strict=True)]
+    for decoder in (Decoder(base), speculative):
+        for order in ([0, 1, 2, 3, 4, 5, 6], [6, 2, 4, 0, 5, 1, 3]):
+            outs = decoder.generate([asked[i] for i in order], 30, seed=[seeds[i] for i in order], **settings)
+            assert [out.tokens for out in outs] == [alone[i].tokens for i in order]
+
+
+def test_requests_of_a_batch_end_when_they_end(base):
+    asked = prompts(5, seed=40)
+    long = [Decoder(base).generate(p, 40).tokens for p in asked]
+    ends = [tokens[3 + 4 * i] for i, tokens in enumerate(long)]
+    outs = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9)).generate(asked, 40, eos=ends)
+    for tokens, out in zip(long, outs, strict=True):
+        first = min((tokens.index(e) for e in ends if e in tokens), default=len(tokens) - 1)
+        assert out.tokens == tokens[: first + 1]
+        assert out.finish == ("eos" if tokens[first] in ends else "length")
+    assert len({len(out.tokens) for out in outs}) > 1
+
+
+def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
+    asked = prompts(4, seed=50)
+    truth = {tuple(p): Decoder(base).generate(p, 24).tokens for p in asked}
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    verify, seen = speculative._verify, []
+
+    def checked(active, drafts, cache, *rest):
+        found = verify(active, drafts, cache, *rest)
+        for number, request in enumerate(active):
+            fresh = DynamicCache()
+            length = int(cache.lengths[number])
+            base.hidden(torch.tensor([(request.prompt + truth[tuple(request.prompt)])[:length]]), cache=fresh)
+            for i, layer in enumerate(fresh.layers):
+                keys, values = cache.entries(i, number)
+                assert torch.allclose(keys, layer.keys[0], atol=1e-10)
+                assert torch.allclose(values, layer.values[0], atol=1e-10)
+            seen.append(length)
+        return found
+
+    speculative._verify = checked
+    for prompt, out in zip(asked, speculative.generate(asked, 24), strict=True):
+        assert out.tokens == truth[tuple(prompt)]
+    assert len(seen) > 40
+
+
+def test_a_stop_string_ends_text_and_tokens_wherever_spans_end(base):
+    prompt = prompts(1, seed=5)[0]
+    plain = Decoder(base).generate(prompt, 60)
+    stop = plain.text[17:21]
+    want = Decoder(base).generate(prompt, 60, stop=[stop, "never there"])
+    assert want.finish == "stop"
+    assert want.text == plain.text[: plain.text.index(stop)]
+    assert plain.tokens[: len(want.tokens)] == want.tokens
+    got = oracle_decoder(base, plain.tokens + [5] * 10).generate(prompt, 60, stop=[stop, "never there"])
+    assert (got.tokens, got.text, got.finish) == (want.tokens, want.text, want.finish)
+
+
+@pytest.mark.parametrize("stop", [[], ["e"], ["zzzz"]])
+def test_a_stream_adds_up_to_the_generation(base, stop):
+    prompt = prompts(1, seed=5)[0]
+    plain = Decoder(base).generate(prompt, 60, stop=stop)
+    *spans, last = oracle_decoder(base, Decoder(base).generate(prompt, 60).tokens + [5] * 10).stream(
+        prompt, 60, stop=stop
+    )
+    assert isinstance(last, Generation)
+    assert last.tokens == plain.tokens == [token for span in spans for token in span.tokens]
+    assert last.text == plain.text == "".join(span.text for span in spans)
+    assert 0 < sum(last.drafted) <= sum(last.accepted)
+    tinted = "".join(text for span in spans for text, drafted in span.pieces if drafted)
+    if not stop:  # one byte a token, but characters of several bytes take the flag of their last
+        assert 0 < len(tinted) <= sum(last.drafted)
+
+
+def test_what_cannot_be_asked_for_is_refused(base):
+    decoder = Decoder(base)
+    for settings, message in (
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"stop": "text"}, "list of non-empty strings"),
+        ({"stop": [""]}, "list of non-empty strings"),
+        ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.generate([5, 6], 4, **settings)
+    with pytest.raises(ValueError, match="outside"):
+        decoder.generate([5, 10**6], 4)
+
+
+def test_a_genuine_repeat_survives(base):
+    """A base that says the same token twice: the lattice needs a blank between, the decoder nothing."""
+    prompt = prompts(1, seed=5)[0]
+    plain = Decoder(base).generate(prompt, 40).tokens
+    doubled = [i for i in range(1, len(plain)) if plain[i] == plain[i - 1]]
+    if not doubled:
+        pytest.skip("this random base never repeats itself")
+    assert oracle_decoder(base, plain + [5] * 10).generate(prompt, 40).tokens == plain
+
+
+def test_a_budget_chosen_per_step_changes_no_token(base):
+    head = random_head(HEADS[0], base)
+    head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.9]])
+    auto = Decoder(base, head, DraftConfig("tree", 24, budget="auto"))
+    for number, prompt in enumerate(prompts(5, seed=70)):
+        for settings in ({}, {"temperature": 0.8}):
+            plain = Decoder(base).generate(prompt, 40, seed=number, **settings)
+            assert auto.generate(prompt, 40, seed=number, **settings).tokens == plain.tokens
+    assert len(auto.budget.seconds) == 25
+    assert (auto.budget.seconds > 0).all()

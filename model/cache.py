@@ -1,0 +1,111 @@
+"""The base's keys and values for several sequences of unequal lengths: allocated once, compacted in place.
+
+One tensor per shape of layer, usually one for all of them, so that keeping the accepted path of a tree is one indexed
+copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block is [layers, 2, B, heads, capacity, width].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class TreeCache(Cache):
+    """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
+
+    `rows` says which sequences the next forward is about: all of the first `batch`, or one alone (its prompt).
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.lengths = np.zeros(batch, np.int64)
+        self.batch, self.capacity = batch, capacity
+        self._layers_left = layers
+        self._blocks: list[Tensor] = []
+        self._place: list[tuple[int, int]] = []  # of each layer: which block, which row of it
+        self._alone: int | None = None
+        self._index: tuple[Tensor, Tensor] | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        lengths = self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
+        return int(lengths.max()) if len(lengths) else 0
+
+    def alone(self, sequence: int | None) -> None:
+        """The next forward holds this sequence only (None: all of them again)."""
+        self._alone, self._index = sequence, None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
+        if layer_idx >= len(self._place):
+            self._allocate(key_states)
+        number, row = self._place[layer_idx]
+        block = self._blocks[number][row]
+        Q = key_states.shape[2]
+        if self._alone is not None or self.batch == 1:
+            b = self._alone or 0
+            start, end = int(self.lengths[b]), int(self.lengths[b]) + Q
+            block[0, b, :, start:end] = key_states[0]
+            block[1, b, :, start:end] = value_states[0]
+            return block[0, b : b + 1, :, :end], block[1, b : b + 1, :, :end]
+        sequence_B1, slot_BQ = self._rows(Q, key_states.device)
+        block[0, sequence_B1, :, slot_BQ] = key_states.transpose(1, 2)
+        block[1, sequence_B1, :, slot_BQ] = value_states.transpose(1, 2)
+        end = self.get_seq_length() + Q
+        return block[0, : self.batch, :, :end], block[1, : self.batch, :, :end]
+
+    def keep(self, rows: Sequence[Sequence[int]]) -> None:
+        """Of what the last forward appended to sequence b, commit entries rows[b], in order; drop the rest."""
+        moved = [b for b, kept in enumerate(rows) if list(kept) != list(range(len(kept)))]
+        if moved:
+            P = max(len(rows[b]) for b in moved)
+            source_BP = np.zeros((len(moved), P), np.int64)
+            for i, b in enumerate(moved):
+                source_BP[i, : len(rows[b])] = rows[b]  # padding copies entry 0 over what is dropped anyway
+            past_B1 = self.lengths[moved, None]
+            device = self._blocks[0].device
+            source, target = (torch.from_numpy(past_B1 + r).to(device) for r in (source_BP, np.arange(P)[None]))
+            sequence = torch.tensor(moved, device=device)[:, None]
+            for block in self._blocks:
+                block[:, :, sequence, :, target] = block[:, :, sequence, :, source]
+        for b, kept in enumerate(rows):
+            self.lengths[b] += len(kept)
+        self._index = None
+
+    def drop(self, sequence: int) -> None:
+        """Forget a sequence: the last one takes its place."""
+        last = self.batch - 1
+        if sequence != last:
+            length = int(self.lengths[last])
+            for block in self._blocks:
+                block[:, :, sequence, :, :length] = block[:, :, last, :, :length]
+            self.lengths[sequence] = length
+        self.batch, self._index = last, None
+
+    def entries(self, layer: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
+        """The committed keys and values [heads, length, width] of one layer and sequence."""
+        number, row = self._place[layer]
+        length = int(self.lengths[sequence])
+        keys, values = self._blocks[number][row][:, sequence, :, :length]
+        return keys, values
+
+    def _allocate(self, like: Tensor) -> None:
+        """A place for the next layer: in a block of its shape, or in a new one for all layers that are left."""
+        shape = (like.shape[1], self.capacity, like.shape[3])
+        for number, block in enumerate(self._blocks):
+            used = sum(place[0] == number for place in self._place)
+            if block.shape[3:] == shape and used < len(block):
+                self._place.append((number, used))
+                return
+        left = max(1, self._layers_left - len(self._place))
+        self._blocks.append(like.new_zeros(left, 2, len(self.lengths), *shape))
+        self._place.append((len(self._blocks) - 1, 0))
+
+    def _rows(self, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the new entries of each sequence go; made once per forward."""
+        if self._index is None or self._index[1].shape[1] != Q:
+            slots = torch.from_numpy(self.lengths[: self.batch, None] + np.arange(Q)[None]).to(device)
+            self._index = torch.arange(self.batch, device=device)[:, None], slots
+        return self._index

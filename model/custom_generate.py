@@ -1,0 +1,120 @@
+"""The way in from stock transformers: generate(..., custom_generate="<exported head>", trust_remote_code=True).
+
+The exported folder's custom_generate/generate.py (export.SHIM) comes here. Output has the form of `generate`'s:
+prompts and answers, padded; and the same tokens, since drafts change none.
+"""
+
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from ctcdraft.model.base import base_of
+from ctcdraft.model.decoder import Decoder, DraftConfig
+from ctcdraft.model.export import load_head
+from ctcdraft.model.request import Settings
+
+# What `generate` offers and this decoder does not do: anything but these values is refused.
+FIXED = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "min_p": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "guidance_scale": None,
+    "return_dict_in_generate": False,
+}
+UNUSED = (
+    "inputs",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "synced_gpus",
+)
+
+_DECODERS: "WeakKeyDictionary[PreTrainedModel, dict[Any, Decoder]]" = WeakKeyDictionary()
+
+
+def generate_with(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    nodes: int = DraftConfig.nodes,
+    seed: int | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """Prompts [B, L], left-padded where attention_mask is 0, with their answers: [B, L + longest answer].
+
+    Takes generate's options for greedy decoding and sampling; `nodes` is the draft budget, `seed` that of the noise
+    (None: drawn from torch's global generator). Raises ValueError on any other option that would change the output.
+    """
+    if input_ids is None:
+        input_ids = arguments.pop("inputs", None)
+    if input_ids is None or input_ids.dim() != 2:
+        raise ValueError("custom_generate: give input_ids [batch, length]")
+    for name in UNUSED:
+        if arguments.pop(name, None):
+            raise ValueError(f"custom_generate: the draft decoder has no {name}")
+    config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]
+    for name, value in FIXED.items():
+        if getattr(config, name, value) not in (value, None):
+            raise ValueError(f"custom_generate: the draft decoder has no {name}={getattr(config, name)}")
+    rest = {name: value for name, value in rest.items() if value is not None and name != "use_model_defaults"}
+    if rest:
+        raise ValueError(f"custom_generate: the draft decoder does not know {', '.join(sorted(rest))}")
+    decoder = _decoder(model, folder, tokenizer, nodes)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
+    length = input_ids.shape[1]
+    limit = config.max_new_tokens or (config.max_length or length + 20) - length
+    first = int(torch.randint(2**62, ())) if seed is None else seed
+    eos = config.eos_token_id
+    settings: Settings = {
+        "repetition_penalty": config.repetition_penalty,
+        "seed": [first + number for number in range(len(prompts))],
+        "stop": config.stop_strings or (),
+        "eos": None if eos is None else [eos] if isinstance(eos, int) else list(eos),
+    }
+    if config.do_sample:
+        settings |= {"temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p}
+    outs = decoder.generate(prompts, limit, **settings)
+    pad = config.pad_token_id if config.pad_token_id is not None else (*decoder.base.eos_ids, 0)[0]
+    answers = input_ids.new_full((len(outs), max(len(out.tokens) for out in outs)), pad)
+    for row, out in zip(answers, outs, strict=True):
+        row[: len(out.tokens)] = torch.tensor(out.tokens)
+    return torch.cat([input_ids, answers], dim=1)
+
+
+def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:
+    """Made once per model, head and budget."""
+    made = _DECODERS.setdefault(model, {})
+    key = (str(folder), nodes)
+    if key not in made:
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        base = base_of(model, tokenizer, str(model.name_or_path))
+        made[key] = Decoder(base, load_head(folder, base), DraftConfig(nodes=nodes))
+    return made[key]

@@ -1,0 +1,94 @@
+"""model.generate(custom_generate=<exported head>) from stock transformers."""
+
+import pytest
+import torch
+from bases import tiny_tokenizer, write_base
+from transformers import AutoModelForCausalLM, set_seed
+
+from ctcdraft.model import Decoder, HeadConfig, build_head, load_base
+from ctcdraft.model.export import export_head
+
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    folder = write_base(tmp_path_factory.mktemp("stock") / "b")
+    base = load_base(str(folder), dtype="fp64")
+    torch.manual_seed(0)
+    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), base.hidden_size).double()
+    export_head(head, base, folder.parent / "head", TRAINING)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), str(folder.parent / "head"), base
+
+
+def padded(prompts):
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"eos_token_id": 77}])
+def test_greedy_output_is_that_of_generate(stock, options):
+    model, folder, _ = stock
+    inputs = padded(PROMPTS)
+    want = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
+    got = model.generate(
+        **inputs,
+        max_new_tokens=24,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+        custom_generate=folder,
+        trust_remote_code=True,
+    )
+    assert torch.equal(got, want)
+
+
+def test_samples_are_the_decoders_own(stock):
+    model, folder, base = stock
+    inputs = padded(PROMPTS)
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9}
+    call = {**inputs, **options, "custom_generate": folder, "trust_remote_code": True, "pad_token_id": 0}
+    got = model.generate(**call, seed=5)
+    for row, (number, prompt) in zip(got, enumerate(PROMPTS), strict=True):
+        want = Decoder(base).generate(prompt, 12, temperature=0.8, top_p=0.9, seed=5 + number).tokens
+        assert row[6 : 6 + len(want)].tolist() == want
+    set_seed(1)
+    first = model.generate(**call)
+    set_seed(1)
+    assert torch.equal(first, model.generate(**call))
+    assert not torch.equal(first, model.generate(**call))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "no num_beams=4"),
+        ({"min_new_tokens": 3}, "no min_new_tokens=3"),
+        ({"streamer": object()}, "no streamer"),
+        ({"frobnicate": 1}, "does not know frobnicate"),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused(stock, options, message):
+    model, folder, _ = stock
+    with pytest.raises(ValueError, match=message):
+        model.generate(
+            torch.tensor([[5, 6]]), max_new_tokens=4, custom_generate=folder, trust_remote_code=True, **options
+        )
+
+
+def test_another_models_head_is_refused(stock, tmp_path):
+    _, folder, _ = stock
+    other = AutoModelForCausalLM.from_pretrained(write_base(tmp_path / "other", seed=1))
+    with pytest.raises(ValueError, match="cannot draft for"):
+        other.generate(
+            torch.tensor([[5, 6]]),
+            max_new_tokens=4,
+            custom_generate=folder,
+            trust_remote_code=True,
+            tokenizer=tiny_tokenizer(),
+        )
