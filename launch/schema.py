@@ -6,6 +6,7 @@ from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base import DTYPES, TEMPLATES
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig
+from ctcdraft.model.sampling import Sampling
 from ctcdraft.train.embedded import EmbeddedBaseConfig
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.log import LoggerConfig
@@ -90,6 +91,30 @@ class EvalEntry:
     name: str | None = None
     seed: int = 0
     runs_dir: str = "runs"
+
+
+@dataclass(frozen=True)
+class ChatEntry:
+    """launch/chat.py (conf/chat.yaml)."""
+
+    draft: DraftConfig
+    head: HeadPath = HeadPath()
+    base: BasePath = BasePath()
+    name: str | None = None
+    seed: int = 0
+    runs_dir: str = "runs"
+    prompt: str | None = None
+    system: str | None = None
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""Where a decoding step's time goes, and what a given acceptance is worth: speedup / tokens per step.
+
+python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [--accept 2.5]
+
+Base and head have random weights, which timing does not mind; acceptance is then set by a script: the head drafts and
+the tree is searched as always, and then some of its nodes are replaced by what the base is known to say next. Plain
+and speculative decoding alternate. "overhead" is what is neither base nor head forward.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import interleaved, machine, spread
+from tqdm import tqdm
+from train_step import StepShape, random_base
+
+from ctcdraft.eval.report import markdown_table
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+from ctcdraft.model.tree import Tree
+
+SHAPES = {
+    "tiny": StepShape(128, 4, 352, 4, 2048, 128, 128, 1, 64),
+    "base_50m": StepShape(512, 8, 1408, 8, 32000, 512, 256, 1, 64),
+    "vicuna_7b": StepShape(4096, 32, 11008, 32, 32000, 4096, 1024, 1, 64, "bfloat16"),
+}
+
+
+class Scripted(Decoder):
+    """Accepts `accept` draft tokens per step on average: the true continuation stands in the tree's first nodes."""
+
+    def __init__(self, base, head, draft, accept):
+        super().__init__(base, head, draft)
+        self.accept, self.truth, self.rng = accept, [], np.random.default_rng(0)
+
+    def _propose(self, request, lattice, ends):
+        tree = super()._propose(request, lattice, ends)
+        at = len(request.out.tokens)
+        wanted = int(self.accept) + (self.rng.random() < self.accept % 1)
+        path = self.truth[at : at + min(wanted, len(tree), max(0, request.room))]
+        n, count = len(path), len(tree)
+        tokens, parents, depths = tree.tokens.copy(), np.full(count, -1), np.ones(count, np.int64)
+        tokens[:n], parents[:n], depths[:n] = path, np.arange(n) - 1, np.arange(n) + 1
+        if at + n < len(self.truth):  # no other node may happen to be right
+            wrong = (self.truth[at + n] + 1 + np.arange(count - n)) % self.base.vocab_size
+            tokens[n:] = wrong
+            parents[n:], depths[n:] = n - 1, n + 1
+        return Tree(tokens, parents, depths, tree.psi)
+
+
+def measured(name, nodes, accept, tokens, rounds):
+    shape = SHAPES[name]
+    base = random_base(shape)
+    torch.manual_seed(0)
+    config = HeadConfig(
+        width=shape.width,
+        heads=max(1, shape.width // 128),
+        mixer_width=shape.mixer,
+        mixer_heads=max(1, shape.mixer // 64),
+    )
+    head = build_head(config, base.hidden_size).to(base.device, base.dtype).eval()
+    prompt = np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()
+    plain = Decoder(base)
+    truth = plain.generate(prompt, tokens, eos=[]).tokens
+    decoders = {n: Scripted(base, head, DraftConfig(nodes=n), accept) for n in nodes}
+    outs = {}
+
+    def run(n):
+        decoders[n].truth = truth
+        outs.setdefault(n, []).append(decoders[n].generate(prompt, tokens, eos=[]))
+
+    calls = {"plain": lambda: plain.generate(prompt, tokens, eos=[])}
+    calls |= {n: (lambda n=n: run(n)) for n in nodes}
+    seconds = interleaved(calls, rounds)
+    rows = []
+    for n in nodes:
+        out = outs[n][-1]
+        speedup = spread(seconds["plain"])["median"] / spread(seconds[n])["median"]
+        whole = sum(seconds[n])
+        parts = {part: sum(o.seconds[part] for o in outs[n][1:]) / whole for part in ("verify", "draft", "tree")}
+        rows.append(
+            {
+                "shape": name,
+                "nodes": n,
+                "tokens_per_step": out.tokens_per_step,
+                "speedup": speedup,
+                "conversion": speedup / out.tokens_per_step,
+                "step_ms": spread(seconds[n])["median"] / out.steps * 1e3,
+                "plain_step_ms": spread(seconds["plain"])["median"] / (tokens - 1) * 1e3,
+                "time_share": {**parts, "other": 1 - sum(parts.values())},
+                "identical": out.tokens == truth,
+            }
+        )
+    return rows
+
+
+def table(rows):
+    lines = [
+        (
+            row["shape"],
+            row["nodes"],
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['speedup']:.2f}",
+            f"{row['conversion']:.2f}",
+            f"{row['plain_step_ms']:.2f}",
+            f"{row['step_ms']:.2f}",
+            *(f"{row['time_share'][part]:.1%}" for part in ("verify", "draft", "tree", "other")),
+            "yes" if row["identical"] else "NO",
+        )
+        for row in rows
+    ]
+    header = ("shape", "N", "tokens/step", "speedup", "conversion", "plain ms", "step ms")
+    return markdown_table((*header, "verify", "draft", "tree", "other", "identical"), lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["tiny", "base_50m"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--accept", type=float, default=2.5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    shapes = tqdm(options.shape, desc="decode", leave=False)
+    rows = [r for s in shapes for r in measured(s, options.nodes, options.accept, options.tokens, options.rounds)]
+    print(f"Machine: {machine()}. Median of interleaved rounds; scripted acceptance of {options.accept} draft tokens.")
+    print(f"\n{table(rows)}")
+    if options.out:
+        options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

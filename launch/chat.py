@@ -1,0 +1,80 @@
+"""Talk to a base with its draft head in a terminal; tokens that came from accepted drafts are tinted.
+
+python launch/chat.py name=<run> [prompt="..."] [draft.nodes=64] [temperature=0.7]
+python launch/chat.py head.path=<exported head> base.path=<model>
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctcdraft.data.template import prompt_ids
+from ctcdraft.launch import stages
+from ctcdraft.launch.door import enter
+from ctcdraft.launch.schema import ChatEntry
+from ctcdraft.model import Decoder, Generation, load_head
+from ctcdraft.model.base import load_base, warn_if_plain
+
+TINT, PLAIN = "\033[38;5;36m", "\033[0m"
+
+
+def main(config: ChatEntry) -> int:
+    if config.head.path is not None:
+        if config.base.path is None:
+            raise ValueError("head.path needs base.path=<the model it was trained on>")
+        head_folder = Path(config.head.path)
+        base = load_base(config.base.path, config.base.dtype or "fp32", template=config.base.template)
+    else:
+        run = stages.find_run(config.name, config.runs_dir)
+        base = stages.run_base(run, config.base.path, config.base.dtype)
+        head_folder = run / "head"
+    warn_if_plain(base)
+    decoder = Decoder(base, load_head(head_folder, base), config.draft)
+    messages = [{"role": "system", "content": config.system}] if config.system else []
+    for number, text in enumerate(_turns(config.prompt)):
+        messages.append({"role": "user", "content": text})
+        out = answer(decoder, prompt_ids(base.tokenizer, messages), config, config.seed + number)
+        messages.append({"role": "assistant", "content": out.text})
+    return 0
+
+
+def answer(decoder: Decoder, prompt: list[int], config: ChatEntry, seed: int) -> Generation:
+    """Stream one answer to the terminal, and say what drafting was worth."""
+    tinted = sys.stdout.isatty()
+    stream = decoder.stream(
+        prompt,
+        config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        repetition_penalty=config.repetition_penalty,
+        seed=seed,
+    )
+    for event in stream:
+        if isinstance(event, Generation):
+            rate = f"{event.tokens_per_step:.2f} tokens per step (plain decoding: 1.00)"
+            print(f"\n[{len(event.tokens)} tokens in {event.steps + 1} base forwards, {rate}]", flush=True)
+            return event
+        for text, drafted in event.pieces:
+            print(f"{TINT}{text}{PLAIN}" if tinted and drafted else text, end="", flush=True)
+    raise AssertionError("a stream ends with its generation")
+
+
+def _turns(prompt: str | None) -> Iterator[str]:
+    """The one prompt of the command line, or what is typed until an empty line or end of input."""
+    if prompt is not None:
+        yield prompt
+        return
+    print("An empty line ends the chat.")
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not text:
+            return
+        yield text
+
+
+if __name__ == "__main__":
+    enter("chat", ChatEntry, main)
