@@ -43,6 +43,7 @@ lint: $(STAMP)  ## ruff and mypy
 bench: $(STAMP)  ## loss, training step and tree search side by side with what they replace: ARGS="--grid gpu"
 	@$(BIN)/python bench/fused_ctc.py $(ARGS)
 	@$(BIN)/python bench/train_step.py
+	@$(BIN)/python bench/decode.py
 	@$(BIN)/python bench/tree.py
 
 doctor: $(STAMP)  ## versions, devices, disk

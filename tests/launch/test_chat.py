@@ -1,0 +1,60 @@
+"""launch/chat.py, on a tiny base with a random head."""
+
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+from bases import write_base
+
+from ctcdraft.launch import chat
+from ctcdraft.launch.door import compose, enter, typed
+from ctcdraft.launch.schema import ChatEntry
+from ctcdraft.model import HeadConfig, build_head, load_base
+from ctcdraft.model.export import export_head
+
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = write_base(tmp_path_factory.mktemp("chat") / "b")
+    base = load_base(str(folder))
+    torch.manual_seed(0)
+    export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), base, folder.parent / "head", TRAINING)
+    return [f"head.path={folder.parent / 'head'}", f"base.path={folder}", "max_new_tokens=12"]
+
+
+def test_one_prompt_is_answered_and_counted(places, capsys):
+    assert chat.main(typed(compose("chat", [*places, "prompt=hello"]), ChatEntry)) == 0
+    out = capsys.readouterr().out
+    assert "tokens per step (plain decoding: 1.00)" in out
+    assert "\033[" not in out  # no colours where nobody looks
+
+
+def test_a_conversation_goes_on_until_an_empty_line(places, capsys, monkeypatch):
+    answers = Mock(side_effect=["hello", "and again", ""])
+    monkeypatch.setattr("builtins.input", answers)
+    prompts = []
+    answer = chat.answer
+    monkeypatch.setattr(chat, "answer", lambda d, prompt, *rest: prompts.append(prompt) or answer(d, prompt, *rest))
+    assert chat.main(typed(compose("chat", [*places, "temperature=0.5"]), ChatEntry)) == 0
+    assert len(prompts) == 2
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    assert capsys.readouterr().out.count("base forwards") == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("top_p=2.0", "top_p=2.0"),
+        ("max_new_tokens=0", "max_new_tokens=0"),
+        ("head.path=x", "head.path needs base.path"),
+    ],
+)
+def test_bad_options_are_one_sentence(word, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chat.py", word])
+    with pytest.raises(SystemExit) as end:
+        enter("chat", ChatEntry, chat.main)
+    assert end.value.code == 1
+    assert sentence in capsys.readouterr().err
