@@ -51,6 +51,13 @@ SHAPES = {
 }
 
 
+class NoText:
+    """Stands where a tokenizer would: random weights have nothing to say."""
+
+    def decode(self, tokens, **options):
+        return ""
+
+
 def random_base(shape):
     config = LlamaConfig(
         hidden_size=shape.hidden,
@@ -62,7 +69,7 @@ def random_base(shape):
     )
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
-    return Base(model.eval().requires_grad_(False), None, "random", (2,), 4096, plain_template=False)
+    return Base(model.eval().requires_grad_(False), NoText(), "random", (2,), 4096, plain_template=False)
 
 
 def random_batch(shape, anchors):
