@@ -8,12 +8,11 @@ and speculative decoding alternate. "overhead" is what is neither base nor head 
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from measure import interleaved, machine, spread
+from measure import interleaved, spread, told
 from tqdm import tqdm
 from train_step import StepShape, random_base
 
@@ -126,10 +125,7 @@ def main():
     options = parser.parse_args()
     shapes = tqdm(options.shape, desc="decode", leave=False)
     rows = [r for s in shapes for r in measured(s, options.nodes, options.accept, options.tokens, options.rounds)]
-    print(f"Machine: {machine()}. Median of interleaved rounds; scripted acceptance of {options.accept} draft tokens.")
-    print(f"\n{table(rows)}")
-    if options.out:
-        options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    told(f"; scripted acceptance of {options.accept} draft tokens", table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How everything in bench/ is measured: interleaved rounds, medians and quartiles, peak memory above the inputs."""
 
+import json
 import multiprocessing
 import platform
 import re
@@ -80,3 +81,10 @@ def _resident_growth(sender, make, arguments):
 def _peak_kilobytes():
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+
+
+def told(title, table, rows, out):
+    """Print what was measured, and keep the figures in the file `out` if one is given."""
+    print(f"Machine: {machine()}. Median of interleaved rounds{title}.\n\n{table}")
+    if out:
+        out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

@@ -6,14 +6,13 @@ The base has random weights: speed needs no trained ones. No DeepSpeed: the step
 """
 
 import argparse
-import json
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from measure import DEVICE, interleaved, machine, spread, wait
+from measure import DEVICE, interleaved, spread, told, wait
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ctcdraft.data.batches import Batch
@@ -177,9 +176,7 @@ def main():
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = [row for name in options.shape for row in measured(name, options.anchors, options.rounds)]
-    print(f"Machine: {machine()}. Median of interleaved rounds.\n\n{table(rows)}")
-    if options.out:
-        options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    told("", table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

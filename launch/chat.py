@@ -6,28 +6,19 @@ python launch/chat.py head.path=<exported head> base.path=<model>
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
-from ctcdraft.model.base import load_base, warn_if_plain
+from ctcdraft.model.base import warn_if_plain
 
 TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 
 
 def main(config: ChatEntry) -> int:
-    if config.head.path is not None:
-        if config.base.path is None:
-            raise ValueError("head.path needs base.path=<the model it was trained on>")
-        head_folder = Path(config.head.path)
-        base = load_base(config.base.path, config.base.dtype or "fp32", template=config.base.template)
-    else:
-        run = stages.find_run(config.name, config.runs_dir)
-        base = stages.run_base(run, config.base.path, config.base.dtype)
-        head_folder = run / "head"
+    base, head_folder, _ = stages.chosen_head(config)
     warn_if_plain(base)
     decoder = Decoder(base, load_head(head_folder, base), config.draft)
     messages = [{"role": "system", "content": config.system}] if config.system else []

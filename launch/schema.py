@@ -80,29 +80,29 @@ class BasePath:
     template: str | None = None
 
 
-@dataclass(frozen=True)
-class EvalEntry:
+@dataclass(frozen=True, kw_only=True)
+class HeadChoice:
+    """A run's head and base, or an exported head with a base of its own."""
+
+    draft: DraftConfig
+    head: HeadPath = HeadPath()
+    base: BasePath = BasePath()
+    name: str | None = None
+    seed: int = 0
+    runs_dir: str = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalEntry(HeadChoice):
     """launch/eval.py (conf/eval.yaml)."""
 
-    draft: DraftConfig
     bench: BenchConfig
-    head: HeadPath = HeadPath()
-    base: BasePath = BasePath()
-    name: str | None = None
-    seed: int = 0
-    runs_dir: str = "runs"
 
 
-@dataclass(frozen=True)
-class ChatEntry:
+@dataclass(frozen=True, kw_only=True)
+class ChatEntry(HeadChoice):
     """launch/chat.py (conf/chat.yaml)."""
 
-    draft: DraftConfig
-    head: HeadPath = HeadPath()
-    base: BasePath = BasePath()
-    name: str | None = None
-    seed: int = 0
-    runs_dir: str = "runs"
     prompt: str | None = None
     system: str | None = None
     max_new_tokens: int = 512

@@ -13,7 +13,7 @@ from ctcdraft.data.records import check_source
 from ctcdraft.data.store import read_manifest, read_object
 from ctcdraft.eval.evaluate import evaluate, reusable
 from ctcdraft.eval.report import headline, markdown_table
-from ctcdraft.launch.schema import BaseConfig, EvalEntry, TrainEntry
+from ctcdraft.launch.schema import BaseConfig, EvalEntry, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
 from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
@@ -173,6 +173,17 @@ def run_base(folder: Path, path: str | None = None, dtype: str | None = None) ->
     """The base of a run (or another path, in another precision)."""
     paths = run_paths(folder)
     return load_base(path or paths["base"], dtype or paths["dtype"], template=paths["template"])
+
+
+def chosen_head(choice: HeadChoice) -> tuple[Base, Path, Path | None]:
+    """The base, the folder of the exported head, and the run they belong to (None: a head from elsewhere)."""
+    if choice.head.path is None:
+        run = find_run(choice.name, choice.runs_dir)
+        return run_base(run, choice.base.path, choice.base.dtype), run / "head", run
+    if choice.base.path is None:
+        raise ValueError("head.path needs base.path=<the model it was trained on>")
+    base = load_base(choice.base.path, choice.base.dtype or "fp32", template=choice.base.template)
+    return base, Path(choice.head.path), None
 
 
 def _recorded(folder: Path) -> dict[str, Any]:

@@ -8,13 +8,14 @@ by falling psi, so the first n are the best tree of n nodes, and the budget that
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.model.tree import Tree
+from ctcdraft.model.tree import Tree, calibrated
 
 LEAST_IN_BIN = 40  # observations behind one knot
 MOST_KNOTS = 16
@@ -34,15 +35,13 @@ class Calibration:
 
     def of(self, tree: Tree) -> NDArray[np.float64]:
         """The calibrated probability [N] of each node, at most its parent's."""
-        p = np.array(tree.psi, np.float64)
-        for depth in np.unique(tree.depths):
-            at = tree.depths == depth
-            row = min(int(depth), len(self.psi)) - 1
-            p[at] = np.interp(p[at], self.psi[row], self.rate[row])
-        for i, parent in enumerate(tree.parents):
-            if parent >= 0:
-                p[i] = min(p[i], p[parent])
-        return p
+        return calibrated(tree.psi, tree.depths, tree.parents, *self._table)
+
+    @cached_property
+    def _table(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """The knots as arrays: psi and rate, depth after depth, and where each depth begins."""
+        begins = np.cumsum([0, *map(len, self.psi)])
+        return np.concatenate(self.psi), np.concatenate(self.rate), begins
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

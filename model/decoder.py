@@ -129,13 +129,13 @@ class Decoder:
         capacity = max(len(r.prompt) + r.limit for r in requests) + self.draft.nodes + 1
         cache = TreeCache(self._layers, len(requests), capacity)
         active = list(requests)
+        for request in requests:
+            request.out.seconds = clock.seconds
         with clock("verify"):
             for number, request in enumerate(active):
                 self._prefill(request, number, cache, sampling, ends)
         while True:
             self._retire(active, cache)
-            for request in requests:
-                request.out.seconds = clock.seconds
             yield
             if not active:
                 return

@@ -175,9 +175,3 @@ def lattices_of(slots: Slots, base: Base, top_k: int) -> list[Lattice]:
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
     blanks = [None] * N if slots.blank_NT is None else list(slots.blank_NT)
     return [lattice_from_logits(logits, blank, top_k) for logits, blank in zip(logits_NTV, blanks, strict=True)]
-
-
-def lattice_of(slots: Slots, base: Base, top_k: int, row: int = 0) -> Lattice:
-    """The lattice of one of the anchors."""
-    blank_1T = None if slots.blank_NT is None else slots.blank_NT[row : row + 1]
-    return lattices_of(Slots(slots.states_NTD[row : row + 1], blank_1T), base, top_k)[0]

@@ -3,22 +3,20 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration, fit_calibration
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import Head, lattices_of
-from ctcdraft.train.task import base_features
+from ctcdraft.model.head import Head
+from ctcdraft.train.simulate import known_drafts
 
 NODES = 64
 SEQUENCES = 64
 ANCHORS_PER_SEQUENCE = 16
 
 
-@torch.no_grad()
 def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length: int) -> Calibration | None:
     """Fit acceptance to psi per depth on the development sequences, those the best head was chosen by.
 
@@ -33,14 +31,10 @@ def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length
     decoder = Decoder(base, head, DraftConfig(nodes=NODES))
     psi, depth, accepted = [], [], []
     for number in range(min(len(dev), SEQUENCES)):
-        batch = sampler.collate(0, slice(number, number + 1)).to(base.device)
-        slots = head(*base_features(base, batch, torch.float32), batch.batch_N, batch.position_N)
-        known = zip(batch.labels_NU.tolist(), batch.lengths_N.tolist(), strict=True)
-        for lattice, (row, length) in zip(lattices_of(slots, base, decoder.draft.top_k), known, strict=True):
-            tree = decoder.tree_of(lattice)
+        for tree, continuation in known_drafts(decoder, sampler.collate(0, slice(number, number + 1))):
             right = np.zeros(len(tree), bool)
-            right[tree.path_of(row[:length])] = True
-            seen = tree.depths <= length  # what would follow the labels is not known
+            right[tree.path_of(continuation)] = True
+            seen = tree.depths <= len(continuation)  # what would follow the labels is not known
             psi.append(tree.psi[seen].astype(np.float64))
             depth.append(tree.depths[seen])
             accepted.append(right[seen])

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +9,8 @@ from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head, lattice_of
+from ctcdraft.model.head import HeadConfig, build_head, lattices_of
+from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features
 
@@ -64,15 +64,20 @@ class Simulator:
     def _load(self, weights: dict[str, Tensor]) -> None:
         self.head.load_state_dict(weights)
 
-    @torch.no_grad()
     def _accepted(self, batch: Batch, most: int) -> tuple[int, int]:
         """(accepted draft tokens, anchors looked at)"""
-        batch = batch.to(self.base.device)
-        hidden, roots = base_features(self.base, batch, torch.float32)
-        slots = self.head(hidden, roots, batch.batch_N[:most], batch.position_N[:most])
-        total = 0
-        labels, lengths = batch.labels_NU.cpu().numpy(), batch.lengths_N.cpu().numpy()
-        for row in range(len(slots.states_NTD)):
-            tree = self.decoder.tree_of(lattice_of(slots, self.base, self.decoder.draft.top_k, row))
-            total += tree.accepted(np.asarray(labels[row, : lengths[row]]).tolist())
-        return total, len(slots.states_NTD)
+        accepted = [tree.accepted(labels) for tree, labels in known_drafts(self.decoder, batch, most)]
+        return sum(accepted), len(accepted)
+
+
+@torch.no_grad()
+def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> list[tuple[Tree, list[int]]]:
+    """(draft tree, labels: the base's own continuation) of a batch's first `most` anchors."""
+    base, head = decoder.base, decoder.head
+    assert head is not None
+    batch = batch.to(base.device)
+    hidden, roots = base_features(base, batch, torch.float32)
+    slots = head(hidden, roots, batch.batch_N[:most], batch.position_N[:most])
+    known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
+    lattices = lattices_of(slots, base, decoder.draft.top_k)
+    return [(decoder.tree_of(lattice), row[:length]) for lattice, (row, length) in zip(lattices, known, strict=True)]

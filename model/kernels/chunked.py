@@ -60,10 +60,10 @@ def forward(
 ) -> Forward:
     """Every row; `ops` holds the pass over the logits (this module's `softmax_`, or Triton's)."""
     M, V = hidden_MD.shape[0], weight_VD.shape[0]
-    out = empty_forward(hidden_MD, index_MK, top_k, with_slope)
+    out = _empty(hidden_MD, index_MK, top_k, with_slope)
     height, width = tile_shape(M, V, hidden_MD.element_size(), hidden_MD.device.type)
     buffer = hidden_MD.new_empty(height * width)
-    for rows in slices(M, height):
+    for rows in _slices(M, height):
         if width == V:
             _whole_rows(hidden_MD[rows], weight_VD, index_MK[rows], out.rows(rows), buffer, ops)
         else:
@@ -71,7 +71,7 @@ def forward(
     return out
 
 
-def empty_forward(hidden_MD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool) -> Forward:
+def _empty(hidden_MD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool) -> Forward:
     M = hidden_MD.shape[0]
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     return Forward(
@@ -101,10 +101,10 @@ def weight_gradient(
     height, width = _gradient_tile(M, V, hidden_MD)
     buffer = hidden_MD.new_empty(height * width)
     grad_VD = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
-    for columns in slices(V, width):
+    for columns in _slices(V, width):
         weight_CD = weight_VD[columns]
         grad_CD = torch.zeros_like(weight_CD, dtype=lse_M.dtype)
-        for rows in slices(M, height):
+        for rows in _slices(M, height):
             z_RC = _logits(hidden_MD[rows], weight_CD, buffer)
             local_RK = index_MK[rows] - columns.start
             ops.logits_gradient_(z_RC, lse_M[rows], grad_lse_M[rows], local_RK, grad_logits_MK[rows])
@@ -140,7 +140,7 @@ def hidden_gradient(
 ) -> Tensor:
     """slope * grad_lse + the sum over columns of grad_logits * weight[index], summed in float32 or wider."""
     grad_MD = torch.empty_like(slope_MD)
-    for rows in slices(len(slope_MD), GRADIENT_ROWS):
+    for rows in _slices(len(slope_MD), GRADIENT_ROWS):
         total_RD = slope_MD[rows].to(grad_lse_M.dtype) * grad_lse_M[rows].unsqueeze(1)
         if index_MK.shape[1] and weight_VD.dtype == total_RD.dtype:
             total_RD += F.embedding_bag(
@@ -187,7 +187,7 @@ def _rows_by_tiles(
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
     top_RS, top_index_RS = out.top_MS[:, :0], out.top_index_MS[:, :0]
     wanted = index_RK.flatten().sort()
-    for columns in slices(weight_VD.shape[0], width):
+    for columns in _slices(weight_VD.shape[0], width):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
         _gather_tile(z_RC, wanted, columns, out.logits_MK)
@@ -231,7 +231,7 @@ def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor, shifted: bool) -> Ten
     return shrink_R1
 
 
-def slices(length: int, step: int) -> Iterator[slice]:
+def _slices(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, max(1, step)):
         yield slice(start, min(start + step, length))
 

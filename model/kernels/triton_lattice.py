@@ -25,6 +25,15 @@ def _log_add(a, b):
 
 
 @triton.jit
+def _start(emit_ptr, before_pb_ptr, before_pn_ptr, repeat, has_label, LOG_ZERO: tl.constexpr):
+    """log of phi(t; prefix one label shorter) * emit: the label starts at this slot."""
+    pb = tl.load(before_pb_ptr, mask=has_label, other=LOG_ZERO)
+    pn = tl.load(before_pn_ptr, mask=has_label, other=LOG_ZERO)
+    emit = tl.load(emit_ptr, mask=has_label, other=LOG_ZERO)
+    return _log_add(pb, tl.where(repeat != 0, LOG_ZERO, pn)) + emit
+
+
+@triton.jit
 def _forward_kernel(
     emit_ptr, stay_ptr, blank_ptr, repeat_ptr, slots_ptr, psi_ptr, end_ptr, states_ptr,
     N, T, U, LOG_ZERO: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
@@ -47,13 +56,10 @@ def _forward_kernel(
             tl.store(states_ptr + (column + t) * N + n, pb, mask=lane)
             tl.store(pn_ptr + (column + t) * N + n, pn, mask=lane)
             label = (n * T + t) * U + s - 1
-            emit = tl.load(emit_ptr + label, mask=has_label, other=LOG_ZERO)
             stay = tl.load(stay_ptr + label, mask=has_label, other=LOG_ZERO)
             blank = tl.load(blank_ptr + (n * T + t) * S + s, mask=lane, other=LOG_ZERO)
             before = (column - (T + 1) + t) * N + n
-            before_pb = tl.load(states_ptr + before, mask=has_label, other=LOG_ZERO)
-            before_pn = tl.load(pn_ptr + before, mask=has_label, other=LOG_ZERO)
-            start = _log_add(before_pb, tl.where(repeat != 0, LOG_ZERO, before_pn)) + emit
+            start = _start(emit_ptr + label, states_ptr + before, pn_ptr + before, repeat, has_label, LOG_ZERO)
             active = t < slots
             psi = tl.where(active, _log_add(psi, start), psi)
             next_pb = _log_add(pb, pn) + blank
@@ -98,12 +104,9 @@ def _backward_kernel(
             pb = tl.load(states_ptr + (column + t) * N + n, mask=lane, other=LOG_ZERO)
             pn = tl.load(pn_ptr + (column + t) * N + n, mask=lane, other=LOG_ZERO)
             label = (n * T + t) * U + s - 1
-            emit = tl.load(emit_ptr + label, mask=has_label, other=LOG_ZERO)
             stay = tl.load(stay_ptr + label, mask=has_label, other=LOG_ZERO)
             before = (column - (T + 1) + t) * N + n
-            before_pb = tl.load(states_ptr + before, mask=has_label, other=LOG_ZERO)
-            before_pn = tl.load(pn_ptr + before, mask=has_label, other=LOG_ZERO)
-            start = _log_add(before_pb, tl.where(repeat != 0, LOG_ZERO, before_pn)) + emit
+            start = _start(emit_ptr + label, states_ptr + before, pn_ptr + before, repeat, has_label, LOG_ZERO)
             start = tl.where(active, start, LOG_ZERO)
             grad_stay = tl.where(active & has_label, tl.exp(pn + stay - after_pn) * grad_pn, 0.0)
             grad_start = tl.exp(start - after_pn) * grad_pn + tl.exp(start - psi) * grad_psi

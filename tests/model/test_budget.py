@@ -44,6 +44,12 @@ def test_whatever_was_observed_rises_with_psi_and_falls_along_paths(rows):
     for row in calibration.rate:
         assert row == sorted(row)
         assert 0 <= row[0] <= row[-1] <= 1
+    for depth in range(1, 6):
+        row = min(depth, len(calibration.psi)) - 1
+        for p in (0.0, 0.02, 0.3, 0.75, 1.0):
+            want = np.interp(np.float32(p), calibration.psi[row], calibration.rate[row])
+            flat = Tree(np.zeros(1, np.int64), np.full(1, -1), np.full(1, depth), np.full(1, p, np.float32))
+            assert abs(calibration.of(flat)[0] - want) < 1e-12
     tree = Tree(np.arange(5), np.arange(5) - 1, np.arange(5) + 1, np.array([0.9, 0.8, 0.5, 0.5, 0.1], np.float32))
     assert (np.diff(calibration.of(tree)) <= 0).all()
 
