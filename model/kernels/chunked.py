@@ -10,6 +10,7 @@ Shape suffixes: M rows, V vocabulary, D hidden, K gathered and S top columns; R 
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,6 +40,36 @@ class Forward(NamedTuple):
 
     def rows(self, rows: slice) -> "Forward":
         return Forward(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+
+class _Wanted(NamedTuple):
+    """The gathered logits of one block of rows, in order of their columns, so that each tile's lie side by side.
+
+    ranges: first and last of each tile's; offset_X: where in its tile each lies; place_X: where it goes.
+    """
+
+    ranges: list[slice]
+    offset_X: Tensor
+    place_X: Tensor
+    value_X: Tensor
+
+    @classmethod
+    def of(cls, index_RK: Tensor, vocab: int, width: int, dtype: torch.dtype) -> "_Wanted":
+        column_X, place_X = index_RK.flatten().sort()
+        tile_X = column_X // width
+        widths_X = (vocab - tile_X * width).clamp_(max=width)
+        offset_X = place_X // max(1, index_RK.shape[1]) * widths_X + column_X - tile_X * width
+        edges = torch.searchsorted(tile_X, torch.arange(-(-vocab // width) + 1, device=tile_X.device)).tolist()
+        ranges = [slice(a, b) for a, b in pairwise(edges)]
+        return cls(ranges, offset_X, place_X, column_X.new_empty(column_X.shape, dtype=dtype))
+
+    def take(self, z_RC: Tensor, here: slice) -> None:
+        """Read this tile's values, in units of log 2."""
+        self.value_X[here] = z_RC.view(-1).index_select(0, self.offset_X[here])
+
+    def put(self, logits_RK: Tensor) -> None:
+        """Write all values where they belong, in units of 1."""
+        logits_RK.view(-1)[self.place_X] = self.value_X.mul_(LOG_2)
 
 
 def tile_shape(rows: int, vocab: int, bytes_per_value: int, device: str) -> tuple[int, int]:
@@ -179,22 +210,22 @@ def _rows_by_tiles(
 ) -> None:
     """Logits in units of log 2: the GEMM scales them at no cost, and exp2 takes half the time of exp.
 
-    Where the first tile's logits are small nothing is subtracted before exp2, which saves two passes; a sum that
+    Where a row's first logits are small nothing is subtracted before exp2, which saves two passes; a sum that
     leaves the safe range all the same sends the rows through once more, shifted by a running maximum.
     """
     peak_R = torch.full_like(out.lse_M, -torch.inf)
     total_R = torch.zeros_like(peak_R)
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
     top_RS, top_index_RS = out.top_MS[:, :0], out.top_index_MS[:, :0]
-    wanted = index_RK.flatten().sort()
-    for columns in _slices(weight_VD.shape[0], width):
+    wanted = _Wanted.of(index_RK, len(weight_VD), width, peak_R.dtype)
+    for columns, here in zip(_slices(len(weight_VD), width), wanted.ranges, strict=True):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
-        _gather_tile(z_RC, wanted, columns, out.logits_MK)
+        wanted.take(z_RC, here)
         if out.top_MS.shape[1]:
             top_RS, top_index_RS = _merge_top(top_RS, top_index_RS, z_RC, columns.start, out.top_MS.shape[1])
         if columns.start == 0:
-            shifted = shifted or not bool((z_RC.amax(dim=1).abs() < SAFE_BITS).all())
+            shifted = shifted or not bool((z_RC[:, :LEAST].amax(dim=1).abs() < SAFE_BITS).all())
             peak_R.fill_(-torch.inf if shifted else 0.0)
         shrink_R1 = _absorb(z_RC, peak_R, total_R, shifted)
         if slope_RD is not None:
@@ -204,7 +235,7 @@ def _rows_by_tiles(
     if not shifted and not bool((total_R.log2().abs() < 2 * SAFE_BITS).all()):
         return _rows_by_tiles(hidden_RD, weight_VD, index_RK, out, buffer, width, shifted=True)
     out.lse_M.copy_((peak_R + total_R.log2()) * LOG_2)
-    out.logits_MK.mul_(LOG_2)
+    wanted.put(out.logits_MK)
     if slope_RD is not None and out.slope_MD is not None:
         out.slope_MD.copy_(slope_RD.div_(total_R.unsqueeze(1)))
     out.top_MS.copy_(top_RS * LOG_2)
@@ -248,16 +279,6 @@ def _gradient_tile(M: int, V: int, hidden_MD: Tensor) -> tuple[int, int]:
 def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor, scale: float = 1.0) -> Tensor:
     shape = (len(hidden_RD), len(weight_CD))
     return buffer[: shape[0] * shape[1]].view(shape).addmm_(hidden_RD, weight_CD.T, beta=0, alpha=scale)
-
-
-def _gather_tile(z_RC: Tensor, wanted: tuple[Tensor, Tensor], columns: slice, logits_RK: Tensor) -> None:
-    """Write those of the gathered logits that lie in this tile; `wanted`: all columns sorted, and where they stood."""
-    column_X, place_X = wanted
-    edges = column_X.new_tensor([columns.start, columns.stop])
-    first, last = torch.searchsorted(column_X, edges).tolist()
-    place = place_X[first:last]
-    here = z_RC[place // max(1, logits_RK.shape[1]), column_X[first:last] - columns.start]
-    logits_RK.view(-1)[place] = here.to(logits_RK.dtype)
 
 
 def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int) -> tuple[Tensor, Tensor]:
