@@ -25,9 +25,9 @@ def main():
     rows = []
     for top_k in (4, 8, 16):
         lattice = lattice_from_logits(torch.randn(8, 2048) * 3, torch.zeros(8), top_k)
-        leaves = np.zeros(len(lattice.tokens), bool)
+        ends = np.array([2])
         for nodes in (16, 64):
-            arguments = (lattice.emission, lattice.blank, True, leaves, nodes, 8, False)
+            arguments = (lattice.emission, lattice.blank, lattice.tokens, ends, True, nodes, 8, False)
             tree._search(*arguments)
             fast = timed(lambda arguments=arguments: tree._search(*arguments), 300)
             slow = timed(lambda arguments=arguments: tree._search.py_func(*arguments), 3)

@@ -1,7 +1,10 @@
 """From lattice to draft tree: best-first search on exact CTC prefix probabilities (docs/method.md).
 
 psi never grows along a path, so the N best prefixes form a tree, and it is the N-node tree with the
-largest expected number of accepted tokens under the head's own beliefs. Best-first pops them in order.
+largest expected number of accepted tokens under the head's own beliefs. Best-first finds them in order.
+
+A node's children are all scored at once (a SIMD loop over the candidates), and only its best child that is not
+taken yet competes with those of other nodes: no heap of all children.
 """
 
 from collections.abc import Sequence
@@ -57,6 +60,7 @@ class Tree:
         return len(self.path_of(labels))
 
 
+NO_TOKENS = np.zeros(0, np.int64)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -75,45 +79,27 @@ def search(
     depth = lattice.slots if max_depth is None else min(max_depth, lattice.slots)
     if nodes < 1 or depth < 1:
         return EMPTY
-    is_leaf = np.isin(lattice.tokens, leaves) if leaves is not None else np.zeros(len(lattice.tokens), bool)
-    found = _search(lattice.emission, lattice.blank, lattice.merge, is_leaf, nodes, depth, chain)
-    candidate, parents, depths, psi = found
-    return Tree(lattice.tokens[candidate], parents, depths, psi)
+    ends = NO_TOKENS if leaves is None else leaves
+    found = _search(lattice.emission, lattice.blank, lattice.tokens, ends, lattice.merge, nodes, depth, chain)
+    return Tree(*found)
+
+
+@njit(cache=True, fastmath=True)
+def _largest(values):
+    """The position of the largest value, the first of several."""
+    best = values[0]
+    for value in values:
+        best = max(best, value)
+    for i in range(len(values)):
+        if values[i] == best:
+            return i
+    return 0
 
 
 @njit(cache=True)
-def _push(heap_psi, heap_parent, heap_candidate, size, psi, parent, candidate):
-    i = size
-    while i > 0:
-        up = (i - 1) // 2
-        if heap_psi[up] >= psi:
-            break
-        heap_psi[i], heap_parent[i], heap_candidate[i] = heap_psi[up], heap_parent[up], heap_candidate[up]
-        i = up
-    heap_psi[i], heap_parent[i], heap_candidate[i] = psi, parent, candidate
-
-
-@njit(cache=True)
-def _drop_top(heap_psi, heap_parent, heap_candidate, size):
-    """Remove the top of a heap of `size` entries: the last entry sinks from the top."""
-    last = size - 1
-    psi, parent, candidate = heap_psi[last], heap_parent[last], heap_candidate[last]
-    i = 0
-    while 2 * i + 1 < last:
-        child = 2 * i + 1
-        if child + 1 < last and heap_psi[child + 1] > heap_psi[child]:
-            child += 1
-        if heap_psi[child] <= psi:
-            break
-        heap_psi[i], heap_parent[i] = heap_psi[child], heap_parent[child]
-        heap_candidate[i] = heap_candidate[child]
-        i = child
-    heap_psi[i], heap_parent[i], heap_candidate[i] = psi, parent, candidate
-
-
-@njit(cache=True)
-def _search(emission, blank, merge, is_leaf, nodes, max_depth, chain):
-    T, R, C = emission.shape
+def _search(emission, blank, tokens, ends, merge, nodes, max_depth, chain):
+    T, _, C = emission.shape
+    moving = emission.shape[1] > 1  # what a slot emits depends on the last token
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
     # token. Index 0 is the empty prefix, index n + 1 is node n.
     pb = np.zeros((nodes + 1, T + 1), np.float32)
@@ -121,54 +107,50 @@ def _search(emission, blank, merge, is_leaf, nodes, max_depth, chain):
     pb[0, 0] = 1.0
     for t in range(T):
         pb[0, t + 1] = pb[0, t] * blank[t, 0]
-    candidates = np.empty(nodes, np.int64)
+    # children[i, c]: psi of prefix i followed by candidate c, -1 once taken; best[i] the largest of row i
+    children = np.zeros((nodes + 1, C), np.float32)
+    best = np.zeros(nodes + 1, np.float32)
+    last = np.full(nodes + 1, -1)  # the candidate that each prefix ends in
     parents = np.empty(nodes, np.int64)
-    depths = np.empty(nodes, np.int64)
+    depths = np.zeros(nodes + 1, np.int64)
     psis = np.empty(nodes, np.float32)
-    heap_psi = np.empty(C * (nodes + 1), np.float32)
-    heap_parent = np.empty(C * (nodes + 1), np.int64)
-    heap_candidate = np.empty(C * (nodes + 1), np.int64)
-    size = 0
     count = 0
-    parent, last, depth = -1, -1, 0
     while True:
-        if depth < max_depth and (last < 0 or not is_leaf[last]):
-            size = 0 if chain else size
-            row = last + 1 if R > 1 else 0
-            g = parent + 1
-            for c in range(C):
-                psi = np.float32(0.0)
+        i = count  # the prefix that was found last
+        ended = False
+        for end in ends:
+            ended |= i > 0 and tokens[last[i]] == end
+        if depths[i] < max_depth and not ended:
+            row = last[i] + 1 if moving else 0
+            for t in range(T) if merge else range(depths[i], depths[i] + 1):
+                phi = pb[i, t] + pn[i, t]
+                for c in range(C):
+                    children[i, c] += phi * emission[t, row, c]
+            if merge and i > 0:  # a repeat needs a blank before it
+                c, psi = last[i], np.float32(0.0)
                 for t in range(T):
-                    p = pb[g, t] if merge and c == last else pb[g, t] + pn[g, t]
-                    if not merge:
-                        p = p if t == depth else np.float32(0.0)
-                    psi += p * emission[t, row, c]
-                if psi > 0.0:
-                    _push(heap_psi, heap_parent, heap_candidate, size, psi, parent, c)
-                    size += 1
-        elif chain:
-            size = 0
-        if count == nodes or size == 0:
+                    psi += pb[i, t] * emission[t, row, c]
+                children[i, c] = psi
+            best[i] = children[i, _largest(children[i])]
+        g = count if chain else _largest(best[: count + 1])
+        if count == nodes or best[g] <= 0.0:
             break
-        psi, parent, last = heap_psi[0], heap_parent[0], heap_candidate[0]
-        _drop_top(heap_psi, heap_parent, heap_candidate, size)
-        size -= 1
-        depth = 1 if parent < 0 else depths[parent] + 1
-        candidates[count], parents[count], depths[count], psis[count] = last, parent, depth, psi
-        before = candidates[parent] if parent >= 0 else -1
-        row, own = (before + 1, last + 1) if R > 1 else (0, 0)
-        g, n = parent + 1, count + 1
+        c = _largest(children[g])
+        n = count + 1
+        parents[count], depths[n], psis[count], last[n] = g - 1, depths[g] + 1, best[g], c
+        children[g, c] = -1.0
+        best[g] = children[g, _largest(children[g])]
+        row, own = (last[g] + 1, c + 1) if moving else (0, 0)
         for t in range(T):
-            p = pb[g, t] if merge and last == before else pb[g, t] + pn[g, t]
-            start = p * emission[t, row, last]
+            phi = pb[g, t] if merge and c == last[g] else pb[g, t] + pn[g, t]
+            start = phi * emission[t, row, c]
             if merge:
-                pn[n, t + 1] = pn[n, t] * emission[t, own, last] + start
+                pn[n, t + 1] = pn[n, t] * emission[t, own, c] + start
                 pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blank[t, own]
-            elif t == depth - 1:
+            elif t == depths[g]:
                 pn[n, t + 1] = start
-        parent = count
-        count += 1
-    return candidates[:count], parents[:count], depths[:count], psis[:count]
+        count = n
+    return tokens[last[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
 
 
 @njit(cache=True)
