@@ -8,7 +8,7 @@ import torch
 
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import tree
-from ctcdraft.model.lattice import lattice_from_logits
+from ctcdraft.model.lattice import candidates_of
 
 
 def timed(call, rounds):
@@ -24,7 +24,7 @@ def main():
     torch.manual_seed(0)
     rows = []
     for top_k in (4, 8, 16):
-        lattice = lattice_from_logits(torch.randn(8, 2048) * 3, torch.zeros(8), top_k)
+        lattice = candidates_of(torch.randn(1, 8, 2048) * 3, torch.zeros(1, 8), top_k).lattices()[0]
         ends = np.array([2])
         for nodes in (16, 64):
             arguments = (lattice.emission, lattice.blank, lattice.tokens, ends, True, nodes, 8, False)

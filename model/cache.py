@@ -1,4 +1,4 @@
-"""The base's keys and values for several sequences of unequal lengths: allocated once, compacted in place.
+"""Keys and values of base or head for several sequences of unequal lengths: allocated once, compacted in place.
 
 One tensor per shape of layer, usually one for all of them, so that keeping the accepted path of a tree is one indexed
 copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block is [layers, 2, B, heads, capacity, width].
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ctcdraft.model.layers import Sight
+
 
 class TreeCache(Cache):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
 
-    `rows` says which sequences the next forward is about: all of the first `batch`, or one alone (its prompt).
+    The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
+    not move, about rows `at` places that only the device knows.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int) -> None:
@@ -28,6 +31,7 @@ class TreeCache(Cache):
         self._place: list[tuple[int, int]] = []  # of each layer: which block, which row of it
         self._alone: int | None = None
         self._index: tuple[Tensor, Tensor] | None = None
+        self._static: tuple[Tensor, int] | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         lengths = self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
@@ -37,6 +41,21 @@ class TreeCache(Cache):
         """The next forward holds this sequence only (None: all of them again)."""
         self._alone, self._index = sequence, None
 
+    def at(self, slots_Q: Tensor | None, width: int = 0) -> None:
+        """The next forwards write the only sequence's entries `slots` [Q] and give back all entries below `width`, for
+        a mask to choose from. None ends that."""
+        self._static = None if slots_Q is None else (slots_Q, width)
+
+    def sight(self, rows: int, device: torch.device) -> Sight:
+        """What `rows` new positions of each sequence see: its own committed ones, and those before them."""
+        past_B1 = torch.from_numpy(self.lengths[: self.batch, None]).to(device)
+        positions_BL = past_B1 + torch.arange(rows, device=device)
+        longest = self.get_seq_length()
+        if longest == 0 or (rows == 1 and self.batch == 1):
+            return Sight(positions_BL, None)
+        entry_S = torch.arange(longest + rows, device=device)
+        return Sight(positions_BL, (entry_S <= positions_BL.unsqueeze(2)).unsqueeze(1))
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
         if layer_idx >= len(self._place):
@@ -44,6 +63,11 @@ class TreeCache(Cache):
         number, row = self._place[layer_idx]
         block = self._blocks[number][row]
         Q = key_states.shape[2]
+        if self._static is not None:
+            slots_Q, width = self._static
+            block[0, 0].index_copy_(1, slots_Q, key_states[0])
+            block[1, 0].index_copy_(1, slots_Q, value_states[0])
+            return block[0, :1, :, :width], block[1, :1, :, :width]
         if self._alone is not None or self.batch == 1:
             b = self._alone or 0
             start, end = int(self.lengths[b]), int(self.lengths[b]) + Q
@@ -74,6 +98,11 @@ class TreeCache(Cache):
             self.lengths[b] += len(kept)
         self._index = None
 
+    def move(self, source_P: Tensor, target_P: Tensor) -> None:
+        """Copy entries of the only sequence; places are on the device."""
+        for block in self._blocks:
+            block.index_copy_(4, target_P, block.index_select(4, source_P))
+
     def drop(self, sequence: int) -> None:
         """Forget a sequence: the last one takes its place."""
         last = self.batch - 1
@@ -83,6 +112,11 @@ class TreeCache(Cache):
                 block[:, :, sequence, :, :length] = block[:, :, last, :, :length]
             self.lengths[sequence] = length
         self.batch, self._index = last, None
+
+    def clear(self) -> None:
+        """Forget every sequence, keep the memory."""
+        self.lengths[:] = 0
+        self.batch, self._index = len(self.lengths), None
 
     def entries(self, layer: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
         """The committed keys and values [heads, length, width] of one layer and sequence."""

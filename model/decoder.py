@@ -6,10 +6,7 @@ accepted path, and takes the choice at its end as the new root (the bonus token)
 base together, each with a tree and a length of its own.
 """
 
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast, overload
 
@@ -17,17 +14,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Unpack
 
 from ctcdraft.model import tree as trees
 from ctcdraft.model.base import Base
-from ctcdraft.model.budget import Budget, chain_of, step_seconds
+from ctcdraft.model.batch import Batch
+from ctcdraft.model.budget import SIZES, Budget, chain_of, step_seconds
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import Head, lattices_of
+from ctcdraft.model.head import Head, candidates
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.request import Asked, Generation, Prompt, Request, Settings, Span, asked_of, requests_of
 from ctcdraft.model.sampling import Sampling, gumbel
+from ctcdraft.model.static import StaticDecoder
 from ctcdraft.model.tree import Tree
 
 PROBE_TOKENS = 64  # context of the steps that budget=auto is measured on
@@ -60,6 +60,9 @@ class Decoder:
 
     Both run through the same loop with the same cache and limits, so that timing one against the other is fair.
     Output tokens are the base's own choices, whatever the head proposes.
+
+    graphs: on CUDA, one sequence without a repetition penalty is decoded in fixed shapes that are captured as CUDA
+    graphs when they first occur; everything else, and everything where that is False, is decoded eagerly.
     """
 
     def __init__(self, base: Base, head: Head | None = None, draft: DraftConfig | None = None) -> None:
@@ -68,7 +71,10 @@ class Decoder:
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
         self.mask = TreeMask(base, self.draft.nodes + 1)
         self.lazy = base.device.type == "cpu"
+        self.graphs = base.device.type == "cuda"
         self.budget: Budget | None = None
+        self._static: StaticDecoder | None = None
+        self._static_in_use = False
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str: the first that fits counts
@@ -93,7 +99,7 @@ class Decoder:
         batch = cast(Sequence[Prompt], prompts if several else [prompts])
         asked = asked_of(**settings)
         requests = requests_of(self.base, batch, max_new_tokens, asked, streamed=False)
-        for _ in self._run(requests, asked, _Clock()):
+        for _ in self._run(requests, asked):
             pass
         outs = [request.finished(self.base) for request in requests]
         return outs if several else outs[0]
@@ -104,7 +110,7 @@ class Decoder:
         (request,) = requests_of(self.base, [prompt], max_new_tokens, asked, streamed=True)
         text, done = request.text, 0
         assert text is not None
-        for _ in self._run([request], asked, _Clock()):
+        for _ in self._run([request], asked):
             tokens, final = request.out.tokens[done:], bool(request.out.finish)
             done += len(tokens)
             if final:
@@ -120,62 +126,81 @@ class Decoder:
 
     # -- one batch ------------------------------------------------------------------------------------------
 
-    def _run(self, requests: list[Request], asked: Asked, clock: "_Clock") -> Iterator[None]:
+    def _run(self, requests: list[Request], asked: Asked) -> Iterator[None]:
         """Decode all requests to their end; yields after the prompts and after every step."""
         if self.budget is None and self.head is not None and self.draft.budget == "auto":
             self.budget = self.measure_budget()
-        sampling = asked.sampling
         ends = np.array(sorted(self.base.eos_ids if asked.eos is None else asked.eos), np.int64)
+        batch = self._begin(requests, asked.sampling, ends)
+        try:
+            while True:
+                batch.retire()
+                yield
+                if not batch.active:
+                    return
+                self._step(batch)
+        finally:
+            self._static_in_use &= batch.static is None
+
+    def _begin(self, requests: list[Request], sampling: Sampling, ends: NDArray[np.int64]) -> Batch:
+        """A batch whose prompts have been read and whose first tokens are chosen."""
         capacity = max(len(r.prompt) + r.limit for r in requests) + self.draft.nodes + 1
-        cache = TreeCache(self._layers, len(requests), capacity)
-        active = list(requests)
+        batch = self._static_batch(requests, capacity, sampling, ends) or Batch(
+            list(requests),
+            TreeCache(self._layers, len(requests), capacity),
+            None if self.head is None else self.head.new_cache(len(requests), capacity + self.head.config.slots),
+            sampling,
+            ends,
+        )
         for request in requests:
-            request.out.seconds = clock.seconds
-        with clock("verify"):
-            for number, request in enumerate(active):
-                self._prefill(request, number, cache, sampling, ends)
-        while True:
-            self._retire(active, cache)
-            yield
-            if not active:
-                return
-            drafts = self._draft(active, ends, clock)
-            paths = self._verify(active, drafts, cache, sampling, clock)
-            for request, tree, (path, bonus) in zip(active, drafts, paths, strict=True):
-                request.out.steps += 1
-                request.out.accepted.append(len(path))
-                request.out.expected.append(float(tree.psi.sum()))
-                request.append([int(tree.tokens[i]) for i in path], bonus, ends)
+            request.out.seconds = batch.clock.seconds
+        with batch.clock("verify"):
+            for number, request in enumerate(requests):
+                self._prefill(batch, number, request)
+        if batch.static is not None:
+            batch.static.begin(requests[0].root)
+        return batch
+
+    def _static_batch(
+        self, requests: list[Request], capacity: int, sampling: Sampling, ends: NDArray[np.int64]
+    ) -> Batch | None:
+        """A batch of one on the kept fixed-shape steps; None where they do not apply or serve another call."""
+        if not self.graphs or self._static_in_use or len(requests) > 1 or sampling.repetition_penalty != 1.0:
+            return None
+        if self._static is None or self._static.capacity < capacity:
+            capture = self.base.device.type == "cuda"
+            self._static = StaticDecoder(self.base, self.head, self.draft.top_k, capacity, self._layers, capture)
+        self._static_in_use = True
+        self._static.clear()
+        return Batch(list(requests), self._static.cache, self._static.head_cache, sampling, ends, self._static)
 
     @property
     def _layers(self) -> int:
         return self.base.model.config.get_text_config().num_hidden_layers
 
-    def _retire(self, active: list[Request], cache: TreeCache) -> None:
-        for number in range(len(active) - 1, -1, -1):
-            if active[number].out.finish:
-                cache.drop(number)
-                active[number] = active[-1]
-                active.pop()
+    def _step(self, batch: Batch) -> None:
+        drafts = self._draft(batch)
+        paths = self._verify(batch, drafts)
+        for request, tree, (path, bonus) in zip(batch.active, drafts, paths, strict=True):
+            request.out.steps += 1
+            request.out.accepted.append(len(path))
+            request.out.expected.append(float(tree.psi.sum()))
+            request.append([int(tree.tokens[i]) for i in path], bonus, batch.ends)
 
     @torch.no_grad()
-    def _prefill(
-        self, request: Request, number: int, cache: TreeCache, sampling: Sampling, ends: NDArray[np.int64]
-    ) -> None:
+    def _prefill(self, batch: Batch, number: int, request: Request) -> None:
         ids = torch.tensor([request.prompt], device=self.base.device)
         positions = torch.arange(len(request.prompt), device=self.base.device).unsqueeze(0)
-        cache.alone(number)
-        request.hidden = self.base.hidden(ids, position_ids=positions, cache=cache)
-        cache.alone(None)
-        cache.lengths[number] = len(request.prompt)
-        if self.head is not None:
-            request.head_cache = self.head.new_cache(len(request.prompt) + request.limit)
-        if sampling.repetition_penalty != 1.0:
+        batch.cache.alone(number)
+        request.hidden = self.base.hidden(ids, position_ids=positions, cache=batch.cache)
+        batch.cache.alone(None)
+        batch.cache.lengths[number] = len(request.prompt)
+        if batch.sampling.repetition_penalty != 1.0:
             request.seen_V = torch.zeros(self.base.vocab_size, dtype=torch.bool, device=self.base.device)
             request.seen_V[ids[0]] = True
         logits_1V = self.base.logits(request.hidden[:, -1])
-        root = self._choose(request, trees.EMPTY, logits_1V, [0], sampling)[0]
-        request.append([], root, ends)
+        root = self._choose(request, trees.EMPTY, logits_1V, [0], batch.sampling)[0]
+        request.append([], root, batch.ends)
         request.following = [*request.prompt[1:], root]
 
     @torch.no_grad()
@@ -185,47 +210,63 @@ class Decoder:
         assert head is not None
         length = min(PROBE_TOKENS, base.context_length - self.draft.nodes - 1)
         prompt = rng.integers(0, base.vocab_size, max(1, length)).tolist()
-        cache = TreeCache(self._layers, 1, len(prompt) + self.draft.nodes + 1)
-        request = Request(prompt, 2, "length", 0, None)
-        none = np.zeros(0, np.int64)
-        self._prefill(request, 0, cache, Sampling(), none)
         tokens = rng.integers(0, base.vocab_size, self.draft.nodes).tolist()
-        past, hidden, following = cache.lengths.copy(), request.hidden, request.following
+        request = Request(prompt, self.draft.nodes + 2, "length", 0, None)
+        batch = self._begin([request], Sampling(), np.zeros(0, np.int64))
+        self._draft(batch)
+        hidden, following = request.hidden, request.following
+        caches = [cache for cache in (batch.cache, batch.head_cache) if cache is not None]
+        past = [cache.lengths.copy() for cache in caches]
         assert hidden is not None
 
+        def rewind() -> None:
+            for cache, lengths in zip(caches, past, strict=True):
+                cache.lengths[:] = lengths
+            if batch.static is not None:
+                batch.static.begin(request.root)
+
         def verify(nodes: int) -> None:
-            self._verify([request], [chain_of(tokens[:nodes])], cache, Sampling(), _Clock())
-            cache.lengths[:] = past
+            self._verify(batch, [chain_of(tokens[:nodes])])
+            rewind()
 
         def draft() -> None:
             request.hidden, request.following = hidden[:, -1:], following[-1:]
-            self._draft([request], none, _Clock())
-            request.head_cache = head.new_cache(len(prompt))
+            self._draft(batch)
+            rewind()
 
-        request.out.tokens = request.out.tokens[:1]
-        request.limit = self.draft.nodes + 2
-        return Budget(step_seconds(self.draft.nodes, verify, draft), head.calibration)
+        try:
+            return Budget(step_seconds(self.draft.nodes, verify, draft), head.calibration)
+        finally:
+            self._static_in_use &= batch.static is None
 
     # -- drafting -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _draft(self, active: list[Request], ends: NDArray[np.int64], clock: "_Clock") -> list[Tree]:
+    def _draft(self, batch: Batch) -> list[Tree]:
         if self.head is None:
-            return [trees.EMPTY] * len(active)
-        with clock("draft"):
-            dtype = next(self.head.parameters()).dtype
-            contexts = []
-            for request in active:
-                assert request.hidden is not None
-                root_1LD = self.base.embed(torch.tensor([request.following], device=self.base.device))
-                context = self.head.encode(request.hidden.to(dtype), root_1LD.to(dtype), request.head_cache)
-                contexts.append(context[:, -1])
-            lattices = lattices_of(self.head.fill(torch.cat(contexts)), self.base, self.draft.top_k)
-        with clock("tree"):
-            drafts = [self._propose(r, lattice, ends) for r, lattice in zip(active, lattices, strict=True)]
+            return [trees.EMPTY] * len(batch.active)
+        lattices, batch.lattices = batch.lattices, None
+        if lattices is None:
+            with batch.clock("draft"):
+                lattices = self._lattices(batch, self.head)
+        with batch.clock("tree"):
+            drafts = [self._propose(r, lattice, batch.ends) for r, lattice in zip(batch.active, lattices, strict=True)]
             if self.budget is not None and len(drafts) == 1:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
             return drafts
+
+    def _lattices(self, batch: Batch, head: Head) -> list[Lattice]:
+        """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
+        assert batch.head_cache is not None
+        counts = [len(request.following) for request in batch.active]
+        following_BL = torch.zeros(len(counts), max(counts), dtype=torch.long)
+        for row_L, request in zip(following_BL, batch.active, strict=True):
+            row_L[: len(request.following)] = torch.tensor(request.following)
+        hidden_BLD = pad_sequence([request.hidden[0] for request in batch.active if request.hidden is not None], True)
+        dtype = next(head.parameters()).dtype
+        root_BLD = self.base.embed(following_BL.to(self.base.device))
+        slots = head.step(hidden_BLD.to(dtype), root_BLD.to(dtype), counts, batch.head_cache)
+        return candidates(slots, self.base, self.draft.top_k).lattices()
 
     def _propose(self, request: Request, lattice: Lattice, ends: NDArray[np.int64]) -> Tree:
         return self.tree_of(lattice, request.room, ends)
@@ -233,31 +274,43 @@ class Decoder:
     # -- verification ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _verify(
-        self, active: list[Request], drafts: list[Tree], cache: TreeCache, sampling: Sampling, clock: "_Clock"
-    ) -> list[tuple[list[int], int]]:
+    def _verify(self, batch: Batch, drafts: list[Tree]) -> list[tuple[list[int], int]]:
         """One base forward over all roots and trees: per request the accepted nodes and the bonus token."""
+        active = batch.active
+        if batch.static is not None:
+            return [self._static_step(batch, batch.static, active[0], drafts[0])]
         Q = 1 + max(map(len, drafts))
-        with clock("verify"):
+        with batch.clock("verify"):
             ids_BQ = np.zeros((len(active), Q), np.int64)
             for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
                 ids_BQ[b, : len(tree) + 1] = [request.root, *tree.tokens]
-            mask, positions_BQ = self.mask.of(drafts, cache.lengths[: len(active)])
+            mask, positions_BQ = self.mask.of(drafts, batch.cache.lengths[: len(active)])
             hidden_BQD = self.base.hidden(
                 torch.from_numpy(ids_BQ).to(self.base.device),
                 attention_mask=mask,
                 position_ids=positions_BQ,
-                cache=cache,
+                cache=batch.cache,
             )
             rows = [hidden_BQD[b, : len(tree) + 1] for b, tree in enumerate(drafts)]
             logits_XV = self.base.logits(rows[0] if len(rows) == 1 else torch.cat(rows))
-            found = self._walks(active, drafts, logits_XV, sampling)
-        with clock("other"):
+            found = self._walks(active, drafts, logits_XV, batch.sampling)
+        with batch.clock("other"):
             kept = [[0, *(i + 1 for i in path)] for path, _ in found]
-            cache.keep(kept)
+            batch.cache.keep(kept)
             for b, request in enumerate(active):
                 request.hidden = hidden_BQD[b : b + 1, kept[b]]
         return found
+
+    def _static_step(self, batch: Batch, static: StaticDecoder, request: Request, tree: Tree) -> tuple[list[int], int]:
+        """The same in fixed shapes, and the next draft's lattice with it."""
+        most = 0 if self.head is None else self.draft.nodes
+        bucket = most if self.draft.budget == "fixed" else next((n for n in SIZES if len(tree) <= n < most), most)
+        with batch.clock("verify"):
+            found = static.step(tree, 1 + bucket, batch.sampling, request.seed, request.length)
+        batch.clock.seconds["verify"] -= found.draft_seconds
+        batch.clock.seconds["draft"] += found.draft_seconds
+        batch.lattices = None if found.lattice is None else [found.lattice]
+        return found.path, found.bonus
 
     def _walks(
         self, active: list[Request], drafts: list[Tree], logits_XV: Tensor, sampling: Sampling
@@ -308,16 +361,3 @@ class Decoder:
                     seen_RV[i, int(tree.tokens[node])] = True
                     node = int(tree.parents[node])
         return sampling.choose(logits_RV, seen_RV, noise_RV).tolist()
-
-
-class _Clock:
-    """Seconds per part. `verify` and `draft` end with a copy to the host, so they wait for an accelerator."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start

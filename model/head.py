@@ -6,8 +6,9 @@ D hidden size of the base, W width of the context encoder.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
-from ctcdraft.model.lattice import Lattice, lattice_from_logits
-from ctcdraft.model.layers import Block, KeyValues
+from ctcdraft.model.cache import TreeCache
+from ctcdraft.model.lattice import Candidates, candidates_of
+from ctcdraft.model.layers import Block, Sight
 
 KINDS = ("ctc", "parallel", "medusa")
 
@@ -55,13 +57,6 @@ class Slots(NamedTuple):
     blank_NT: Tensor | None
 
 
-@dataclass
-class HeadCache:
-    """What a head remembers of one sequence between drafts."""
-
-    blocks: list[KeyValues] = field(default_factory=list)
-
-
 class Head(nn.Module, ABC):
     """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
 
@@ -76,19 +71,28 @@ class Head(nn.Module, ABC):
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch_N: Tensor, position_N: Tensor) -> Slots:
         """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position."""
-        return self.fill(self.encode(hidden_BLD, root_BLD, None)[batch_N, position_N])
+        return self.fill(self.encode(hidden_BLD, root_BLD)[batch_N, position_N])
 
     @torch.no_grad()
-    def step(self, hidden_1LD: Tensor, root_1LD: Tensor, cache: HeadCache) -> Slots:
-        """Append L committed positions to the cache and draft from the last of them: Slots with N = 1."""
-        return self.fill(self.encode(hidden_1LD, root_1LD, cache)[:, -1])
+    def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
+        """Append counts[b] <= L committed positions of each sequence to the cache, draft from the last of each: N = B.
 
-    def new_cache(self, capacity: int = 256) -> HeadCache:
-        return HeadCache()
+        Rows past counts[b] are padding.
+        """
+        context_BLW = self.encode(hidden_BLD, root_BLD, cache, cache.sight(hidden_BLD.shape[1], hidden_BLD.device))
+        cache.keep([range(count) for count in counts])
+        last = torch.tensor(counts, device=context_BLW.device) - 1
+        return self.fill(context_BLW[torch.arange(len(counts), device=last.device), last])
+
+    def new_cache(self, batch: int, capacity: int) -> TreeCache:
+        """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included."""
+        return TreeCache(0, batch, capacity)
 
     @abstractmethod
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
-        """Context [B, L, W] of every position, on top of what the cache holds."""
+    def encode(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
+    ) -> Tensor:
+        """Context [B, L, W] of every position, on top of what the cache holds; sight None: positions 0..L-1."""
 
     @abstractmethod
     def fill(self, context_NW: Tensor) -> Slots:
@@ -105,22 +109,25 @@ class SlotHead(Head):
         super().__init__(config, hidden_size)
         W, M, T = config.width, config.mixer_width, config.slots
         self.enter = nn.Linear(2 * hidden_size, W, bias=False)
-        self.context = nn.ModuleList(Block(W, config.heads, causal=True) for _ in range(config.layers))
+        self.context = nn.ModuleList(Block(W, config.heads) for _ in range(config.layers))
         self.context_norm = nn.RMSNorm(W)
         self.to_slot = nn.Linear(W, M, bias=False)
         self.slot = nn.Parameter(torch.randn(T, M) * 0.5)
-        self.mixer = nn.ModuleList(Block(M, config.mixer_heads, causal=False) for _ in range(config.mixer_layers))
+        self.mixer = nn.ModuleList(Block(M, config.mixer_heads) for _ in range(config.mixer_layers))
         self.norm = nn.RMSNorm(M)
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
 
-    def new_cache(self, capacity: int = 256) -> HeadCache:
-        return HeadCache([cast(Block, block).new_cache(capacity) for block in self.context])
+    def new_cache(self, batch: int, capacity: int) -> TreeCache:
+        return TreeCache(self.config.layers, batch, capacity)
 
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+    def encode(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
+    ) -> Tensor:
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
-        for i, block in enumerate(self.context):
-            x = block(x, None if cache is None else cache.blocks[i])
+        sight = sight or Sight(torch.arange(x.shape[1], device=x.device).unsqueeze(0))
+        for layer, block in enumerate(self.context):
+            x = block(x, sight, cache, layer)
         return self.context_norm(x)
 
     def fill(self, context_NW: Tensor) -> Slots:
@@ -139,7 +146,9 @@ class MedusaHead(Head):
         self.weight = nn.Parameter(torch.zeros(config.slots, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.slots, 1, hidden_size))
 
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+    def encode(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
+    ) -> Tensor:
         return hidden_BLD
 
     def fill(self, context_NW: Tensor) -> Slots:
@@ -169,9 +178,8 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def lattices_of(slots: Slots, base: Base, top_k: int) -> list[Lattice]:
-    """The lattice that each anchor's slots span over the base's vocabulary."""
+def candidates(slots: Slots, base: Base, top_k: int) -> Candidates:
+    """What each anchor's slots put forward of the base's vocabulary."""
     N, T, D = slots.states_NTD.shape
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
-    blanks = [None] * N if slots.blank_NT is None else list(slots.blank_NT)
-    return [lattice_from_logits(logits, blank, top_k) for logits, blank in zip(logits_NTV, blanks, strict=True)]
+    return candidates_of(logits_NTV, slots.blank_NT, top_k)

@@ -3,47 +3,33 @@
 Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 
 ROPE_BASE = 10_000.0
 
 
-@dataclass
-class KeyValues:
-    """Keys and values of one causal block at inference: preallocated, `length` of them in use."""
+class Sight(NamedTuple):
+    """Where rows stand, and which of the cached and new entries they see.
 
-    keys: Tensor
-    values: Tensor
-    length: int = 0
+    positions [B, L] (or [1, L]); mask [B, 1, L, S], True where a row may look, or None: at itself and those before it.
+    """
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + keys.shape[2]
-        if end > self.keys.shape[2]:
-            grown = max(end, 2 * self.keys.shape[2])
-            self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
-        self.keys[:, :, self.length : end] = keys
-        self.values[:, :, self.length : end] = values
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-
-def _grown(tensor: Tensor, length: int) -> Tensor:
-    out = tensor.new_zeros(*tensor.shape[:2], length, tensor.shape[3])
-    out[:, :, : tensor.shape[2]] = tensor
-    return out
+    positions_BL: Tensor
+    mask_BLS: Tensor | None = None
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU. causal=True: rotary positions and an optional cache; else all to all."""
+    """Pre-norm attention and SwiGLU. With a Sight: rotary positions and an optional cache; without: all to all."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         assert width % (2 * heads) == 0
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         self.attention_norm = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -52,37 +38,29 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
-    def new_cache(self, capacity: int) -> KeyValues:
-        like = self.out.weight
-        shape = (1, self.heads, capacity, like.shape[0] // self.heads)
-        return KeyValues(like.new_zeros(shape), like.new_zeros(shape))
-
-    def forward(self, x_BLW: Tensor, cache: KeyValues | None = None) -> Tensor:
-        x_BLW = x_BLW + self._attend(self.attention_norm(x_BLW), cache)
+    def forward(self, x_BLW: Tensor, sight: Sight | None = None, cache: Cache | None = None, layer: int = 0) -> Tensor:
+        x_BLW = x_BLW + self._attend(self.attention_norm(x_BLW), sight, cache, layer)
         gate, up = self.gate_up(self.mlp_norm(x_BLW)).chunk(2, dim=-1)
         return x_BLW + self.down(F.silu(gate) * up)
 
-    def _attend(self, x_BLW: Tensor, cache: KeyValues | None) -> Tensor:
+    def _attend(self, x_BLW: Tensor, sight: Sight | None, cache: Cache | None, layer: int) -> Tensor:
         B, L, W = x_BLW.shape
         q, k, v = self.qkv(x_BLW).view(B, L, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
-        if self.causal:
-            past = 0 if cache is None else cache.length
-            cos, sin = _rotary(past, L, W // self.heads, x_BLW)
+        mask, causal = None, False
+        if sight is not None:
+            cos, sin = _rotary(sight.positions_BL, W // self.heads, x_BLW.dtype)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        mask = None
+            mask, causal = sight.mask_BLS, sight.mask_BLS is None and L > 1
         if cache is not None:
-            k, v = cache.append(k, v)
-            if L > 1 and past:
-                mask = torch.ones(L, past + L, dtype=torch.bool, device=x_BLW.device).tril(past)
-        whole = self.causal and L > 1 and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole)
+            k, v = cache.update(k, v, layer)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.out(y.transpose(1, 2).reshape(B, L, W))
 
 
-def _rotary(start: int, length: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, device=like.device).float() / width)
-    angle = torch.arange(start, start + length, device=like.device).float()[:, None] * frequency
-    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, device=positions_BL.device).float() / width)
+    angle = positions_BL[:, None, :, None].float() * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

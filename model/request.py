@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ctcdraft.model.base import Base
-from ctcdraft.model.head import HeadCache
 from ctcdraft.model.sampling import Sampling
 from ctcdraft.model.text import TextStream
 
@@ -109,7 +108,6 @@ class Request:
     out: Generation = field(default_factory=Generation)
     following: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
-    head_cache: HeadCache | None = None
     seen_V: Tensor | None = None
 
     @property

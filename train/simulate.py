@@ -9,7 +9,7 @@ from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head, lattices_of
+from ctcdraft.model.head import HeadConfig, build_head, candidates
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features
@@ -79,5 +79,5 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     hidden, roots = base_features(base, batch, torch.float32)
     slots = head(hidden, roots, batch.batch_N[:most], batch.position_N[:most])
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
-    lattices = lattices_of(slots, base, decoder.draft.top_k)
+    lattices = candidates(slots, base, decoder.draft.top_k).lattices()
     return [(decoder.tree_of(lattice), row[:length]) for lattice, (row, length) in zip(lattices, known, strict=True)]

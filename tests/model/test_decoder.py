@@ -5,29 +5,15 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
+from drafting import HEADS, SETTINGS, oracle_decoder, prompts, random_head
 from transformers import DynamicCache
 
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, load_base
+from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.decoder import Generation
 from ctcdraft.model.generate import continue_prompts
 from ctcdraft.model.tree import Tree
-
-HEADS = [HeadConfig(kind=kind, slots=5, width=32, mixer_width=16) for kind in ("ctc", "parallel", "medusa")]
-
-
-def prompts(count, seed=0, longest=30):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(2, 260, rng.integers(1, longest)).tolist() for _ in range(count)]
-
-
-def random_head(config, base, seed=0):
-    torch.manual_seed(seed)
-    head = build_head(config, base.hidden_size).to(base.dtype).eval()
-    for p in head.parameters():
-        p.data.add_(torch.randn_like(p) * 0.3)
-    return head
 
 
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
@@ -43,42 +29,6 @@ def test_greedy_output_is_the_base_models_own(base, config, draft):
         )[0, len(prompt) :].tolist()
         assert Decoder(base).generate(prompt, 40).tokens == want
         assert speculative.generate(prompt, 40).tokens == want
-
-
-def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
-    """A decoder whose tree holds the true continuation among random branches, wrong at one depth."""
-    rng = np.random.default_rng(seed)
-
-    class Scripted(Decoder):
-        def _propose(self, request, lattice, ends):
-            at = len(request.out.tokens)
-            path = truth[at : at + min(6, request.room)]
-            tokens, parents, depths = [], [], []
-            spine = -1
-            for d, token in enumerate(path):
-                for _ in range(2):  # decoys first, so the accepted path is not a prefix of the rows
-                    tokens.append((token + int(rng.integers(1, 250))) % 260)
-                    parents.append(spine)
-                    depths.append(d + 1)
-                tokens.append(token if wrong_at is None or d < wrong_at else (token + 251) % 260)
-                parents.append(spine)
-                depths.append(d + 1)
-                spine = len(tokens) - 1
-            return Tree(
-                np.array(tokens, np.int64),
-                np.array(parents, np.int64),
-                np.array(depths, np.int64),
-                np.ones(len(tokens), np.float32),
-            )
-
-        def _verify(self, active, drafts, cache, sampling, clock):
-            found = super()._verify(active, drafts, cache, sampling, clock)
-            self.check(active, cache)
-            return found
-
-    scripted = Scripted(base, random_head(HEADS[0], base), DraftConfig("tree", 64))
-    scripted.check = lambda active, cache: None
-    return scripted
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -239,16 +189,6 @@ def test_an_empty_lattice_still_decodes(base):
     assert sum(out.accepted) == 0
 
 
-SETTINGS = [
-    {},
-    {"temperature": 0.3},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.0, "top_p": 0.8, "top_k": 40},
-    {"repetition_penalty": 1.3},
-    {"temperature": 0.7, "repetition_penalty": 1.2},
-]
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("right", [True, False])
 def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right):
@@ -307,9 +247,9 @@ def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
     verify, seen = speculative._verify, []
 
-    def checked(active, drafts, cache, *rest):
-        found = verify(active, drafts, cache, *rest)
-        for number, request in enumerate(active):
+    def checked(batch, drafts):
+        found, cache = verify(batch, drafts), batch.cache
+        for number, request in enumerate(batch.active):
             fresh = DynamicCache()
             length = int(cache.lengths[number])
             base.hidden(torch.tensor([(request.prompt + truth[tuple(request.prompt)])[:length]]), cache=fresh)

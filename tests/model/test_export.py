@@ -6,7 +6,7 @@ import torch
 from bases import write_base
 
 from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
-from ctcdraft.model.head import lattices_of
+from ctcdraft.model.head import candidates
 
 TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
 
@@ -28,7 +28,10 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     loaded = load_head(tmp_path / "head", base)
     ids = torch.tensor([[5, 6, 7, 8]])
     hidden, root = base.hidden(ids), base.embed(ids)
-    lattices = [lattices_of(h.step(hidden, root, h.new_cache()), base, 8)[0] for h in (head, loaded)]
+    lattices = [
+        candidates(h.step(hidden, root, [hidden.shape[1]], h.new_cache(1, 64)), base, 8).lattices()[0]
+        for h in (head, loaded)
+    ]
     assert np.array_equal(lattices[0].emission, lattices[1].emission)
     assert np.array_equal(lattices[0].blank, lattices[1].blank)
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1

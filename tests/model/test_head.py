@@ -14,10 +14,10 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind):
     hidden, root = base.hidden(ids), base.embed(ids.roll(-1, 1))
     positions = torch.arange(24)
     want = head(hidden, root, torch.zeros(24, dtype=torch.long), positions)
-    cache, start = head.new_cache(capacity=4), 0
+    cache, start = head.new_cache(1, capacity=24), 0
     for count in (7, 1, 3, 1, 12):
         end = start + count
-        got = head.step(hidden[:, start:end], root[:, start:end], cache)
+        got = head.step(hidden[:, start:end], root[:, start:end], [count], cache)
         assert torch.allclose(got.states_NTD[0], want.states_NTD[end - 1], atol=1e-10)
         if kind == "ctc":
             assert torch.allclose(got.blank_NT[0], want.blank_NT[end - 1], atol=1e-10)

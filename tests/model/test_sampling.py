@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
+from lattices import lattice_from_logits
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -14,7 +15,6 @@ from transformers.generation.logits_process import (
 )
 
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, load_base
-from ctcdraft.model.lattice import lattice_from_logits
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.tree import search
 

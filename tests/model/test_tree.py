@@ -3,8 +3,9 @@ import oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lattices import lattice_from_logits
 
-from ctcdraft.model.lattice import Lattice, lattice_from_logits
+from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.tree import search
 
 

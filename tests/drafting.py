@@ -1,0 +1,70 @@
+"""Prompts, random heads and scripted drafts for the tests of the decoder."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+from ctcdraft.model.tree import Tree
+
+HEADS = [HeadConfig(kind=kind, slots=5, width=32, mixer_width=16) for kind in ("ctc", "parallel", "medusa")]
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 40},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.7, "repetition_penalty": 1.2},
+]
+
+
+def prompts(count, seed=0, longest=30):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 260, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def random_head(config, base, seed=0):
+    torch.manual_seed(seed)
+    head = build_head(config, base.hidden_size).to(base.dtype).eval()
+    for p in head.parameters():
+        p.data.add_(torch.randn_like(p) * 0.3)
+    return head
+
+
+def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
+    """A decoder whose tree holds the true continuation among random branches, wrong at one depth."""
+    rng = np.random.default_rng(seed)
+
+    class Scripted(Decoder):
+        def _propose(self, request, lattice, ends):
+            at = len(request.out.tokens)
+            path = truth[at : at + min(6, request.room)]
+            tokens, parents, depths = [], [], []
+            spine = -1
+            for d, token in enumerate(path):
+                for _ in range(2):  # decoys first, so the accepted path is not a prefix of the rows
+                    tokens.append((token + int(rng.integers(1, 250))) % 260)
+                    parents.append(spine)
+                    depths.append(d + 1)
+                tokens.append(token if wrong_at is None or d < wrong_at else (token + 251) % 260)
+                parents.append(spine)
+                depths.append(d + 1)
+                spine = len(tokens) - 1
+            return Tree(
+                np.array(tokens, np.int64),
+                np.array(parents, np.int64),
+                np.array(depths, np.int64),
+                np.ones(len(tokens), np.float32),
+            )
+
+        def _verify(self, batch, drafts):
+            found = super()._verify(batch, drafts)
+            self.check(batch.active, batch.cache)
+            return found
+
+    scripted = Scripted(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 64))
+    scripted.check = lambda active, cache: None
+    return scripted

@@ -1,0 +1,8 @@
+"""Lattices of single anchors, from their logits."""
+
+from ctcdraft.model.lattice import candidates_of
+
+
+def lattice_from_logits(logits_TV, blank_T, top_k):
+    blank_1T = None if blank_T is None else blank_T[None]
+    return candidates_of(logits_TV[None], blank_1T, top_k).lattices()[0]
