@@ -4,7 +4,8 @@ python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [-
 
 Base and head have random weights, which timing does not mind; acceptance is then set by a script: the head drafts and
 the tree is searched as always, and then some of its nodes are replaced by what the base is known to say next. Plain
-and speculative decoding alternate. "overhead" is what is neither base nor head forward.
+and speculative decoding alternate. "overhead" is what is neither base nor head forward. On a GPU both replay CUDA
+graphs; --eager measures them without.
 """
 
 import argparse
@@ -49,7 +50,7 @@ class Scripted(Decoder):
         return Tree(tokens, parents, depths, tree.psi)
 
 
-def measured(name, nodes, accept, tokens, rounds):
+def measured(name, nodes, accept, tokens, rounds, eager):
     shape = SHAPES[name]
     base = random_base(shape)
     torch.manual_seed(0)
@@ -65,6 +66,8 @@ def measured(name, nodes, accept, tokens, rounds):
     truth = plain.generate(prompt, tokens, eos=[]).tokens
     decoders = {n: Scripted(base, head, DraftConfig(nodes=n), accept) for n in nodes}
     outs = {}
+    for decoder in (plain, *decoders.values()):
+        decoder.graphs &= not eager
 
     def run(n):
         decoders[n].truth = truth
@@ -121,10 +124,15 @@ def main():
     parser.add_argument("--accept", type=float, default=2.5)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     shapes = tqdm(options.shape, desc="decode", leave=False)
-    rows = [r for s in shapes for r in measured(s, options.nodes, options.accept, options.tokens, options.rounds)]
+    rows = [
+        r
+        for s in shapes
+        for r in measured(s, options.nodes, options.accept, options.tokens, options.rounds, options.eager)
+    ]
     told(f"; scripted acceptance of {options.accept} draft tokens", table(rows), rows, options.out)
 
 

@@ -68,3 +68,28 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
     scripted = Scripted(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 64))
     scripted.check = lambda active, cache: None
     return scripted
+
+
+def random_trees(base, truth, seed):
+    """A decoder whose trees have any shape and size, and hold more or less of the truth anywhere in them."""
+    rng = np.random.default_rng(seed)
+
+    class Random(Decoder):
+        def _propose(self, request, lattice, ends):
+            at, room = len(request.out.tokens), min(request.room, 6)
+            tokens, parents, depths = [], [], []
+            taken = set()
+            for _ in range(int(rng.integers(0, 30))):
+                parent = int(rng.integers(-1, len(tokens)))
+                depth = 1 if parent < 0 else depths[parent] + 1
+                right = truth[at + depth - 1] if at + depth <= len(truth) else 5
+                token = right if rng.random() < 0.6 else int(rng.integers(2, 260))
+                if depth <= room and (parent, token) not in taken:
+                    taken.add((parent, token))
+                    tokens.append(token)
+                    parents.append(parent)
+                    depths.append(depth)
+            arrays = (np.array(row, np.int64) for row in (tokens, parents, depths))
+            return Tree(*arrays, np.ones(len(tokens), np.float32))
+
+    return Random(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 32))

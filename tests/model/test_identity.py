@@ -1,0 +1,48 @@
+"""Speculative output is plain output, token for token: hundreds of prompts, trees, budgets and settings."""
+
+import numpy as np
+import pytest
+from bases import write_base
+from drafting import HEADS, prompts, random_head, random_trees
+
+from ctcdraft.model import Decoder, DraftConfig, load_base
+
+PROMPTS = 40
+GREEDY = {"eos": []}
+SAMPLED = [{"temperature": t, "top_p": p, "eos": []} for t, p in ((0.3, 0.95), (0.7, 0.9), (1.0, 0.8))]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def wordy_base(request, tmp_path_factory):
+    """It never ends by itself, so that many tokens are compared."""
+    folder = write_base(tmp_path_factory.mktemp("wordy") / request.param, request.param, eos_token_id=259)
+    return load_base(str(folder), dtype="fp64")
+
+
+@pytest.mark.parametrize("settings", [GREEDY, *SAMPLED], ids=str)
+def test_trees_of_any_shape_change_no_token(wordy_base, settings):
+    """Eager steps and fixed shapes in turn. At a temperature thousands of tokens share the noise of plain sampling."""
+    compared = accepted = 0
+    for number, prompt in enumerate(prompts(PROMPTS, seed=100, longest=40)):
+        plain = Decoder(wordy_base).generate(prompt, 36, seed=number, **settings).tokens
+        decoder = random_trees(wordy_base, plain, number)
+        decoder.graphs = bool(number % 2)
+        out = decoder.generate(prompt, 36, seed=number, **settings)
+        assert out.tokens == plain
+        compared += len(plain)
+        accepted += sum(out.accepted)
+    assert compared == 36 * PROMPTS
+    assert accepted > 0.3 * compared  # right drafts were there to be taken
+
+
+def test_budgets_and_heads_of_any_kind_change_no_token(wordy_base):
+    rng = np.random.default_rng(0)
+    for number, prompt in enumerate(prompts(PROMPTS, seed=200, longest=40)):
+        config = HEADS[number % len(HEADS)]
+        draft = DraftConfig(("tree", "chain")[number % 2], int(rng.integers(1, 70)), int(rng.integers(1, 20)))
+        settings = [GREEDY, *SAMPLED][number % 4]
+        want = Decoder(wordy_base).generate(prompt, 24, seed=number, **settings).tokens
+        got = Decoder(wordy_base, random_head(config, wordy_base, number), draft).generate(
+            prompt, 24, seed=number, **settings
+        )
+        assert got.tokens == want
