@@ -30,6 +30,7 @@ from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.static import StaticDecoder
 from ctcdraft.model.tree import Tree
 
+LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
 PROBE_TOKENS = 64  # context of the steps that budget=auto is measured on
 
 
@@ -168,8 +169,10 @@ class Decoder:
         if not self.graphs or self._static_in_use or len(requests) > 1 or sampling.repetition_penalty != 1.0:
             return None
         if self._static is None or self._static.capacity < capacity:
+            room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
+            room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
             capture = self.base.device.type == "cuda"
-            self._static = StaticDecoder(self.base, self.head, self.draft.top_k, capacity, self._layers, capture)
+            self._static = StaticDecoder(self.base, self.head, self.draft.top_k, room, self._layers, capture)
         self._static_in_use = True
         self._static.clear()
         return Batch(list(requests), self._static.cache, self._static.head_cache, sampling, ends, self._static)

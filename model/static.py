@@ -9,6 +9,7 @@ looked at, V vocabulary, T slots, X candidates, D hidden.
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -157,26 +158,28 @@ class _Shape:
 
     def _captured(self) -> list[Callable[[], None]]:
         """Both halves as CUDA graphs. They move `past` and `root` on and write entries beyond what is committed, so
-        what they changed in being tried out is put back."""
+        what they changed in being tried out is put back. A base that cannot be captured runs them as they are."""
         owner = self.owner
-        before = owner.past.clone(), owner.root.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                owner.past.copy_(before[0])
-                self._verify()
-                self._draft()
-        torch.cuda.current_stream().wait_stream(stream)
-        graphs = []
-        for half in (self._verify, self._draft):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                half()
-            graphs.append(graph.replay)
-        owner.past.copy_(before[0])
-        owner.root.copy_(before[1])
-        return graphs
+        past, root = owner.past.clone(), owner.root.clone()
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    owner.past.copy_(past)
+                    self._verify()
+                    self._draft()
+            torch.cuda.current_stream().wait_stream(stream)
+            return [_graph_of(self._verify), _graph_of(self._draft)]
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            warnings.warn(f"{owner.base.name} is decoded without CUDA graphs: {reason}", stacklevel=2)
+            owner.capture = False
+            return [self._verify, self._draft]
+        finally:
+            owner.cache.at(None)
+            owner.past.copy_(past)
+            owner.root.copy_(root)
 
     def _verify(self) -> None:
         """Forward under the tree mask, choose, accept, compact; the accepted rows stay in the owner's buffers."""
@@ -249,6 +252,13 @@ class _Shape:
         emission_TX, blank_T = numbers[: T * X].reshape(T, X), numbers[T * X :]
         lattice = lattice_of(rest[:X].astype(np.int64), emission_TX, blank_T if len(blank_T) else None)
         return Stepped(path, bonus, lattice, draft_seconds)
+
+
+def _graph_of(half: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        half()
+    return graph.replay
 
 
 class _Marks:
