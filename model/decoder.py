@@ -294,9 +294,7 @@ class Decoder:
                 position_ids=positions_BQ,
                 cache=batch.cache,
             )
-            rows = [hidden_BQD[b, : len(tree) + 1] for b, tree in enumerate(drafts)]
-            logits_XV = self.base.logits(rows[0] if len(rows) == 1 else torch.cat(rows))
-            found = self._walks(active, drafts, logits_XV, batch.sampling)
+            found = self._walks(active, drafts, hidden_BQD, batch.sampling)
         with batch.clock("other"):
             kept = [[0, *(i + 1 for i in path)] for path, _ in found]
             batch.cache.keep(kept)
@@ -316,31 +314,33 @@ class Decoder:
         return found.path, found.bonus
 
     def _walks(
-        self, active: list[Request], drafts: list[Tree], logits_XV: Tensor, sampling: Sampling
+        self, active: list[Request], drafts: list[Tree], hidden_BQD: Tensor, sampling: Sampling
     ) -> list[tuple[list[int], int]]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand."""
-        counts = [len(tree) + 1 for tree in drafts]
-        found = []
+        rows = [hidden_BQD[b, : len(tree) + 1] for b, tree in enumerate(drafts)]
+        if self.lazy:  # a row's logits cost a pass over the LM head, and a sample a sort: only where the walk comes by
+            walks = zip(active, drafts, rows, strict=True)
+            return [self._lazy_walk(request, tree, rows_RD, sampling) for request, tree, rows_RD in walks]
+        logits_XV = self.base.logits(torch.cat(rows))  # asking row by row would wait for the device each time
         if sampling.is_plain_argmax:
-            targets_X = logits_XV.argmax(dim=-1).cpu().numpy()
-            for tree, targets in zip(drafts, np.split(targets_X, np.cumsum(counts)[:-1]), strict=True):
-                path = tree.walk(targets)
-                found.append((path, int(targets[path[-1] + 1 if path else 0])))
-            return found
-        for request, tree, logits_RV in zip(active, drafts, logits_XV.split(counts), strict=True):
-            if self.lazy:  # choosing costs a sort each: only where the walk comes by
-                found.append(self._lazy_walk(request, tree, logits_RV, sampling))
-            else:  # asking row by row would wait for the device each time
-                targets = np.array(self._choose(request, tree, logits_RV, range(len(tree) + 1), sampling))
-                path = tree.walk(targets)
-                found.append((path, int(targets[path[-1] + 1 if path else 0])))
+            chosen = logits_XV.argmax(dim=-1).tolist()
+        else:
+            each = zip(active, drafts, logits_XV.split([len(row) for row in rows]), strict=True)
+            chosen = [t for r, tree, z in each for t in self._choose(r, tree, z, range(len(tree) + 1), sampling)]
+        found, start = [], 0
+        for tree in drafts:
+            targets = np.array(chosen[start : start + len(tree) + 1])
+            path = tree.walk(targets)
+            found.append((path, int(targets[path[-1] + 1 if path else 0])))
+            start += len(targets)
         return found
 
-    def _lazy_walk(self, request: Request, tree: Tree, logits_RV: Tensor, sampling: Sampling) -> tuple[list[int], int]:
+    def _lazy_walk(self, request: Request, tree: Tree, hidden_RD: Tensor, sampling: Sampling) -> tuple[list[int], int]:
         path: list[int] = []
         while True:
             at = path[-1] if path else -1
-            target = self._choose(request, tree, logits_RV[at + 1 : at + 2], [at + 1], sampling)[0]
+            logits_1V = self.base.logits(hidden_RD[at + 1 : at + 2])
+            target = self._choose(request, tree, logits_1V, [at + 1], sampling)[0]
             children = np.flatnonzero((tree.parents == at) & (tree.tokens == target))
             if not len(children):
                 return path, target
