@@ -64,7 +64,7 @@ def one_process(workplace):
 
 
 def torchrun(ranks):
-    return (str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", "29611")
+    return (str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--standalone")
 
 
 def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
