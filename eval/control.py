@@ -56,17 +56,18 @@ class Divergence:
 
 @dataclass
 class Flips:
-    """Positions at which the shape alone, with no draft anywhere, changed the base's choice."""
+    """Positions at which the shape alone, with no draft anywhere, changed the base's choice, and the answers (turns)
+    that hold one. near: positions whose best two lie within the bound, where a wrong token could hide."""
 
     positions: int = 0
+    near: int = 0
     flips: int = 0
     turns: int = 0
     largest_gap: float = 0.0
 
     def add(self, other: "Flips") -> None:
-        self.positions += other.positions
-        self.flips += other.flips
-        self.turns += other.turns
+        for key in ("positions", "near", "flips", "turns"):
+            setattr(self, key, getattr(self, key) + getattr(other, key))
         self.largest_gap = max(self.largest_gap, other.largest_gap)
 
 
@@ -82,10 +83,10 @@ class Control:
         found = Flips(len(tokens))
         for i, logits_V in enumerate(forced_logits(self.base, prompt, tokens, self.width)):
             scores_V = scores(logits_V, setting, len(prompt) + i)
-            gap = float(scores_V.max() - scores_V[tokens[i]])
+            found.near += _top2_gap(scores_V) <= bound_of(logits_V)
             if int(scores_V.argmax()) != tokens[i]:
                 found.flips, found.turns = found.flips + 1, 1
-                found.largest_gap = max(found.largest_gap, gap)
+                found.largest_gap = max(found.largest_gap, float(scores_V.max() - scores_V[tokens[i]]))
         return found
 
     def explain(

@@ -60,7 +60,7 @@ def _bars(
     tilt = {"rotation": 30, "ha": "right"} if max(map(len, names), default=0) > 3 else {}
     axes.set_xticks(range(len(names)), names, **tilt)
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(fontsize=8, framealpha=0.9, edgecolor="none")
 
 
 def _save(figure: Any, axes: Any, path: Path) -> Path:

@@ -63,10 +63,14 @@ def _identity(temperature: float) -> str:
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
     head = results["head"]
-    share = results["time_share"]
+    blocks = {f"temperature {block['temperature']:g}": block for block in blocks_of(results)}
     categories = [
-        (name, group["questions"], _tau(group), _speedup(group)) for name, group in results["per_category"].items()
+        (name, label.split()[1], group["questions"], _tau(group), _speedup(group))
+        for name in results["per_category"]
+        for label, block in blocks.items()
+        for group in [block["per_category"][name]]
     ]
+    shares = [(label, *(f"{v:.1%}" for v in block["time_share"].values())) for label, block in blocks.items()]
     lines = [
         f"# {results['bench']}: `{head['kind']}` on {results['base']['name']}",
         "",
@@ -79,7 +83,7 @@ def report(results: dict[str, Any]) -> str:
         *_temperatures(results),
         "## By category",
         "",
-        markdown_table(("category", "questions", "tokens per step, 95%", "speedup, 95%"), categories),
+        markdown_table(("category", "temperature", "questions", "tokens per step", "speedup"), categories),
         "",
         "![by category](by_category.png)",
         "",
@@ -87,7 +91,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         "Share of steps that accept at least so many draft tokens.",
         "",
-        _depths({f"temperature {block['temperature']:g}": block for block in blocks_of(results)}),
+        _depths(blocks),
         "",
         "![accepted by depth](accepted_by_depth.png)",
         "",
@@ -100,7 +104,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         "## Time",
         "",
-        markdown_table(tuple(share), [[f"{value:.1%}" for value in share.values()]]),
+        markdown_table(("", *results["time_share"]), shares),
         "",
     ]
     return "\n".join(lines + _exceptions(results))
@@ -141,9 +145,9 @@ def head_rows(block: dict[str, Any]) -> list[dict[str, str]]:
         row = {
             "head": label,
             "tokens per step": _tau(head),
-            "difference in them": change.get("tokens_per_step", ""),
+            "tokens per step, difference": change.get("tokens_per_step", ""),
             "speedup": _speedup(head),
-            "difference in it": change.get("speedup", ""),
+            "speedup, difference": change.get("speedup", ""),
             "identical to plain": f"{same['identical']} of {same['compared']}",
         }
         if same["beyond_bound"]:
@@ -233,5 +237,6 @@ def _control(block: dict[str, Any], flips: dict[str, Any]) -> str:
         f"Control at temperature {block['temperature']:g}: over plain decoding's own {flips['positions']} tokens the "
         f"shape alone changes the base's choice {flips['flips']} times, in {flips['turns']} of {same['compared']} "
         f"answers, at gaps up to {flips['largest_gap']:.2e}; speculative decoding differs in "
-        f"{len(same['divergences'])}."
+        f"{len(same['divergences'])}. The best two lie within the bound at {flips['near']} of the positions: elsewhere "
+        "a wrong token cannot pass for rounding."
     )

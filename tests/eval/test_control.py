@@ -60,6 +60,14 @@ def test_in_float64_no_shape_changes_a_choice_and_a_wrong_token_shows(exact):
     assert found.largest_gap == pytest.approx(float(logits_V.max() - logits_V[wrong]))
 
 
+def test_positions_where_a_wrong_token_could_hide_are_counted(rough):
+    tokens = plain(rough, GREEDY)
+    gaps = [(logits.topk(2).values.double(), bound_of(logits)) for logits in forced_logits(rough, PROMPT, tokens, 1)]
+    want = sum(float(best - second) <= bound for (best, second), bound in gaps)
+    assert 0 < want < 40
+    assert Control(rough, 1).flips(PROMPT, tokens, GREEDY).near == want
+
+
 def test_the_bound_is_eight_spacings_of_the_largest_logit():
     logits = torch.tensor([-18.25, 3.0, 7.5])
     assert bound_of(logits.bfloat16()) == 8 * 2.0**-3  # between 16 and 32 bf16 has steps of 1/8

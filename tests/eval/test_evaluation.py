@@ -285,6 +285,16 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
     assert "BEYOND" in text
 
 
+def test_below_float32_the_report_has_the_control(chat_base, head_folder, questions, tmp_path):
+    bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=8)
+    base = load_base(chat_base.path, "bf16")
+    results = evaluate(base, head_folder, DRAFT, bench, tmp_path / "e", data_folder=None, seed=0)
+    assert results["rounding_bound"] == "8 spacings of bfloat16 at the largest logit"
+    control = results["identical"]["same_shape"]
+    assert control["positions"] == results["tokens"] == 32
+    assert "Control at temperature 0: over plain decoding's own 32 tokens" in report(results)
+
+
 def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
     base = chat_base
     prompt = tuple(base.tokenizer("abc").input_ids)
