@@ -17,7 +17,7 @@ from ctcdraft.model.sampling import Sampling
 
 KINDS = ("heldout", "embedded", "mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
-FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al. 2021, section 2.1
+FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Shape suffixes: V vocabulary, Q rows of a forward, K cached and new entries.
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,8 +98,7 @@ class Control:
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(told)))
         other = drafted[at] if at < min(len(drafted), len(told)) else None
         upto = [*told[:at], 0]  # the last one is not looked at
-        plain_V = list(forced_logits(self.base, prompt, upto, 1))[-1]
-        wide_V = list(forced_logits(self.base, prompt, upto, self.width))[-1]
+        plain_V, wide_V = (_last(forced_logits(self.base, prompt, upto, width)) for width in (1, self.width))
         position = len(prompt) + at
         scores_V = scores(plain_V, setting, position)
         return Divergence(
@@ -180,6 +180,10 @@ def _causal(base: Base, width: int, past: int) -> Tensor:
     """An additive mask [1, 1, Q, K]."""
     blocked_QK = torch.full((width, past + width), torch.finfo(base.dtype).min, dtype=base.dtype, device=base.device)
     return blocked_QK.triu(past + 1)[None, None]
+
+
+def _last(logits: Iterator[Tensor]) -> Tensor:
+    return deque(logits, maxlen=1)[0]
 
 
 def _top2_gap(scores_V: Tensor) -> float:

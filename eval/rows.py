@@ -17,6 +17,7 @@ FIELDS = {
     "gsm8k": ("question", "messages", "turns"),
     "humaneval": ("prompt", "turns"),
 }
+ONE_TURN = ("gsm8k", "humaneval")
 HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -54,6 +55,8 @@ def user_turns(kind: str, row: Any) -> tuple[str, ...]:
     turns = [found] if isinstance(found, str) else found
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise RowError(f"no text under {' or '.join(repr(key) for key in fields)}")
+    if kind in ONE_TURN and len(turns) > 1:
+        raise RowError(f"{len(turns)} turns, where {kind} asks one question")
     return tuple(turns)
 
 

@@ -10,6 +10,7 @@ Results go to runs/<name>/eval/<bench>/, of several heads to eval/<bench>-heads/
 from dataclasses import asdict
 from pathlib import Path
 
+from ctcdraft.data.records import check_source
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.evaluation import Evaluated, evaluate_run, evaluate_several, figures_of, plots_of, tables_of
@@ -18,6 +19,7 @@ from ctcdraft.train.log import log_evaluation
 
 
 def main(config: EvalEntry) -> int:
+    check_source("bench.path", config.bench.path)
     found = evaluate_several(config) if config.heads else evaluate_one(config)
     if not found.reused:
         name = f"{found.folder.parent.parent.name}-{found.folder.name}"

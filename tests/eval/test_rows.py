@@ -123,6 +123,7 @@ def test_no_hub_is_one_sentence(chat_base, monkeypatch):
         ("gsm8k", '{"messages": []}', "row 0: no text under"),
         ("gsm8k", '{"messages": [{"role": "system", "content": "x"}]}', "row 0: no text under"),
         ("humaneval", '{"task_id": "x", "prompt": " "}', "row 0: no text under 'prompt' or 'turns'"),
+        ("gsm8k", '{"turns": ["a", "b"]}', "row 0: 2 turns, where gsm8k asks one question"),
         ("spec_bench", '{"turns": ["a"]}\n[1]', "row 1: no text under 'turns'"),
     ],
 )
