@@ -39,7 +39,7 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
         (_identity(results["temperature"]), verdict(results)),
     ]
     for block in results["other_temperatures"]:
-        value = f"{_tau(block)} tokens per step, {_speedup(block)}, {_identity(block['temperature'])}: {verdict(block)}"
+        value = f"{_tau(block)} tokens per step, {_speedup(block)}, identical: {verdict(block)}"
         rows.append((f"temperature {block['temperature']:g}", value))
     return rows
 

@@ -124,6 +124,18 @@ def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dt
     assert Evaluated(honest, questions, False).exit_code == 0
 
 
+def test_samples_of_another_seed_are_seen(chat_base, questions):
+    config = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=12, temperatures=[0.0, 1.0], seeds=1)
+    other = Decoder(chat_base)
+    honest = other.generate
+    other.generate = lambda prompt, limit, seed=0, **settings: honest(prompt, limit, seed=seed + 1, **settings)
+    results = measured(run(chat_base, {"": other}, load_questions(config, chat_base, None, 0), config)[""], 0)
+    assert results["identical"]["divergences"] == []  # greedy decoding knows no seed
+    (warm,) = results["other_temperatures"]
+    assert warm["identical"]["identical"] == 0
+    assert Evaluated(results, questions, False).exit_code == 1
+
+
 def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, questions):
     config = BenchConfig("mt_bench", questions, max_new_tokens=12)
     broken = Decoder(chat_base)
