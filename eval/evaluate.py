@@ -18,6 +18,7 @@ from ctcdraft.eval.place import digest_of, put
 from ctcdraft.eval.plots import draw, draw_heads
 from ctcdraft.eval.report import heads_report, report
 from ctcdraft.eval.results import measured
+from ctcdraft.eval.rows import questions_hash
 from ctcdraft.eval.run import Answered, generate_rate, run
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
@@ -127,6 +128,7 @@ def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> di
         "bench": bench.kind,
         "bench_path": bench.path,
         "bench_options": asdict(bench),
+        "bench_hash": questions_hash(bench.path),
         "base": base.identity,
         "decoder": asdict(draft),
         "seed": seed,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ctcdraft.data.records import RowError, check_source, read_rows
+from ctcdraft.data.records import RowError, check_source, read_rows, source_hash
 
 FIELDS = {
     "mt_bench": ("turns", "prompt"),
@@ -26,10 +26,16 @@ def benchmark_rows(kind: str, path: str) -> Iterator[Any]:
     """Raw rows of local files (JSON, JSONL, .gz of them, globs), or of a Hub dataset's test split (its only split where
     there is no test). Raises ValueError, in one sentence, where neither is there."""
     check_source("bench.path", path)
-    if any(Path(file).is_file() for file in glob.glob(str(Path(path).expanduser()))):
-        yield from read_rows(path)
-    else:
-        yield from _hub_rows(kind, path)
+    yield from read_rows(path) if _is_local(path) else _hub_rows(kind, path)
+
+
+def questions_hash(path: str | None) -> str | None:
+    """Of the files that `path` names; a Hub dataset's name stands for itself."""
+    return source_hash(path) if path and _is_local(path) else path
+
+
+def _is_local(path: str) -> bool:
+    return any(Path(file).is_file() for file in glob.glob(str(Path(path).expanduser())))
 
 
 def _hub_rows(kind: str, name: str) -> Iterator[Any]:

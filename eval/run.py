@@ -98,8 +98,9 @@ def _warm_up(base: Base, sides: Sequence[Decoder], questions: Sequence[Question]
     for number in range(config.warmups):
         prompt = next(questions[number % len(questions)].prompts(base))
         if len(prompt) < base.context_length:
+            temperature = config.temperatures[number % len(config.temperatures)]
             for decoder in sides:
-                decoder.generate(prompt, min(32, config.max_new_tokens))
+                decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
 
 
 def _answer(

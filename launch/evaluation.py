@@ -11,8 +11,8 @@ from ctcdraft.eval.place import take
 from ctcdraft.eval.report import head_rows, headline, heads_table, markdown_table
 from ctcdraft.eval.results import blocks_of
 from ctcdraft.launch.schema import EvalEntry, TrainEntry
-from ctcdraft.launch.stages import find_run, run_base, run_paths
-from ctcdraft.model.base import Base, load_base
+from ctcdraft.launch.stages import find_run, other_base, run_base, run_paths
+from ctcdraft.model.base import Base
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,8 @@ def chosen_heads(config: EvalEntry) -> tuple[Base, dict[str, Path], Path | None]
         raise ValueError(
             "bench=heldout is for runs on the same data, which keep the same questions from training: choose another"
         )
-    if runs:
-        base = run_base(runs[0], config.base.path, config.base.dtype)
-    elif config.base.path is None:
-        raise ValueError("heads=[<folder>,...] needs base.path=<the model they were trained on>")
-    else:
-        base = load_base(config.base.path, config.base.dtype or "fp32", template=config.base.template)
+    own = config.base
+    base = run_base(runs[0], own.path, own.dtype) if runs else other_base(own, "heads=[<folder>,...]")
     return base, heads, Path(data.pop()) if data else None
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from ctcdraft.data.records import check_source
 from ctcdraft.data.store import read_manifest, read_object
-from ctcdraft.launch.schema import BaseConfig, HeadChoice, TrainEntry
+from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
 from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
@@ -178,10 +178,14 @@ def chosen_head(choice: HeadChoice) -> tuple[Base, Path, Path | None]:
     if choice.head.path is None:
         run = find_run(choice.name, choice.runs_dir)
         return run_base(run, choice.base.path, choice.base.dtype), run / "head", run
-    if choice.base.path is None:
-        raise ValueError("head.path needs base.path=<the model it was trained on>")
-    base = load_base(choice.base.path, choice.base.dtype or "fp32", template=choice.base.template)
-    return base, Path(choice.head.path), None
+    return other_base(choice.base, "head.path"), Path(choice.head.path), None
+
+
+def other_base(choice: BasePath, option: str) -> Base:
+    """The base of a head that comes without a run, which `option` named."""
+    if choice.path is None:
+        raise ValueError(f"{option} needs base.path=<the model it was trained on>")
+    return load_base(choice.path, choice.dtype or "fp32", template=choice.template)
 
 
 def _recorded(folder: Path) -> dict[str, Any]:

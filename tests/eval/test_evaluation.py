@@ -89,6 +89,10 @@ def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(chat_base, 
     assert known(DRAFT) == first  # and is the latest again
     assert json.loads((folder / "results.json").read_text()) == first
     assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{second['setting']}"}
+    changed = tmp_path / "questions.jsonl"
+    changed.write_text(json.dumps({"turns": ["another question"]}))
+    assert str(changed) == questions
+    assert known(DRAFT) is None
 
 
 def shifting(base, place=3):
