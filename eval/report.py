@@ -32,9 +32,10 @@ def verdict(block: dict[str, Any]) -> str:
 def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures of a run in a few rows (name, value)."""
     rate = results["tokens_per_second"]
+    kept = results["speedup"]["ratio_of_means"] / results["tokens_per_step"]
     rows = [
         ("tokens per step", f"{_tau(results)} (plain = 1.00)"),
-        ("speedup", f"{_speedup(results)} over plain decoding"),
+        ("speedup", f"{_speedup(results)} over plain decoding; {kept:.2f} of the tokens per step"),
         ("tokens per second", f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})"),
         (_identity(results["temperature"]), verdict(results)),
     ]

@@ -9,7 +9,7 @@ from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
 from ctcdraft.eval.evaluate import evaluate, setting_of
 from ctcdraft.eval.place import take
-from ctcdraft.eval.report import report
+from ctcdraft.eval.report import headline, report
 from ctcdraft.eval.results import aggregate, measured
 from ctcdraft.eval.run import Answered, run
 from ctcdraft.launch.evaluation import Evaluated
@@ -179,6 +179,8 @@ def test_figures_are_what_their_names_say():
     assert results["tokens_per_step_mean_over_questions"] == 3.0
     assert results["tokens_per_second"] == {"speculative": 16.0, "vanilla": 6.25}
     assert results["speedup"]["ratio_of_means"] == 16 / 6.25
+    rows = dict(headline({**results, "temperature": 0.0, "other_temperatures": []}))
+    assert rows["speedup"].endswith("over plain decoding; 0.85 of the tokens per step")  # 2.56 / 3
     assert results["accepted_by_depth"] == [0.9, 0.6, 0.5]
     assert results["calibration"]["expected"] == 2.0
     assert results["calibration"]["accepted"] == 2.0
