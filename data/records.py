@@ -1,12 +1,14 @@
 """Rows of a data file -> conversations or texts; a row that cannot be used is a RowError with the reason.
 
 Forms: a JSON list or JSONL of ShareGPT rows (`conversations` with `from`/`value`), of `messages` (`role`/
-`content`), of strings, of `{"text": ...}`. Local files and globs, or the name of a dataset on the Hub.
+`content`), of strings, of `{"text": ...}`. Local files (also .gz) and globs, or the name of a dataset on the Hub.
 """
 
 import glob
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,9 +147,11 @@ def _encodable(text: str, where: str) -> str:
 
 def _read_file(file: Path) -> Iterator[Any]:
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 at byte {error.start}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: damaged ({error})") from error
     if not text.strip():
         raise ValueError(f"{file}: the file is empty")
     if text.lstrip()[0] == "[":

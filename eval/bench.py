@@ -1,25 +1,39 @@
-"""Questions to decode: two-turn chats in MT-Bench's format, or prompts cut from texts."""
+"""Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ctcdraft.data import embedded
 from ctcdraft.data.prompts import cut_prompts
-from ctcdraft.data.records import RowError, read_rows, text_of
+from ctcdraft.data.records import RowError, text_of
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import prompt_ids
+from ctcdraft.eval.rows import benchmark_rows, category_of, row_id, user_turns
 from ctcdraft.model.base import Base, warn_if_plain
+from ctcdraft.model.sampling import Sampling
 
-KINDS = ("heldout", "embedded", "mt_bench", "text")
+KINDS = ("heldout", "embedded", "mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
+NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
+FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How tokens are chosen: greedily (temperature 0) or sampled with the noise of a seed."""
+
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """kind: `heldout` (what the run's data keeps from training), `embedded`, `mt_bench`, `text`.
+    """kind: one of KINDS; `heldout` is what the run's data keeps from training.
 
-    questions: at most so many; prompt_tokens: [shortest, longest] prompt cut from a text.
+    questions: at most so many (None: all); prompt_tokens: [shortest, longest] prompt cut from a text. Every question is
+    decoded at each of `temperatures`: once where that is 0, with `seeds` seeds where it is above.
     """
 
     kind: str = "heldout"
@@ -28,11 +42,13 @@ class BenchConfig:
     prompt_tokens: list[int] = field(default_factory=lambda: [32, 140])
     max_new_tokens: int = 128
     warmups: int = 3
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    seeds: int = 3
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"bench.kind={self.kind!r} is unknown: choose one of {KINDS}")
-        if self.kind in ("mt_bench", "text") and self.path is None:
+        if self.kind in NEED_PATH and self.path is None:
             raise ValueError(f"bench={self.kind} needs bench.path=<file>")
         if self.max_new_tokens < 1 or (self.questions is not None and self.questions < 1):
             raise ValueError("bench.max_new_tokens and bench.questions must be at least 1")
@@ -40,16 +56,27 @@ class BenchConfig:
             raise ValueError(f"bench.warmups={self.warmups} must not be negative")
         if len(self.prompt_tokens) != 2 or not 1 <= self.prompt_tokens[0] <= self.prompt_tokens[1]:
             raise ValueError(f"bench.prompt_tokens={self.prompt_tokens}: give [shortest, longest], 1 or more")
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"bench.temperatures={self.temperatures}: give one or more, each once")
+        for temperature in self.temperatures:
+            Sampling(temperature)
+        if self.seeds < 1:
+            raise ValueError(f"bench.seeds={self.seeds} must be at least 1")
+
+    def settings(self, seed: int) -> list[Setting]:
+        """How each question is decoded; the first temperature is the one that results.json leads with."""
+        return [Setting(t, seed + i) for t in self.temperatures for i in range(self.seeds if t else 1)]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Either user turns to be answered in order, or one prompt of tokens."""
+    """Either user turns to be answered in order, or one prompt of tokens; `stop` are strings that end an answer."""
 
     id: str
     category: str
     turns: tuple[str, ...] = ()
     prompt: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def prompts(self, base: Base) -> Generator[list[int], list[int], None]:
         """Token prompts, one per turn. Send each turn's answer (tokens) back in before the next."""
@@ -70,15 +97,17 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
         if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
             raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
         rows: list[Any] = read_jsonl(data_folder / "heldout.jsonl")
+    elif config.path is None:
+        rows = list(embedded.questions())
     else:
-        rows = embedded.questions() if config.path is None else list(read_rows(config.path))
+        rows = list(islice(benchmark_rows(config.kind, config.path), config.questions))
     rows = rows[: config.questions]
-    textual = config.kind == "text" or (config.kind == "heldout" and bool(rows) and "text" in rows[0])
-    if textual:
+    if config.kind == "text" or (config.kind == "heldout" and bool(rows) and "text" in rows[0]):
         questions = list(_cut(config, base, rows, seed))
     else:
-        warn_if_plain(base)
-        questions = [_chat(config, row, i) for i, row in enumerate(rows)]
+        questions = [_asked(config, base, row, number) for number, row in enumerate(rows)]
+        if any(question.turns for question in questions):
+            warn_if_plain(base)
     if not questions:
         raise ValueError(f"bench={config.kind}: no question is left to decode (of {len(rows)} rows)")
     return questions
@@ -98,8 +127,12 @@ def _cut(config: BenchConfig, base: Base, rows: list[Any], seed: int) -> Iterato
             yield Question(text.id, "text", prompt=tuple(ids))
 
 
-def _chat(config: BenchConfig, row: Any, number: int) -> Question:
-    turns = row.get("turns") if isinstance(row, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise ValueError(f"bench.path={config.path}: row {number} has no list of 'turns'")
-    return Question(str(row.get("question_id", number)), str(row.get("category", "chat")), tuple(turns))
+def _asked(config: BenchConfig, base: Base, row: Any, number: int) -> Question:
+    try:
+        turns = user_turns(config.kind, row)
+    except RowError as error:
+        raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
+    name, category = row_id(row, number), category_of(config.kind, row)
+    if config.kind == "humaneval" and base.plain_template:  # no chat model: the code itself is to be continued
+        return Question(name, category, prompt=tuple(base.tokenizer(turns[0]).input_ids), stop=FUNCTION_ENDS)
+    return Question(name, category, turns)

@@ -1,8 +1,8 @@
-"""One evaluation: questions in, eval/<bench>/ out (results.json last, and all of it or nothing)."""
+"""One evaluation: questions in, eval/<bench>/ out, for one head or for several side by side."""
 
 import json
 import platform
-import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -10,15 +10,21 @@ from typing import Any
 
 import torch
 
-from ctcdraft.data.store import read_object, write_jsonl
+from ctcdraft.data.store import write_jsonl
 from ctcdraft.eval.bench import BenchConfig, load_questions
-from ctcdraft.eval.plots import draw
-from ctcdraft.eval.report import report
-from ctcdraft.eval.results import aggregate
+from ctcdraft.eval.compare import compared
+from ctcdraft.eval.control import bound_in_words
+from ctcdraft.eval.place import digest_of, put
+from ctcdraft.eval.plots import draw, draw_heads
+from ctcdraft.eval.report import heads_report, report
+from ctcdraft.eval.results import measured
+from ctcdraft.eval.rows import questions_hash
 from ctcdraft.eval.run import Answered, generate_rate, run
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.export import load_head, read_config, replace_folder
+from ctcdraft.model.export import load_head, read_config
+
+Measured = tuple[dict[str, Any], Sequence[Answered]]
 
 
 def evaluate(
@@ -33,58 +39,112 @@ def evaluate(
 ) -> dict[str, Any]:
     """Decode the benchmark with an exported head, write results.json, report.md, plots and answers.jsonl
     into `folder`, and return the results. Raises ValueError as its parts do; nothing is written then."""
-    head = load_head(head_folder, base)
-    questions = load_questions(bench, base, data_folder, seed)
-    answers = run(base, Decoder(base, head, draft), questions, bench)
-    results = {
-        **_setting(base, head_folder, draft, bench, seed),
-        **aggregate(answers, seed),
+    ((results, answers),) = _measure(base, {"": head_folder}, draft, bench, data_folder, seed).values()
+    put(folder, lambda fresh: _write(fresh, results, answers))
+    return results
+
+
+def evaluate_heads(
+    base: Base,
+    head_folders: Mapping[str, Path],
+    draft: DraftConfig,
+    bench: BenchConfig,
+    folder: Path,
+    *,
+    data_folder: Path | None,
+    seed: int,
+) -> dict[str, Any]:
+    """Decode every question with each of the heads, interleaved. `folder` gets the comparison (results.json, report.md,
+    heads.png) and, under each head's label, what `evaluate` writes. Returns the comparison, `per_head` the results of
+    each. Raises ValueError as its parts do, and nothing is written then."""
+    found = _measure(base, head_folders, draft, bench, data_folder, seed)
+    per_head = {label: results for label, (results, _) in found.items()}
+    setting = heads_setting_of(base, head_folders, draft, bench, seed)
+    answers = {label: answers for label, (_, answers) in found.items()}
+    comparison = {
+        "setting": digest_of(setting),
+        **setting,
+        "questions": next(iter(per_head.values()))["questions"],
+        "temperatures": compared(per_head, answers, seed),
     }
-    results["tokens_per_second"]["generate"] = generate_rate(base, questions, bench)
-    fresh = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+
+    def fill(fresh: Path) -> None:
+        for label, (results, head_answers) in found.items():
+            (fresh / label).mkdir()
+            _write(fresh / label, results, head_answers)
+        (fresh / "report.md").write_text(heads_report(comparison))
+        draw_heads(comparison, fresh)
+        (fresh / "results.json").write_text(json.dumps(comparison, indent=2) + "\n")
+
+    put(folder, fill)
+    return comparison
+
+
+def setting_of(base: Base, head_folder: Path, draft: DraftConfig, bench: BenchConfig, seed: int) -> dict[str, Any]:
+    """The fields of results.json that say what is measured, and on what."""
+    return {**_common(base, draft, bench, seed), "head": _head(head_folder)}
+
+
+def heads_setting_of(
+    base: Base, head_folders: Mapping[str, Path], draft: DraftConfig, bench: BenchConfig, seed: int
+) -> dict[str, Any]:
+    return {
+        **_common(base, draft, bench, seed),
+        "heads": {label: _head(folder) for label, folder in head_folders.items()},
+    }
+
+
+def _measure(
+    base: Base,
+    head_folders: Mapping[str, Path],
+    draft: DraftConfig,
+    bench: BenchConfig,
+    data_folder: Path | None,
+    seed: int,
+) -> dict[str, Measured]:
+    """Per head its results and answers."""
+    decoders = {label: Decoder(base, load_head(folder, base), draft) for label, folder in head_folders.items()}
+    questions = load_questions(bench, base, data_folder, seed)
+    answers = run(base, decoders, questions, bench, seed)
+    rate = generate_rate(base, questions, bench)
+    found: dict[str, Measured] = {}
+    for label, folder in head_folders.items():
+        setting = setting_of(base, folder, draft, bench, seed)
+        results = {"setting": digest_of(setting), **setting, **measured(answers[label], seed)}
+        results["tokens_per_second"]["generate"] = rate
+        found[label] = results, answers[label]
+    return found
+
+
+def _write(fresh: Path, results: dict[str, Any], answers: Sequence[Answered]) -> None:
     write_jsonl(fresh / "answers.jsonl", (_row(answer) for answer in answers))
     (fresh / "report.md").write_text(report(results))
     draw(results, fresh)
     (fresh / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    replace_folder(fresh, folder)
-    return results
 
 
-def reusable(
-    folder: Path, base: Base, head_folder: Path, draft: DraftConfig, bench: BenchConfig, seed: int
-) -> dict[str, Any] | None:
-    """Results of the very same evaluation (head, draft, bench, seed), if they are there."""
-    path = folder / "results.json"
-    if not path.is_file():
-        return None
-    try:
-        found = read_object(path)
-    except ValueError:
-        return None
-    setting = json.loads(json.dumps(_setting(base, head_folder, draft, bench, seed)))
-    return found if all(found.get(key) == value for key, value in setting.items()) else None
-
-
-def _setting(base: Base, head_folder: Path, draft: DraftConfig, bench: BenchConfig, seed: int) -> dict[str, Any]:
-    config = read_config(head_folder)
+def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> dict[str, Any]:
     return {
         "bench": bench.kind,
         "bench_path": bench.path,
         "bench_options": asdict(bench),
+        "bench_hash": questions_hash(bench.path),
         "base": base.identity,
-        "head": {**config["head"], "sha256": config["sha256"], "training": config["training"]},
         "decoder": asdict(draft),
-        "temperature": 0.0,
         "seed": seed,
         "max_new_tokens": bench.max_new_tokens,
         "dtype": str(base.dtype).removeprefix("torch."),
+        "rounding_bound": bound_in_words(base.dtype),
         "device": _device(base),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("ctcdraft", "torch", "transformers", "numba")},
         "lossless": True,
     }
+
+
+def _head(folder: Path) -> dict[str, Any]:
+    config = read_config(folder)
+    return {**config["head"], "sha256": config["sha256"], "training": config["training"]}
 
 
 def _device(base: Base) -> str:
@@ -97,9 +157,14 @@ def _row(answer: Answered) -> dict[str, Any]:
     return {
         "question_id": answer.question.id,
         "category": answer.question.category,
+        "temperature": answer.setting.temperature,
+        "seed": answer.setting.seed,
         "answers": answer.texts,
         "tokens": answer.tokens,
         "steps": answer.steps,
+        "tokens_per_step": answer.grown / answer.steps if answer.steps else 1.0,
         "speculative_seconds": answer.speculative_seconds,
         "plain_seconds": answer.plain_seconds,
+        "identical": answer.turns - len(answer.divergences),
+        "turns": answer.turns,
     }

@@ -5,37 +5,28 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from ctcdraft.eval.bench import BenchConfig, Question
+from ctcdraft.eval.bench import BenchConfig, Question, Setting
+from ctcdraft.eval.control import Control, Divergence, Flips
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, Generation
 
-TIE_GAP = 1e-5
 GENERATE_TURNS = 8
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where speculative output first differs from plain; top2_gap: the base's two best logits there."""
-
-    question: str
-    turn: int
-    position: int
-    top2_gap: float
-
-    @property
-    def is_tie(self) -> bool:
-        return self.top2_gap < TIE_GAP
 
 
 @dataclass
 class Answered:
-    """One question: seconds and tokens of both sides over its turns, and what drafting did."""
+    """One question under one setting: seconds and tokens of both sides over its turns, and what drafting did.
+
+    flips: the control below float32, None above.
+    """
 
     question: Question
     turns: int = 0
@@ -50,29 +41,45 @@ class Answered:
     texts: list[str] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
     skipped: str = ""
+    setting: Setting = field(default_factory=Setting)
+    flips: Flips | None = None
 
 
-def run(base: Base, decoder: Decoder, questions: list[Question], config: BenchConfig) -> list[Answered]:
-    """Decode every question both ways. A turn whose prompt leaves no room in the context is skipped, with
-    the reason in `skipped`. Raises ValueError when that leaves nothing."""
+def run(
+    base: Base, heads: Mapping[str, Decoder], questions: Sequence[Question], config: BenchConfig, seed: int = 0
+) -> dict[str, list[Answered]]:
+    """Decode every question plainly and with each of the heads, in each of the benchmark's settings; who goes first
+    rotates. Per head an Answered for each question and setting, question by question.
+
+    A turn whose prompt leaves no room in the context is skipped, with the reason in `skipped`. Raises ValueError when
+    that leaves nothing.
+    """
     plain = Decoder(base)
-    _warm_up(base, (plain, decoder), questions, config)
-    done = [
-        _answer(base, plain, decoder, question, config, speculative_first=bool(number % 2))
-        for number, question in enumerate(tqdm(questions, "decoding", unit="question", mininterval=1))
-    ]
-    if not any(answer.turns for answer in done):
-        raise ValueError(f"no question could be decoded: {done[0].skipped}")
+    sides = [plain, *heads.values()]
+    control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
+    _warm_up(base, sides, questions, config)
+    done: dict[str, list[Answered]] = {label: [] for label in heads}
+    work = list(product(enumerate(questions), enumerate(config.settings(seed))))
+    for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
+        first = (number + place) % len(sides)
+        order = [*sides[first:], *sides[:first]]
+        answers = [Answered(question, setting=setting) for _ in heads]
+        _answer(base, plain, dict(zip(heads.values(), answers, strict=True)), order, control, config)
+        for label, answer in zip(heads, answers, strict=True):
+            done[label].append(answer)
+    if not any(answer.turns for answers in done.values() for answer in answers):
+        raise ValueError(f"no question could be decoded: {answers[0].skipped}")
     return done
 
 
-def generate_rate(base: Base, questions: list[Question], config: BenchConfig) -> float:
-    """Tokens per second of transformers' own `generate` on the first few questions' first turns."""
+def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig) -> float:
+    """Tokens per second of transformers' own `generate`, greedy, on the first few questions' first turns."""
     tokens, seconds = 0, 0.0
     settings = GenerationConfig(
         do_sample=False, eos_token_id=list(base.eos_ids) or None, pad_token_id=(*base.eos_ids, 0)[0]
     )
-    for number, question in enumerate([questions[0], *questions[:GENERATE_TURNS]]):
+    few = [questions[0], *questions[:GENERATE_TURNS]]
+    for number, question in enumerate(tqdm(few, "transformers' generate", unit="question", mininterval=1)):
         prompt = next(question.prompts(base))
         room = min(config.max_new_tokens, base.context_length - len(prompt))
         if room < 1:
@@ -87,47 +94,60 @@ def generate_rate(base: Base, questions: list[Question], config: BenchConfig) ->
     return tokens / seconds if seconds else 0.0
 
 
-def _warm_up(base: Base, decoders: tuple[Decoder, ...], questions: list[Question], config: BenchConfig) -> None:
+def _warm_up(base: Base, sides: Sequence[Decoder], questions: Sequence[Question], config: BenchConfig) -> None:
     for number in range(config.warmups):
         prompt = next(questions[number % len(questions)].prompts(base))
         if len(prompt) < base.context_length:
-            for decoder in decoders:
-                decoder.generate(prompt, min(32, config.max_new_tokens))
+            temperature = config.temperatures[number % len(config.temperatures)]
+            for decoder in sides:
+                decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
 
 
 def _answer(
     base: Base,
     plain: Decoder,
-    decoder: Decoder,
-    question: Question,
+    answers: Mapping[Decoder, Answered],
+    order: Sequence[Decoder],
+    control: Control,
     config: BenchConfig,
-    *,
-    speculative_first: bool,
-) -> Answered:
-    out = Answered(question)
+) -> None:
+    """Fill in the answers of one question under one setting: every turn on top of plain decoding's own answers."""
+    some = next(iter(answers.values()))
+    question, setting = some.question, some.setting
     prompts = question.prompts(base)
     prompt = next(prompts)
     while True:
         if len(prompt) >= base.context_length:
-            out.skipped = f"turn {out.turns + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
-            return out
-        order = (decoder, plain) if speculative_first else (plain, decoder)
-        results = {side: _timed(side, prompt, config.max_new_tokens) for side in order}
-        (drafted, drafted_seconds), (told, told_seconds) = results[decoder], results[plain]
-        _record(out, drafted, drafted_seconds, told_seconds)
-        out.texts.append(base.tokenizer.decode(told.tokens, skip_special_tokens=True))
-        if drafted.tokens != told.tokens:
-            out.divergences.append(_divergence(base, question, out.turns, prompt, drafted, told))
+            for out in answers.values():
+                out.skipped = f"turn {out.turns + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+            return
+        results = {side: _timed(side, prompt, question, setting, config.max_new_tokens) for side in order}
+        told, told_seconds = results[plain]
+        flips = control.flips(prompt, told.tokens, setting) if control.below_float32 else None
+        for decoder, out in answers.items():
+            drafted, seconds = results[decoder]
+            if drafted.tokens != told.tokens:
+                tokens = told.tokens, drafted.tokens
+                out.divergences.append(control.explain(question.id, out.turns, setting, prompt, *tokens))
+            if flips:
+                out.flips = out.flips or Flips()
+                out.flips.add(flips)
+            _record(out, drafted, seconds, told_seconds)
+            out.texts.append(told.text)
         try:
             prompt = prompts.send(told.tokens)
         except StopIteration:
-            return out
+            return
 
 
-def _timed(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> tuple[Generation, float]:
+def _timed(
+    decoder: Decoder, prompt: list[int], question: Question, setting: Setting, max_new_tokens: int
+) -> tuple[Generation, float]:
     _synchronise(decoder.base)
     start = time.perf_counter()
-    generation = decoder.generate(prompt, max_new_tokens)
+    generation = decoder.generate(
+        prompt, max_new_tokens, temperature=setting.temperature, seed=setting.seed, stop=question.stop
+    )
     _synchronise(decoder.base)
     return generation, time.perf_counter() - start
 
@@ -149,13 +169,3 @@ def _record(out: Answered, drafted: Generation, drafted_seconds: float, told_sec
     for part, seconds in drafted.seconds.items():
         out.seconds[part] += seconds
     out.seconds["whole"] += drafted_seconds
-
-
-def _divergence(
-    base: Base, question: Question, turn: int, prompt: list[int], drafted: Generation, told: Generation
-) -> Divergence:
-    pairs = zip(drafted.tokens, told.tokens, strict=False)
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted.tokens), len(told.tokens)))
-    ids = torch.tensor([prompt + told.tokens[:same]], device=base.device)
-    best = base.logits(base.hidden(ids)[:, -1]).float().topk(2).values[0]
-    return Divergence(question.id, turn, same, float(best[0] - best[1]))

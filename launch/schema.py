@@ -94,9 +94,15 @@ class HeadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEntry(HeadChoice):
-    """launch/eval.py (conf/eval.yaml)."""
+    """launch/eval.py (conf/eval.yaml). heads: several, each the name of a run or the folder of an exported head."""
 
     bench: BenchConfig
+    logger: LoggerConfig
+    heads: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.heads and (self.name is not None or self.head.path is not None):
+            raise ValueError("heads=[...] says which heads: leave out name and head.path")
 
 
 @dataclass(frozen=True, kw_only=True)

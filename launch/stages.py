@@ -11,9 +11,7 @@ import yaml
 
 from ctcdraft.data.records import check_source
 from ctcdraft.data.store import read_manifest, read_object
-from ctcdraft.eval.evaluate import evaluate, reusable
-from ctcdraft.eval.report import headline, markdown_table
-from ctcdraft.launch.schema import BaseConfig, EvalEntry, HeadChoice, TrainEntry
+from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
 from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
@@ -180,10 +178,14 @@ def chosen_head(choice: HeadChoice) -> tuple[Base, Path, Path | None]:
     if choice.head.path is None:
         run = find_run(choice.name, choice.runs_dir)
         return run_base(run, choice.base.path, choice.base.dtype), run / "head", run
-    if choice.base.path is None:
-        raise ValueError("head.path needs base.path=<the model it was trained on>")
-    base = load_base(choice.base.path, choice.base.dtype or "fp32", template=choice.base.template)
-    return base, Path(choice.head.path), None
+    return other_base(choice.base, "head.path"), Path(choice.head.path), None
+
+
+def other_base(choice: BasePath, option: str) -> Base:
+    """The base of a head that comes without a run, which `option` named."""
+    if choice.path is None:
+        raise ValueError(f"{option} needs base.path=<the model it was trained on>")
+    return load_base(choice.path, choice.dtype or "fp32", template=choice.template)
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
@@ -245,30 +247,6 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     }
     export_head(head, base, target, training)
     return target
-
-
-def evaluate_run(
-    base: Base, head_folder: Path, config: TrainEntry | EvalEntry, folder: Path, data_folder: Path | None
-) -> tuple[dict[str, Any], bool]:
-    """The results of the configured benchmark and whether they were there already."""
-    known = reusable(folder, base, head_folder, config.draft, config.bench, config.seed)
-    if known is not None:
-        return known, True
-    results = evaluate(base, head_folder, config.draft, config.bench, folder, data_folder=data_folder, seed=config.seed)
-    return results, False
-
-
-def table(results: dict[str, Any], folder: Path, reused: bool) -> str:
-    """The short table that ends a run."""
-    title = f"{results['head']['kind']} on {results['base']['name']}, bench={results['bench']}"
-    rows = [*headline(results), ("lies in", f"{folder}{' (reused)' if reused else ''}")]
-    return f"\n{markdown_table((title, ''), rows)}\n"
-
-
-def exit_code(results: dict[str, Any]) -> int:
-    """1 where greedy output in full precision is not the base's own; 0 otherwise."""
-    exact = results["dtype"] in ("float32", "float64")
-    return 1 if exact and results["identical"]["divergences"] else 0
 
 
 def summarise(folder: Path, config: TrainEntry, state: TrainState, results: dict[str, Any]) -> None:

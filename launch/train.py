@@ -10,6 +10,7 @@ from pathlib import Path
 from ctcdraft.eval.bench import load_questions
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
+from ctcdraft.launch.evaluation import evaluate_run, figures_of, plots_of, tables_of
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState
@@ -57,21 +58,19 @@ def finish(
     """Rank 0 exports and evaluates; the other ranks are done."""
     head_folder = stages.export_best(folder, base)
     eval_folder = folder / "eval" / config.bench.kind
-    results, reused = stages.evaluate_run(base, head_folder, config, eval_folder, data_folder)
-    stages.summarise(folder, config, state, results)
-    if log is None and not reused:  # trained before, evaluated now
+    found = evaluate_run(base, head_folder, config, eval_folder, data_folder)
+    stages.summarise(folder, config, state, found.results)
+    if log is None and not found.reused:  # trained before, evaluated now
         log = RunLog(folder, config.logger, asdict(config), state.step)
     if log:
-        rows = [{"figure": name, "value": value} for name, value in stages.headline(results)]
-        figures = {f"eval/{key}": results[key] for key in ("tokens_per_step", "tokens_per_second", "speedup")}
-        log.summary(figures, sorted(eval_folder.glob("*.png")), rows)
+        log.summary(figures_of(found), plots_of(found), tables_of(found))
         log.close()
-    stages.say(stages.table(results, folder, reused))
+    stages.say(found.table)
     stages.say(
         'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.slots=12"`, the report in '
         f"{eval_folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt data.path=<file>"
     )
-    return stages.exit_code(results)
+    return found.exit_code
 
 
 if __name__ == "__main__":

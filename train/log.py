@@ -5,7 +5,7 @@ import math
 import netrc
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from ctcdraft.train.checkpoint import write_atomically
 
 MODES = ("wandb", "offline", "none")
 INIT_SECONDS = 30
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RunLog:
         self.path = folder / "metrics.jsonl"
         _cut_after(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
-        self.wandb = None if config.mode == "none" else _wandb_run(folder, config, settings)
+        self.wandb = None if config.mode == "none" else _wandb_run(folder, folder.name, config, settings)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One step's figures; the row has `step`."""
@@ -46,22 +47,42 @@ class RunLog:
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
-    def summary(self, figures: Mapping[str, Any], images: list[Path], table: list[dict[str, Any]]) -> None:
-        """The end of a run: final figures, plots, and a table of the evaluation."""
+    def summary(self, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
+        """The end of a run: final figures, plots, and tables of the evaluation."""
         if self.wandb:
-            import wandb
-
-            self.wandb.summary.update(dict(figures))
-            media: dict[str, Any] = {f"plots/{path.stem}": wandb.Image(str(path)) for path in images}
-            if table:
-                columns: list[str | int] = list(table[0])
-                media["eval/table"] = wandb.Table(columns, [[row[str(c)] for c in columns] for row in table])
-            self.wandb.log(media)
+            _summarise(self.wandb, figures, images, tables)
 
     def close(self) -> None:
         self._file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def log_evaluation(
+    folder: Path,
+    name: str,
+    config: LoggerConfig,
+    settings: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    images: Mapping[str, Path],
+    tables: Mapping[str, Rows],
+) -> None:
+    """A W&B run of its own, inside the evaluation's folder, with its figures, plots and tables."""
+    if config.mode != "none":
+        run = _wandb_run(folder, name, config, settings)
+        _summarise(run, figures, images, tables)
+        run.finish()
+
+
+def _summarise(run: Any, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
+    import wandb
+
+    run.summary.update(dict(figures))
+    media: dict[str, Any] = {f"plots/{name}": wandb.Image(str(path)) for name, path in images.items()}
+    for name, rows in tables.items():
+        columns: list[str | int] = list(rows[0])
+        media[name] = wandb.Table(columns, [[row[str(c)] for c in columns] for row in rows])
+    run.log(media)
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -79,7 +100,7 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
+def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
@@ -94,7 +115,7 @@ def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) 
         return wandb.init(
             project=config.project,
             entity=config.entity,
-            name=folder.name,
+            name=name,
             id=id_file.read_text().strip(),
             resume="allow" if mode == "online" else None,
             dir=str(folder),

@@ -1,18 +1,19 @@
 import json
 
-import numpy as np
 import pytest
 import torch
 from bases import write_base
 
 from ctcdraft.eval import run as runner
-from ctcdraft.eval.bench import BenchConfig, Question, load_questions
-from ctcdraft.eval.evaluate import evaluate, reusable
-from ctcdraft.eval.report import report
-from ctcdraft.eval.results import aggregate
-from ctcdraft.eval.run import Answered, Divergence, run
-from ctcdraft.launch.stages import exit_code
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_base
+from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
+from ctcdraft.eval.control import Divergence
+from ctcdraft.eval.evaluate import evaluate, setting_of
+from ctcdraft.eval.place import take
+from ctcdraft.eval.report import headline, report
+from ctcdraft.eval.results import aggregate, measured
+from ctcdraft.eval.run import Answered, run
+from ctcdraft.launch.evaluation import Evaluated
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_base, load_head
 
 DRAFT = DraftConfig("tree", 8)
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -49,7 +50,7 @@ def test_results_hold_every_field_of_the_design(chat_base, head_folder, question
     assert set(fields.split()) <= set(results)
     assert set(results["tokens_per_second"]) >= {"speculative", "vanilla"}
     assert set(results["speedup"]) == {"ratio_of_means", "ci95"}
-    assert results["identical"] == {"compared": 10, "identical": 10, "ties": [], "divergences": []}
+    assert results["identical"] == {"compared": 10, "identical": 10, "divergences": [], "same_shape": None}
     assert set(results["time_share"]) == {"verify", "draft", "tree", "other"}
     assert abs(sum(results["time_share"].values()) - 1) < 1e-9
     assert set(results["per_category"]) == {"cat0", "cat1"}
@@ -70,47 +71,94 @@ def test_the_first_answer_is_fed_back(chat_base):
     assert second[: len(first)] == first
 
 
-def test_the_same_evaluation_is_reused_and_another_is_not(chat_base, head_folder, questions, tmp_path):
+def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
-    folder = tmp_path / "e"
-    results = evaluate(chat_base, head_folder, DRAFT, bench, folder, data_folder=None, seed=0)
-    assert reusable(folder, chat_base, head_folder, DRAFT, bench, 0) == results
-    assert reusable(folder, chat_base, head_folder, DraftConfig("chain", 4), bench, 0) is None
-    assert reusable(folder, chat_base, head_folder, DRAFT, bench, 1) is None
+    folder = tmp_path / "eval" / "mt_bench"
+    chain = DraftConfig("chain", 4)
+
+    def known(draft, seed=0):
+        return take(folder, setting_of(chat_base, head_folder, draft, bench, seed))
+
+    first = evaluate(chat_base, head_folder, DRAFT, bench, folder, data_folder=None, seed=0)
+    assert known(DRAFT) == first
+    assert known(chain) is None
+    assert known(DRAFT, seed=1) is None
+    second = evaluate(chat_base, head_folder, chain, bench, folder, data_folder=None, seed=0)
+    assert json.loads((folder / "results.json").read_text()) == second
+    assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{first['setting']}"}
+    assert known(DRAFT) == first  # and is the latest again
+    assert json.loads((folder / "results.json").read_text()) == first
+    assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{second['setting']}"}
+    changed = tmp_path / "questions.jsonl"
+    changed.write_text(json.dumps({"turns": ["another question"]}))
+    assert str(changed) == questions
+    assert known(DRAFT) is None
 
 
-def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, monkeypatch):
+def shifting(base, place=3):
+    """A decoder that puts out a wrong token at one place of every answer."""
+    broken = Decoder(base)
+    honest = broken.generate
+
+    def generate(prompt, limit, **settings):
+        out = honest(prompt, limit, **settings)
+        out.tokens[place] = (out.tokens[place] + 1) % 260
+        return out
+
+    broken.generate = generate
+    return broken
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dtype):
+    base = load_base(chat_base.path, dtype)
+    config = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[0.0, 1.0], seeds=2)
+    loaded = load_questions(config, base, None, 0)
+    results = measured(run(base, {"": shifting(base)}, loaded, config)[""], 0)
+    for block, turns in ((results, 10), (results["other_temperatures"][0], 20)):
+        assert len(block["identical"]["divergences"]) == block["identical"]["compared"] == turns
+        assert block["identical"]["identical"] == 0
+        for found in block["identical"]["divergences"]:
+            assert found["position"] == 3
+            assert 0 <= found["top2_gap"] <= found["other_gap"]
+            assert found["within_bound"] == (found["other_gap"] <= found["bound"])
+        assert not all(found["within_bound"] for found in block["identical"]["divergences"])
+    assert Evaluated(results, questions, False).exit_code == 1
+    honest = measured(run(base, {"": Decoder(base)}, loaded, config)[""], 0)
+    assert Evaluated(honest, questions, False).exit_code == 0
+
+
+def test_samples_of_another_seed_are_seen(chat_base, questions):
+    config = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=12, temperatures=[0.0, 1.0], seeds=1)
+    other = Decoder(chat_base)
+    honest = other.generate
+    other.generate = lambda prompt, limit, seed=0, **settings: honest(prompt, limit, seed=seed + 1, **settings)
+    results = measured(run(chat_base, {"": other}, load_questions(config, chat_base, None, 0), config)[""], 0)
+    assert results["identical"]["divergences"] == []  # greedy decoding knows no seed
+    (warm,) = results["other_temperatures"]
+    assert warm["identical"]["identical"] == 0
+    assert Evaluated(results, questions, False).exit_code == 1
+
+
+def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, questions):
     config = BenchConfig("mt_bench", questions, max_new_tokens=12)
     broken = Decoder(chat_base)
     honest = broken.generate
-
-    def shifted(prompt, limit):
-        out = honest(prompt, limit)
-        out.tokens[3] = (out.tokens[3] + 1) % 260
-        return out
-
-    monkeypatch.setattr(broken, "generate", shifted)
-    answers = run(chat_base, broken, load_questions(config, chat_base, None, 0), config)
-    results = aggregate(answers, 0) | {"dtype": "float32"}
-    assert len(results["identical"]["divergences"]) == 10
-    assert results["identical"]["identical"] == 0
-    first = results["identical"]["divergences"][0]
-    assert first["position"] == 3
-    assert first["top2_gap"] > 0
-    assert exit_code(results) == 1
-    assert exit_code(results | {"dtype": "bfloat16"}) == 0
+    broken.generate = lambda prompt, limit, **settings: honest(prompt, limit - 2, **settings)
+    results = measured(run(chat_base, {"": broken}, load_questions(config, chat_base, None, 0), config)[""], 0)
+    assert {d["other_gap"] for d in results["identical"]["divergences"]} == {None}
+    assert Evaluated(results, questions, False).exit_code == 1
 
 
-def test_ties_are_listed_apart_and_do_not_fail():
+def test_what_rounding_explains_is_listed_and_does_not_fail():
     answer = Answered(Question("7", "chat", ("x",)), turns=1, tokens=5, grown=4, steps=2, accepted=[1, 1])
     answer.expected, answer.plain_seconds, answer.speculative_seconds = [1.0, 1.5], 1.0, 0.5
     answer.seconds["whole"] = 0.5
-    answer.divergences = [Divergence("7", 0, 2, 5e-6)]
-    results = aggregate([answer], 0) | {"dtype": "float32"}
-    assert len(results["identical"]["ties"]) == 1
-    assert results["identical"]["divergences"] == []
+    answer.divergences = [Divergence("7", 0, 2, 0.0, 0, 5e-6, 5e-6, 1e-5, 1e-6, 5e-6, 5e-6)]
+    results = measured([answer], 0)
+    assert [d["within_bound"] for d in results["identical"]["divergences"]] == [True]
     assert results["identical"]["identical"] == 0
-    assert exit_code(results) == 0
+    assert Evaluated(results, "", False).exit_code == 0
 
 
 def answered(tokens, steps, fast, plain, accepted, expected, category="a"):
@@ -131,6 +179,8 @@ def test_figures_are_what_their_names_say():
     assert results["tokens_per_step_mean_over_questions"] == 3.0
     assert results["tokens_per_second"] == {"speculative": 16.0, "vanilla": 6.25}
     assert results["speedup"]["ratio_of_means"] == 16 / 6.25
+    rows = dict(headline({**results, "temperature": 0.0, "other_temperatures": []}))
+    assert rows["speedup"].endswith("over plain decoding; 0.85 of the tokens per step")  # 2.56 / 3
     assert results["accepted_by_depth"] == [0.9, 0.6, 0.5]
     assert results["calibration"]["expected"] == 2.0
     assert results["calibration"]["accepted"] == 2.0
@@ -140,18 +190,58 @@ def test_figures_are_what_their_names_say():
     assert results["per_category"]["b"]["tokens_per_step"] == 4.0
 
 
+def test_temperatures_and_seeds_are_told_apart_and_pooled_by_question():
+    first, second = Question("1", "a", ("x",)), Question("2", "a", ("y",))
+    answers = []
+    for question, scale in ((first, 1), (second, 2)):
+        for temperature, seed, grown in ((0.0, 5, 8), (1.0, 5, 4), (1.0, 6, 6)):
+            one = answered(grown * scale + 1, 2, 1.0, 2.0, [scale, scale], [1.0, 1.0])
+            one.question, one.setting = question, Setting(temperature, seed)
+            answers.append(one)
+    results = measured(answers, 0)
+    assert (results["temperature"], results["seed"], results["questions"]) == (0.0, 5, 2)
+    assert results["tokens_per_step"] == 6.0  # (8 + 16) / 4
+    assert results["seeds"]["std"] is None
+    (warm,) = results["other_temperatures"]
+    assert (warm["temperature"], warm["questions"], warm["steps"]) == (1.0, 2, 8)
+    assert warm["tokens_per_step"] == 3.75  # (4 + 6 + 8 + 12) / 8
+    assert [(row["seed"], row["tokens_per_step"]) for row in warm["seeds"]["each"]] == [(5, 3.0), (6, 4.5)]
+    assert warm["seeds"]["std"]["tokens_per_step"] == pytest.approx(1.5 / 2**0.5)
+    assert warm["identical"]["compared"] == 4
+    assert warm["tokens_per_second"]["vanilla"] == (12 / 4 + 22 / 4) / 2  # of each question, over its seeds
+
+
+def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder, questions, tmp_path):
+    bench = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[1.0, 0.0])
+    folder = tmp_path / "e"
+    results = evaluate(chat_base, head_folder, DRAFT, bench, folder, data_folder=None, seed=4)
+    assert (results["temperature"], results["seed"]) == (1.0, 4)
+    assert results["identical"]["compared"] == results["identical"]["identical"] == 30
+    assert [row["seed"] for row in results["seeds"]["each"]] == [4, 5, 6]
+    (greedy,) = results["other_temperatures"]
+    assert greedy["identical"]["identical"] == 10
+    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    samples = [row["answers"][0] for row in rows if row["question_id"] == "80" and row["temperature"] == 1.0]
+    assert len(set(samples)) == 3
+    text = (folder / "report.md").read_text()
+    assert "## By temperature" in text
+    assert "identical to plain sampling" in text
+    assert "| draft tokens | temperature 1 | temperature 0 |" in text
+
+
 def test_a_prompt_that_fills_the_context_is_skipped_with_its_reason(chat_base, questions, tmp_path):
     path = tmp_path / "long.jsonl"
     rows = [{"turns": ["x" * 600]}, {"turns": ["short", "y" * 600]}]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     config = BenchConfig("mt_bench", str(path), max_new_tokens=4, warmups=0)
-    results = aggregate(run(chat_base, Decoder(chat_base), load_questions(config, chat_base, None, 0), config), 0)
+    answers = run(chat_base, {"": Decoder(chat_base)}, load_questions(config, chat_base, None, 0), config)[""]
+    results = aggregate(answers, 0)
     assert results["questions"] == 1
     assert [s["question"] for s in results["skipped"]] == ["0", "1"]
     assert "turn 2 has" in results["skipped"][1]["reason"]
     path.write_text(json.dumps(rows[0]))
     with pytest.raises(ValueError, match="no question could be decoded"):
-        run(chat_base, Decoder(chat_base), load_questions(config, chat_base, None, 0), config)
+        run(chat_base, {"": Decoder(chat_base)}, load_questions(config, chat_base, None, 0), config)
 
 
 def test_texts_give_prompts_of_the_asked_lengths(chat_base, tmp_path):
@@ -167,10 +257,10 @@ def test_texts_give_prompts_of_the_asked_lengths(chat_base, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"question": "x"}', "row 0 has no list of 'turns'"),
-        ('{"turns": []}', "row 0 has no list of 'turns'"),
-        ('{"turns": ["a", 5]}', "row 0 has no list of 'turns'"),
-        ("not json", "row 0 has no list of 'turns'"),
+        ('{"question": "x"}', "row 0: no text under 'turns' or 'prompt'"),
+        ('{"turns": []}', "row 0: no text under 'turns' or 'prompt'"),
+        ('{"turns": ["a", 5]}', "row 0: no text under 'turns' or 'prompt'"),
+        ("not json", "row 0: line 1 is no JSON"),
         ("", "is empty"),
     ],
 )
@@ -186,21 +276,51 @@ def test_heldout_needs_the_prepared_data(chat_base, tmp_path):
         load_questions(BenchConfig("heldout"), chat_base, tmp_path, 0)
 
 
-def test_plain_and_speculative_take_turns_at_going_first(chat_base, questions, monkeypatch):
-    config = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=3, warmups=0)
+def test_who_goes_first_rotates_over_questions_and_settings(chat_base, questions, monkeypatch):
+    config = BenchConfig("mt_bench", questions, questions=3, max_new_tokens=3, warmups=0, temperatures=[0, 1], seeds=1)
     order = []
     honest = runner._timed
-    monkeypatch.setattr(runner, "_timed", lambda d, *rest: order.append(d.head is not None) or honest(d, *rest))
+    monkeypatch.setattr(runner, "_timed", lambda d, *rest: order.append(names[d]) or honest(d, *rest))
+    monkeypatch.setattr(runner, "Decoder", lambda base: plain)
     head = build_head(HeadConfig(slots=2, width=32, mixer_width=16), 32)
-    run(chat_base, Decoder(chat_base, head, DRAFT), load_questions(config, chat_base, None, 0), config)
-    assert order == [False, True, False, True, True, False, True, False]
-    assert np.mean(order) == 0.5
+    plain, a, b = Decoder(chat_base), Decoder(chat_base, head, DRAFT), Decoder(chat_base, head, DRAFT)
+    names = {plain: "p", a: "a", b: "b"}
+    run(chat_base, {"a": a, "b": b}, load_questions(config, chat_base, None, 0), config)
+    per_setting = ["".join(order[i : i + 6]) for i in range(0, len(order), 6)]  # two turns each
+    assert per_setting == ["pabpab", "abpabp", "abpabp", "bpabpa", "bpabpa", "pabpab"]
 
 
-def test_the_report_names_divergences(chat_base, head_folder, questions, tmp_path):
+def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
     results = evaluate(chat_base, head_folder, DRAFT, bench, tmp_path / "e", data_folder=None, seed=0)
-    results["identical"]["divergences"] = [{"question": "81", "turn": 0, "position": 2, "top2_gap": 0.25}]
+    known = {"question": "81", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0, "top2_gap": 0.25}
+    gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "same_shape_gap": 0.25, "float32_gap": None}
+    results["identical"]["divergences"] = [{**known, **gaps, "within_bound": False}]
     text = report(results)
     assert "Divergences from plain decoding" in text
+    assert "Rounding may close a gap of 1e-05" in text
     assert "1 DIFFER" in text
+    assert "BEYOND" in text
+
+
+def test_below_float32_the_report_has_the_control(chat_base, head_folder, questions, tmp_path):
+    bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=8)
+    base = load_base(chat_base.path, "bf16")
+    results = evaluate(base, head_folder, DRAFT, bench, tmp_path / "e", data_folder=None, seed=0)
+    assert results["rounding_bound"] == "8 spacings of bfloat16 at the largest logit"
+    control = results["identical"]["same_shape"]
+    assert control["positions"] == results["tokens"] == 32
+    assert "Control at temperature 0: over plain decoding's own 32 tokens" in report(results)
+
+
+def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
+    base = chat_base
+    prompt = tuple(base.tokenizer("abc").input_ids)
+    whole = Decoder(base).generate(list(prompt), 30).text
+    stop = whole[10:12]
+    question = Question("1", "humaneval", prompt=prompt, stop=(stop,))
+    decoder = Decoder(base, load_head(head_folder, base), DRAFT)
+    (answer,) = run(base, {"": decoder}, [question], BenchConfig(max_new_tokens=30))[""]
+    assert answer.texts == [whole[: whole.index(stop)]]
+    assert answer.tokens < 30
+    assert answer.divergences == []

@@ -1,0 +1,191 @@
+"""Why outputs may differ below exact arithmetic: the same tokens give other logits in a forward of another shape.
+
+Verifying a tree is a forward of N + 1 rows where plain decoding has one, and a GEMM of another shape rounds in another
+way. The control puts plain decoding's own tokens through the base N + 1 at a time, with an ordinary cache and an
+ordinary causal mask: no head, no tree, no compaction. What changes then is the shape's doing and nobody else's.
+
+Shape suffixes: V vocabulary, Q rows of a forward, K cached and new entries.
+"""
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ctcdraft.eval.bench import Setting
+from ctcdraft.model.base import Base
+from ctcdraft.model.sampling import gumbel
+
+TIE_GAP = 1e-5
+SPACINGS = 8
+FLOAT32_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where speculative output first differs from plain, and what the base's logits say there. Gaps are in logits (of
+    temperature times the noisy score, when sampling).
+
+    top2_gap: the best two, as plain decoding sees them. other_gap: the best and what speculative decoding put out
+    (None: nothing, it ended). bound: what rounding may explain, see `bound_of`. shape_change: the most that a logit
+    moves between the two shapes. same_shape_gap: the best two in the speculative shape, over plain decoding's tokens.
+    float32_gap: plain's token over the other in float32 (None: the base is too large for a second copy).
+    """
+
+    question: str
+    turn: int
+    position: int
+    temperature: float
+    seed: int
+    top2_gap: float
+    other_gap: float | None
+    bound: float
+    shape_change: float
+    same_shape_gap: float
+    float32_gap: float | None
+
+    @property
+    def within_bound(self) -> bool:
+        return self.other_gap is not None and self.other_gap <= self.bound
+
+
+@dataclass
+class Flips:
+    """Positions at which the shape alone, with no draft anywhere, changed the base's choice, and the answers (turns)
+    that hold one. near: positions whose best two lie within the bound, where a wrong token could hide."""
+
+    positions: int = 0
+    near: int = 0
+    flips: int = 0
+    turns: int = 0
+    largest_gap: float = 0.0
+
+    def add(self, other: "Flips") -> None:
+        for key in ("positions", "near", "flips", "turns"):
+            setattr(self, key, getattr(self, key) + getattr(other, key))
+        self.largest_gap = max(self.largest_gap, other.largest_gap)
+
+
+class Control:
+    """Of speculative decoding with forwards of `width` rows (root and nodes)."""
+
+    def __init__(self, base: Base, width: int) -> None:
+        self.base, self.width = base, width
+        self.below_float32 = base.dtype.itemsize < 4
+
+    def flips(self, prompt: list[int], tokens: list[int], setting: Setting) -> Flips:
+        """Where plain decoding's `tokens`, put through the base in the speculative shape, are not its choice."""
+        found = Flips(len(tokens))
+        for i, logits_V in enumerate(forced_logits(self.base, prompt, tokens, self.width)):
+            scores_V = scores(logits_V, setting, len(prompt) + i)
+            found.near += _top2_gap(scores_V) <= bound_of(logits_V)
+            if int(scores_V.argmax()) != tokens[i]:
+                found.flips, found.turns = found.flips + 1, 1
+                found.largest_gap = max(found.largest_gap, float(scores_V.max() - scores_V[tokens[i]]))
+        return found
+
+    def explain(
+        self, question: str, turn: int, setting: Setting, prompt: list[int], told: list[int], drafted: list[int]
+    ) -> Divergence:
+        """The first difference between what plain decoding told and what speculative decoding drafted."""
+        pairs = zip(drafted, told, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(told)))
+        other = drafted[at] if at < min(len(drafted), len(told)) else None
+        upto = [*told[:at], 0]  # the last one is not looked at
+        plain_V, wide_V = (_last(forced_logits(self.base, prompt, upto, width)) for width in (1, self.width))
+        position = len(prompt) + at
+        scores_V = scores(plain_V, setting, position)
+        return Divergence(
+            question,
+            turn,
+            at,
+            setting.temperature,
+            setting.seed,
+            _top2_gap(scores_V),
+            None if other is None else float(scores_V.max() - scores_V[other]),
+            bound_of(plain_V),
+            float((plain_V.double() - wide_V.double()).abs().max()),
+            _top2_gap(scores(wide_V, setting, position)),
+            self._float32_gap([*prompt, *told[:at]], setting, told[at] if at < len(told) else None, other),
+        )
+
+    def _float32_gap(self, ids: list[int], setting: Setting, told: int | None, other: int | None) -> float | None:
+        if self._float32 is None or told is None or other is None:
+            return None
+        logits_V = next(forced_logits(self._float32, ids, [0], 1))
+        scores_V = scores(logits_V, setting, len(ids))
+        return float(scores_V[told] - scores_V[other])
+
+    @cached_property
+    def _float32(self) -> Base | None:
+        """The base with its own weights in float32."""
+        if not self.below_float32:
+            return self.base
+        if sum(p.numel() for p in self.base.model.parameters()) > FLOAT32_PARAMETERS:
+            return None
+        return replace(self.base, model=copy.deepcopy(self.base.model).float())
+
+
+def bound_of(logits_V: Tensor) -> float:
+    """The largest gap between two logits that rounding may close. In float32 and float64: 1e-5. Below: 8 spacings of
+    the precision at the magnitude of the largest logit, so that each of the two may have moved by 4."""
+    if logits_V.dtype.itemsize >= 4:
+        return TIE_GAP
+    peak = float(logits_V.abs().max())
+    return SPACINGS * torch.finfo(logits_V.dtype).eps * 2.0 ** math.floor(math.log2(peak)) if peak else 0.0
+
+
+def bound_in_words(dtype: torch.dtype) -> str:
+    """What a report says of `bound_of`."""
+    if dtype.itemsize >= 4:
+        return f"{TIE_GAP:g}"
+    return f"{SPACINGS} spacings of {str(dtype).removeprefix('torch.')} at the largest logit"
+
+
+def scores(logits_V: Tensor, setting: Setting, position: int) -> Tensor:
+    """What the base's choice at an absolute position is the argmax of, in units of a logit."""
+    logits_V = logits_V.double()
+    if setting.temperature == 0.0:
+        return logits_V
+    return logits_V + setting.temperature * gumbel(setting.seed, position, len(logits_V), logits_V.device)
+
+
+@torch.no_grad()
+def forced_logits(base: Base, prompt: Sequence[int], tokens: Sequence[int], width: int) -> Iterator[Tensor]:
+    """The base's logits [V] before each of `tokens`, which go through it `width` at a time behind the prompt."""
+    cache = DynamicCache()
+    device = base.device
+    whole = base.hidden(torch.tensor([list(prompt)], device=device), cache=cache)
+    yield base.logits(whole[0, -1:])[0]
+    for start in range(0, len(tokens) - 1, width):
+        ids = list(tokens[start : min(start + width, len(tokens) - 1)])
+        past, real = len(prompt) + start, len(ids)
+        positions_Q = torch.arange(past, past + width, device=device).clamp(max=base.context_length - 1)
+        hidden_QD = base.hidden(
+            torch.tensor([ids + [0] * (width - real)], device=device),  # of the same shape to the last
+            attention_mask=None if width == 1 else _causal(base, width, past),
+            position_ids=positions_Q.unsqueeze(0),
+            cache=cache,
+        )[0]
+        yield from base.logits(hidden_QD)[:real]
+
+
+def _causal(base: Base, width: int, past: int) -> Tensor:
+    """An additive mask [1, 1, Q, K]."""
+    blocked_QK = torch.full((width, past + width), torch.finfo(base.dtype).min, dtype=base.dtype, device=base.device)
+    return blocked_QK.triu(past + 1)[None, None]
+
+
+def _last(logits: Iterator[Tensor]) -> Tensor:
+    return deque(logits, maxlen=1)[0]
+
+
+def _top2_gap(scores_V: Tensor) -> float:
+    best = scores_V.topk(2).values
+    return float(best[0] - best[1])

@@ -1,0 +1,77 @@
+"""Rows of a benchmark, from local files or the Hub, and what the user says in them.
+
+Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
+instruction and no examples before it, and follow-up turns come after the model's own answer. Files with `turns`, as
+those projects write them for every benchmark, are taken everywhere.
+"""
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ctcdraft.data.records import RowError, check_source, read_rows, source_hash
+
+FIELDS = {
+    "mt_bench": ("turns", "prompt"),
+    "gsm8k": ("question", "messages", "turns"),
+    "humaneval": ("prompt", "turns"),
+}
+ONE_TURN = ("gsm8k", "humaneval")
+HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+def benchmark_rows(kind: str, path: str) -> Iterator[Any]:
+    """Raw rows of local files (JSON, JSONL, .gz of them, globs), or of a Hub dataset's test split (its only split where
+    there is no test). Raises ValueError, in one sentence, where neither is there."""
+    check_source("bench.path", path)
+    yield from read_rows(path) if _is_local(path) else _hub_rows(kind, path)
+
+
+def questions_hash(path: str | None) -> str | None:
+    """Of the files that `path` names; a Hub dataset's name stands for itself."""
+    return source_hash(path) if path and _is_local(path) else path
+
+
+def _is_local(path: str) -> bool:
+    return any(Path(file).is_file() for file in glob.glob(str(Path(path).expanduser())))
+
+
+def _hub_rows(kind: str, name: str) -> Iterator[Any]:
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(name, HUB_CONFIGS.get(kind))
+        split = splits["test"] if "test" in splits else next(iter(splits.values()))
+    except Exception as error:  # whatever the Hub or the network answers
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"bench.path={name}: no such file, and the Hub gave no dataset ({reason})") from error
+    yield from split
+
+
+def user_turns(kind: str, row: Any) -> tuple[str, ...]:
+    """What the user says, turn by turn. Raises RowError where the row holds no such thing."""
+    if isinstance(row, RowError):
+        raise row
+    fields = FIELDS.get(kind, ("turns",))
+    found = next((row[key] for key in fields if key in row), None) if isinstance(row, dict) else None
+    if isinstance(found, list) and found and isinstance(found[0], dict):  # messages: the first question
+        found = next((m.get("content") for m in found if m.get("role") == "user"), None)
+    turns = [found] if isinstance(found, str) else found
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise RowError(f"no text under {' or '.join(repr(key) for key in fields)}")
+    if kind in ONE_TURN and len(turns) > 1:
+        raise RowError(f"{len(turns)} turns, where {kind} asks one question")
+    return tuple(turns)
+
+
+def row_id(row: dict[str, Any], number: int) -> str:
+    """What the benchmark calls this question, else its number."""
+    return str(next((row[key] for key in ("question_id", "task_id", "prompt_id", "id") if key in row), number))
+
+
+def category_of(kind: str, row: dict[str, Any]) -> str:
+    """Spec-Bench counts MT-Bench's eight categories as one of its six tasks."""
+    category = str(row.get("category", kind if kind in FIELDS else "chat"))
+    return "mt_bench" if kind == "spec_bench" and category in MT_BENCH else category

@@ -1,0 +1,96 @@
+"""Several heads on the same questions: paired differences, and the files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from bases import write_base
+
+from ctcdraft.eval.bench import BenchConfig, Question, Setting
+from ctcdraft.eval.compare import difference
+from ctcdraft.eval.evaluate import evaluate_heads
+from ctcdraft.eval.results import bootstrap
+from ctcdraft.eval.run import Answered
+from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, load_base
+
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+
+
+def answered(grown, steps, fast, plain, setting):
+    out = Answered(Question("q", "a", ("x",)), 1, grown + 1, steps, fast, plain, [0] * steps, [0.0] * steps)
+    out.grown, out.setting = grown, setting
+    return out
+
+
+def test_a_bootstrap_interval_of_known_data():
+    values = np.arange(100.0)
+    low, high = bootstrap(lambda i: float(values[i].mean()), 100, 0)
+    spread = 1.96 * values.std() / 10
+    assert low == pytest.approx(49.5 - spread, abs=0.6)  # the Monte Carlo error of a 2.5% quantile over 2000 draws
+    assert high == pytest.approx(49.5 + spread, abs=0.6)
+    assert bootstrap(lambda i: float(values[i].mean()), 100, 0) == [low, high]
+
+
+def test_differences_are_paired_by_question():
+    """Questions differ widely, the second head gains exactly one token per step on each: no doubt is left."""
+    first, second = [], []
+    for question in range(20):
+        for seed in (0, 1):
+            setting, steps = Setting(1.0, seed), 10
+            grown = steps * (1 + question)
+            first.append(answered(grown, steps, 1.0, 4.0, setting))
+            second.append(answered(grown + steps, steps, 1.0, 4.0, setting))
+            second[-1].question = first[-1].question = first[-1].question if seed == 0 else first[-2].question
+    found = difference(first, second, 0)
+    assert found["tokens_per_step"]["value"] == pytest.approx(1.0)
+    assert found["tokens_per_step"]["ci95"] == pytest.approx([1.0, 1.0])
+    nothing = difference(first, first, 0)
+    assert nothing == {name: {"value": 0.0, "ci95": [0.0, 0.0]} for name in ("tokens_per_step", "speedup")}
+
+
+def test_a_difference_in_speedup_is_that_of_the_ratios_of_means():
+    setting = Setting()
+    first = [answered(9, 5, 1.0, 2.0, setting), answered(19, 5, 1.0, 2.0, setting)]
+    second = [answered(9, 5, 0.5, 2.0, setting), answered(19, 5, 0.5, 2.0, setting)]
+    found = difference(first, second, 0)
+    assert found["speedup"]["value"] == pytest.approx(2.0)  # 4x less 2x
+    assert found["speedup"]["ci95"] == pytest.approx([2.0, 2.0])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return load_base(str(write_base(tmp_path_factory.mktemp("compare") / "b", eos_token_id=1, initializer_range=0.05)))
+
+
+@pytest.fixture(scope="module")
+def heads(base, tmp_path_factory):
+    found = {}
+    for seed, label in enumerate(("one", "two", "three")):
+        torch.manual_seed(seed)
+        found[label] = tmp_path_factory.mktemp("heads") / label
+        export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), base, found[label], TRAINING)
+    return found
+
+
+def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_path):
+    bench = BenchConfig("embedded", questions=3, max_new_tokens=6, temperatures=[0.0, 1.0], seeds=2)
+    folder = tmp_path / "eval" / "embedded-heads"
+    found = evaluate_heads(base, heads, DraftConfig("tree", 4), bench, folder, data_folder=None, seed=0)
+    assert found == json.loads((folder / "results.json").read_text())
+    assert list(found["heads"]) == ["one", "two", "three"]
+    assert [block["temperature"] for block in found["temperatures"]] == [0.0, 1.0]
+    for block in found["temperatures"]:
+        assert block["heads"]["one"]["difference"] is None
+        assert set(block["heads"]["two"]["difference"]) == {"tokens_per_step", "speedup"}
+        for label, head in block["heads"].items():
+            own = json.loads((folder / label / "results.json").read_text())
+            turns = own["bench_options"]["questions"] * 2 * (2 if block["temperature"] else 1)
+            assert head["identical"] == {"compared": turns, "identical": turns, "beyond_bound": 0}
+            assert own["head"] == found["heads"][label]
+            assert own["tokens_per_step"] == found["temperatures"][0]["heads"][label]["tokens_per_step"]
+    assert (folder / "heads.png").stat().st_size > 1000
+    report = (folder / "report.md").read_text()
+    assert "| three" in report
+    assert "## Temperature 1" in report
+    assert (folder / "two" / "report.md").is_file()

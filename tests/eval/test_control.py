@@ -1,0 +1,118 @@
+"""The control below float32: shapes, bounds and what a divergence is said to be."""
+
+import pytest
+import torch
+from bases import write_base
+
+from ctcdraft.eval.bench import Setting
+from ctcdraft.eval.control import Control, bound_in_words, bound_of, forced_logits, scores
+from ctcdraft.model import Decoder, load_base
+
+PROMPT = [5, 9, 77, 30, 12]
+GREEDY, WARM = Setting(), Setting(1.0, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_base(tmp_path_factory.mktemp("control") / "b", context=64, initializer_range=0.05))
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    return load_base(folder, "fp64")
+
+
+@pytest.fixture(scope="module")
+def rough(folder):
+    return load_base(folder, "bf16")
+
+
+def plain(base, setting, count=40):
+    return Decoder(base).generate(PROMPT, count, temperature=setting.temperature, seed=setting.seed).tokens
+
+
+@pytest.mark.parametrize("width", [1, 4, 100])
+def test_forced_logits_are_the_models_own(exact, width):
+    tokens = plain(exact, GREEDY, 59)  # to the end of the context, where the last block is mostly padding
+    got = torch.stack(list(forced_logits(exact, PROMPT, tokens, width)))
+    want = exact.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    assert got.shape == (59, 260)
+    torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("setting", [GREEDY, WARM])
+@pytest.mark.parametrize("name", ["exact", "rough"])
+def test_one_row_at_a_time_repeats_plain_decoding(request, name, setting):
+    """In bf16 too, bit for bit: the shape is the same."""
+    base = request.getfixturevalue(name)
+    tokens = plain(base, setting)
+    found = Control(base, 1).flips(PROMPT, tokens, setting)
+    assert (found.positions, found.flips, found.turns, found.largest_gap) == (40, 0, 0, 0.0)
+
+
+def test_in_float64_no_shape_changes_a_choice_and_a_wrong_token_shows(exact):
+    tokens = plain(exact, GREEDY)
+    assert Control(exact, 9).flips(PROMPT, tokens, GREEDY).flips == 0
+    logits_V = list(forced_logits(exact, PROMPT, tokens, 1))[7]
+    wrong = int(logits_V.argsort()[-5])
+    found = Control(exact, 9).flips(PROMPT, [*tokens[:7], wrong], GREEDY)
+    assert (found.flips, found.turns) == (1, 1)
+    assert found.largest_gap == pytest.approx(float(logits_V.max() - logits_V[wrong]))
+
+
+def test_positions_where_a_wrong_token_could_hide_are_counted(rough):
+    tokens = plain(rough, GREEDY)
+    gaps = [(logits.topk(2).values.double(), bound_of(logits)) for logits in forced_logits(rough, PROMPT, tokens, 1)]
+    want = sum(float(best - second) <= bound for (best, second), bound in gaps)
+    assert 0 < want < 40
+    assert Control(rough, 1).flips(PROMPT, tokens, GREEDY).near == want
+
+
+def test_the_bound_is_eight_spacings_of_the_largest_logit():
+    logits = torch.tensor([-18.25, 3.0, 7.5])
+    assert bound_of(logits.bfloat16()) == 8 * 2.0**-3  # between 16 and 32 bf16 has steps of 1/8
+    assert bound_of(torch.tensor([0.3, 1.0]).bfloat16()) == 8 * 2.0**-7
+    assert bound_of(torch.zeros(3).bfloat16()) == 0.0
+    assert bound_of(logits) == bound_of(logits.double()) == 1e-5
+    assert bound_in_words(torch.bfloat16) == "8 spacings of bfloat16 at the largest logit"
+    assert bound_in_words(torch.float32) == "1e-05"
+    step = torch.tensor(18.25).bfloat16().nextafter(torch.tensor(99.0).bfloat16()) - 18.25
+    assert float(step) == 2.0**-3
+
+
+@pytest.mark.parametrize("setting", [GREEDY, WARM])
+def test_a_divergence_is_explained_by_the_logits_at_its_place(exact, setting):
+    told = plain(exact, setting)
+    logits_V = list(forced_logits(exact, PROMPT, told, 1))[6]
+    scores_V = scores(logits_V, setting, len(PROMPT) + 6)
+    assert int(scores_V.argmax()) == told[6]
+    second, fifth = (int(scores_V.argsort()[-k]) for k in (2, 5))
+    found = Control(exact, 9).explain("q", 1, setting, PROMPT, told, [*told[:6], fifth, 0, 0])
+    assert (found.question, found.turn, found.position) == ("q", 1, 6)
+    assert (found.temperature, found.seed) == (setting.temperature, setting.seed)
+    assert found.top2_gap == pytest.approx(float(scores_V[told[6]] - scores_V[second]))
+    assert found.other_gap == pytest.approx(float(scores_V[told[6]] - scores_V[fifth]))
+    assert found.float32_gap == pytest.approx(found.other_gap)
+    assert found.same_shape_gap == pytest.approx(found.top2_gap)
+    assert found.shape_change < 1e-12
+    assert not found.within_bound
+
+
+def test_below_float32_the_float32_gap_is_near_and_not_the_same(rough):
+    told = plain(rough, GREEDY)
+    found = Control(rough, 9).explain("q", 0, GREEDY, PROMPT, told, [*told[:20], (told[20] + 1) % 260])
+    assert found.shape_change <= found.bound
+    assert found.float32_gap == pytest.approx(found.other_gap, abs=found.bound)
+    assert found.float32_gap != found.other_gap
+
+
+def test_an_output_that_ends_is_never_within_the_bound(exact):
+    told = plain(exact, GREEDY)
+    found = Control(exact, 9).explain("q", 0, GREEDY, PROMPT, told, told[:4])
+    assert (found.position, found.other_gap, found.within_bound) == (4, None, False)
+
+
+def test_a_base_too_large_for_a_float32_copy_goes_without(rough, monkeypatch):
+    monkeypatch.setattr("ctcdraft.eval.control.FLOAT32_PARAMETERS", 10)
+    told = plain(rough, GREEDY)
+    assert Control(rough, 9).explain("q", 0, GREEDY, PROMPT, told, [*told[:2], 7, 7]).float32_gap is None

@@ -1,0 +1,109 @@
+"""launch/eval.py on a tiny base: one head, several, their logs and what it refuses."""
+
+import json
+import sys
+
+import pytest
+import torch
+from bases import write_base
+from wandb_file import history
+
+from ctcdraft.launch import eval as entry
+from ctcdraft.launch.door import compose, enter, typed
+from ctcdraft.launch.schema import EvalEntry
+from ctcdraft.model import HeadConfig, build_head, export_head, load_base
+from ctcdraft.model.decoder import Decoder
+
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+SMALL = ["bench=embedded", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base with two runs that share it, and a head of each as a folder of its own."""
+    root = tmp_path_factory.mktemp("evaluation")
+    base = load_base(str(write_base(root / "base", eos_token_id=1, initializer_range=0.05)))
+    for seed, name in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        run = root / "runs" / name
+        head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32)
+        for folder in (run / "head", root / "shipped" / name):
+            export_head(head, base, folder, TRAINING)
+        (run / "config.yaml").write_text("run: {}")
+        paths = {"base": base.path, "dtype": "fp32", "template": None, "data": f"data-{name}", "identity": {}}
+        (run / "paths.json").write_text(json.dumps(paths))
+    return root
+
+
+def start(place, *words):
+    config = typed(compose("eval", [f"runs_dir={place}/runs", *SMALL, *words]), EvalEntry)
+    return entry.main(config)
+
+
+def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
+    words = [f"heads=[a,{place}/shipped/b]", "logger=offline", "bench.temperatures=[0,1]", "bench.seeds=2"]
+    assert start(place, *words) == 0
+    out = capsys.readouterr().out
+    folder = place / "runs" / "a" / "eval" / "embedded-heads"
+    assert f"lies in {folder}" in out
+    assert "temperature 1:" in out
+    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    (media,) = [row for row in history(file) if any(key.startswith("eval/table") for key in row)]
+    for name in ("eval/questions", "plots/heads", "plots/a/by_category", "plots/b/calibration"):
+        assert any(key.startswith(name) for key in media), name
+    tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in folder.rglob("*.table.json")}
+    assert [row[:2] for row in tables["table"]["data"]] == [[0, "a"], [0, "b"], [1, "a"], [1, "b"]]
+    columns = tables["questions"]["columns"]
+    assert {"head", "question_id", "temperature", "seed", "answers", "tokens_per_step"} <= set(columns)
+    assert len(tables["questions"]["data"]) == 2 * 2 * 3  # heads, questions, settings
+    assert start(place, *words) == 0
+    assert "(reused)" in capsys.readouterr().out
+
+
+def test_one_head_keeps_its_place_and_logs_a_row_per_question(place):
+    assert start(place, "name=a", "logger=offline") == 0
+    folder = place / "runs" / "a" / "eval" / "embedded"
+    assert (folder / "results.json").is_file()
+    (table,) = [path for path in folder.rglob("*.table.json") if path.name.startswith("questions")]
+    assert len(json.loads(table.read_text())["data"]) == 2
+    assert not (place / "runs" / "a" / "metrics.jsonl").exists()  # the log of the training is left alone
+
+
+def test_a_decoder_that_is_wrong_for_one_head_fails_the_comparison(place, monkeypatch, capsys):
+    honest = Decoder.generate
+
+    def generate(decoder, prompt, limit, **settings):
+        out = honest(decoder, prompt, limit, **settings)
+        if decoder.head is not None and decoder.head.config.slots == 4 and len(out.tokens) > 2:
+            out.tokens[2] = (out.tokens[2] + 1) % 260
+        return out
+
+    monkeypatch.setattr(Decoder, "generate", generate)
+    assert start(place, "heads=[b,a]", "logger=none") == 1
+    assert "DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["heads=[a,nope]"], "name=nope: no such run in"),
+        (["heads=[a,{place}/shipped/a]"], "two of them are called a"),
+        (["heads=[a,b]", "bench=heldout"], "bench=heldout is for runs on the same data"),
+        (["heads=[{place}/shipped/a]"], "needs base.path"),
+        (["heads=[a,b]", "name=a"], "leave out name and head.path"),
+        (["heads=[{place}/shipped/a]", "base.path={place}/other"], "was trained on base and cannot draft for other"),
+        (["name=a", "bench=spec_bench"], "bench=spec_bench needs bench.path"),
+        (["name=a", "bench=gsm8k", "bench.path={place}/none.jsonl"], "none.jsonl: no such file"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(place, words, sentence, monkeypatch, capsys):
+    if any("/other" in word for word in words) and not (place / "other").is_dir():
+        write_base(place / "other", seed=5)
+    words = [word.format(place=place) for word in words]
+    monkeypatch.setattr(sys, "argv", ["eval.py", f"runs_dir={place}/runs", *SMALL, *words])
+    with pytest.raises(SystemExit) as end:
+        enter("eval", EvalEntry, entry.main)
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("error: ") == 1
