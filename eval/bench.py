@@ -7,7 +7,8 @@ from typing import Any
 
 from ctcdraft.data import embedded
 from ctcdraft.data.prompts import cut_prompts
-from ctcdraft.data.records import RowError, read_rows, text_of
+from ctcdraft.data.records import text_of
+from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base, warn_if_plain

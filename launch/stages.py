@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ctcdraft.data.records import check_source
+from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import read_manifest, read_object
 from ctcdraft.eval.evaluate import evaluate, reusable
 from ctcdraft.eval.report import headline, markdown_table

@@ -12,15 +12,8 @@ from tqdm import tqdm
 
 from ctcdraft.data import embedded
 from ctcdraft.data.prompts import cut_prompts
-from ctcdraft.data.records import (
-    Conversation,
-    RowError,
-    Text,
-    conversation_of,
-    read_rows,
-    source_hash,
-    text_of,
-)
+from ctcdraft.data.records import Conversation, Text, conversation_of, text_of
+from ctcdraft.data.sources import RowError, read_rows, source_hash
 from ctcdraft.data.store import Example, new_folder, read_manifest, save_corpus, write_jsonl
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.model.base import Base, warn_if_plain
