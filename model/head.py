@@ -74,9 +74,19 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
 
-    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch_N: Tensor, position_N: Tensor) -> Slots:
-        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position."""
-        return self.fill(self.encode(hidden_BLD, root_BLD, None)[batch_N, position_N])
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        mask: Tensor | None = None,
+    ) -> Slots:
+        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position.
+
+        mask: [B, 1, L, L], added to the attention, where rows hold several documents.
+        """
+        return self.fill(self.encode(hidden_BLD, root_BLD, None, mask)[batch_N, position_N])
 
     @torch.no_grad()
     def step(self, hidden_1LD: Tensor, root_1LD: Tensor, cache: HeadCache) -> Slots:
@@ -87,7 +97,9 @@ class Head(nn.Module, ABC):
         return HeadCache()
 
     @abstractmethod
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+    def encode(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None, mask: Tensor | None = None
+    ) -> Tensor:
         """Context [B, L, W] of every position, on top of what the cache holds."""
 
     @abstractmethod
@@ -117,10 +129,12 @@ class SlotHead(Head):
     def new_cache(self, capacity: int = 256) -> HeadCache:
         return HeadCache([cast(Block, block).new_cache(capacity) for block in self.context])
 
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+    def encode(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None, mask: Tensor | None = None
+    ) -> Tensor:
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
         for i, block in enumerate(self.context):
-            x = block(x, None if cache is None else cache.blocks[i])
+            x = block(x, None if cache is None else cache.blocks[i], mask)
         return self.context_norm(x)
 
     def fill(self, context_NW: Tensor) -> Slots:
@@ -139,7 +153,9 @@ class MedusaHead(Head):
         self.weight = nn.Parameter(torch.zeros(config.slots, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.slots, 1, hidden_size))
 
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None) -> Tensor:
+    def encode(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: HeadCache | None, mask: Tensor | None = None
+    ) -> Tensor:
         return hidden_BLD
 
     def fill(self, context_NW: Tensor) -> Slots:

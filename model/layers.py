@@ -57,19 +57,19 @@ class Block(nn.Module):
         shape = (1, self.heads, capacity, like.shape[0] // self.heads)
         return KeyValues(like.new_zeros(shape), like.new_zeros(shape))
 
-    def forward(self, x_BLW: Tensor, cache: KeyValues | None = None) -> Tensor:
-        x_BLW = x_BLW + self._attend(self.attention_norm(x_BLW), cache)
+    def forward(self, x_BLW: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None) -> Tensor:
+        """mask: [B, 1, L, L], added to the attention; None: causal (or all to all)."""
+        x_BLW = x_BLW + self._attend(self.attention_norm(x_BLW), cache, mask)
         gate, up = self.gate_up(self.mlp_norm(x_BLW)).chunk(2, dim=-1)
         return x_BLW + self.down(F.silu(gate) * up)
 
-    def _attend(self, x_BLW: Tensor, cache: KeyValues | None) -> Tensor:
+    def _attend(self, x_BLW: Tensor, cache: KeyValues | None, mask: Tensor | None) -> Tensor:
         B, L, W = x_BLW.shape
         q, k, v = self.qkv(x_BLW).view(B, L, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
         if self.causal:
             past = 0 if cache is None else cache.length
             cos, sin = _rotary(past, L, W // self.heads, x_BLW)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        mask = None
         if cache is not None:
             k, v = cache.append(k, v)
             if L > 1 and past:

@@ -59,7 +59,8 @@ class DraftTask(nn.Module):
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
-        slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N)
+        mask = document_mask(batch, hidden_BLD.dtype)
+        slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N, mask)
         out = anchor_losses(
             slots.states_NTD,
             self._frozen[0].to(slots.states_NTD.dtype),
@@ -80,8 +81,24 @@ class DraftTask(nn.Module):
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1."""
-    hidden_BLD = base.hidden(batch.ids_BL)
+    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1.
+
+    Documents that share a row know nothing of each other: positions and attention start anew in each.
+    """
+    mask = document_mask(batch, base.dtype)
+    hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=batch.place_BL)
     with torch.no_grad():
         root_BLD = base.embed(batch.ids_BL.roll(-1, dims=1))
     return hidden_BLD.to(dtype), root_BLD.to(dtype)
+
+
+def document_mask(batch: Batch, dtype: torch.dtype) -> Tensor | None:
+    """[B, 1, L, L], 0 where position i may attend to j <= i of its own document, else the dtype's minimum; None
+    where a row is one document. Floats, since boolean masks are silently wrong under eager attention."""
+    if batch.document_BL is None:
+        return None
+    document_BL = batch.document_BL
+    L = document_BL.shape[1]
+    same_BLL = (document_BL[:, :, None] == document_BL[:, None, :]).tril()
+    mask = torch.zeros(len(document_BL), 1, L, L, dtype=dtype, device=document_BL.device)
+    return mask.masked_fill_(~same_BLL.unsqueeze(1), torch.finfo(dtype).min)
