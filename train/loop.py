@@ -145,6 +145,13 @@ class Trainer:
     def finished(self) -> bool:
         return finished(self.plan.train, self.state)
 
+    def rows(self) -> str:
+        """What the rows of a step are, in a sentence."""
+        sampler = self.sampler
+        kind = f"rows of {sampler.max_length} tokens, first-fit" if sampler.pack else "rows of one sequence each"
+        documents = f"{len(sampler.corpus)} sequences in {len(sampler.members)} {kind}"
+        return f"rows: {documents}; {sampler.padding:.1%} padding at {sampler.batch} rows per step"
+
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
         steps = self.plan.train.steps
