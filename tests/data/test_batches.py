@@ -3,9 +3,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from ctcdraft.data.batches import Sampler, anchor_positions
-from ctcdraft.data.store import Example, load_corpus, save_corpus
+from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
 
 
 def corpus_of(tmp_path, examples):
@@ -44,6 +45,32 @@ def test_stored_examples_come_back(tmp_path):
     corpus = corpus_of(tmp_path, examples)
     for got, want in zip((corpus[i] for i in range(5)), examples, strict=True):
         assert [list(map(int, column)) for column in got] == [list(column) for column in want]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b"{}" + b, lambda b: b[:20], lambda b: b"", lambda b: b + b"x"]
+)
+def test_a_damaged_file_is_one_sentence(tmp_path, damage):
+    save_corpus(tmp_path / "train.safetensors", random_examples(3))
+    path = tmp_path / "train.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="is damaged: delete"):
+        load_corpus(tmp_path, "train")
+
+
+def test_joined_parts_are_what_one_file_would_be(tmp_path):
+    examples = random_examples(9)
+    save_corpus(tmp_path / "whole.safetensors", examples)
+    cuts = [examples[:4], [], examples[4:5], examples[5:]]
+    parts = [tmp_path / f"{i}.safetensors" for i in range(len(cuts))]
+    for part, cut in zip(parts, cuts, strict=True):
+        save_corpus(part, cut)
+    join_corpora(tmp_path / "joined.safetensors", parts)
+    whole, joined = (load_corpus(tmp_path, name) for name in ("whole", "joined"))
+    for name in ("ids", "mask", "labels", "offsets"):
+        assert getattr(whole, name).tolist() == getattr(joined, name).tolist()
+    published = load_file(tmp_path / "joined.safetensors")  # the format is the library's own
+    assert published["ids"].tolist() == whole.ids.tolist()
 
 
 def sampler_of(tmp_path, batch=4, anchors=3, count=37, seed=5, max_length=64):

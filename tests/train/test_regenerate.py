@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -242,31 +244,46 @@ def free_port():
         return s.getsockname()[1]
 
 
-def started(base_at, port):
-    process = subprocess.Popen([sys.executable, str(SERVER), str(base_at), str(port)])
-    deadline = time.monotonic() + 60
+def own_server(base_at, port):
+    return [str(SERVER), str(base_at), str(port)]
+
+
+def transformers_server(base_at, port):
+    if not all(find_spec(name) for name in ("fastapi", "uvicorn", "accelerate")):
+        pytest.skip("transformers[serving] is not installed")
+    options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", str(base_at)]
+    return ["-m", "transformers.cli.transformers", "serve", *options]
+
+
+def started(words, port):
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", port)) == 0:
                 return process
         time.sleep(0.1)
+    process.kill()
     raise AssertionError("the server did not start")
 
 
-def test_a_server_killed_and_restarted_midway_changes_nothing(base_at, base, tmp_path):
+@pytest.mark.parametrize("kind", [own_server, transformers_server])
+def test_a_server_killed_and_restarted_midway_changes_nothing(base_at, base, tmp_path, kind):
     port = free_port()
+    words = kind(base_at, port)
     options = {"url": f"http://127.0.0.1:{port}/v1", "concurrency": 4, "timeout": 20.0, "retries": 400}
-    config = config_of(tmp_path, count=80, regenerate=options)
-    server, cache = started(base_at, port), tmp_path / "cut"
+    config = config_of(tmp_path, count=48, regenerate={**options, "model": str(base_at)})
+    server, cache = started(words, port), tmp_path / "cut"
     worker = FORK.Process(target=work_of, args=(base, config, cache))
     worker.start()
-    while lines(cache) + 20 * done(cache) < 25:
+    while lines(cache) + 20 * done(cache) < 15:
         assert worker.is_alive()
         time.sleep(0.005)
-    server.send_signal(signal.SIGKILL)
+    server.kill()
     server.wait()
-    time.sleep(1.0)
-    server = started(base_at, port)
+    time.sleep(0.5)
+    assert worker.is_alive()
+    server = started(words, port)
     try:
         worker.join()
         assert worker.exitcode == 0
@@ -276,6 +293,8 @@ def test_a_server_killed_and_restarted_midway_changes_nothing(base_at, base, tmp
         server.wait()
     assert all_equal(cache / want.name, want)
     assert read_manifest(want)["turns"]["failed"] == 0
+    here = prepare(base, config_of(tmp_path, count=48), 0, tmp_path / "here")
+    assert load_corpus(want, "train").ids.tolist() == load_corpus(here, "train").ids.tolist()
 
 
 def test_a_client_killed_midway_asks_for_nothing_twice(base, tmp_path):
@@ -361,8 +380,6 @@ def test_a_template_that_rewrites_history_gives_a_sequence_per_turn(base, tmp_pa
         "{{ m['content'] if loop.last else '...' }}</s>{% endgeneration %}{% else %}<u>{{ m['content'] }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     )
-    from dataclasses import replace
-
     dialogue, turns = rewritten(replace(base, tokenizer=forgetful), tmp_path, said("user", "assistant", "user"))
     sequences = dialogue.examples(last_turn=False)
     assert turns.answered == len(sequences)
