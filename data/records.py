@@ -190,10 +190,13 @@ def _message(turn: Any, index: int) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"turn {index} has the unknown role {role!r}")
     message = {"role": ROLES[role], "content": _content(turn.get("value", turn.get("content")), index)}
-    message |= {key: turn[key] for key in KEPT if turn.get(key)}
+    extra = {key: turn[key] for key in KEPT if turn.get(key)}
+    message |= extra
     if not message["content"].strip() and not (message["role"] == "assistant" and message.get("tool_calls")):
         raise RowError(f"turn {index} (from the {message['role']}) is empty")
-    _encodable(json.dumps(message, ensure_ascii=False), f"turn {index}")
+    _encodable(message["content"], f"turn {index}")
+    if extra:
+        _encodable(json.dumps(extra, ensure_ascii=False), f"turn {index}")
     return message
 
 

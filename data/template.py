@@ -7,6 +7,7 @@ the whole, and the answer must follow it word for word up to its end-of-turn tok
 
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -40,6 +41,10 @@ FAMILIES = (  # the first that fits
 )
 
 
+Layout = tuple[str, list[tuple[int, int]]]  # a text, and where its answers are
+AT_ONCE = 128
+
+
 class Rendered(NamedTuple):
     """Tokens of a conversation and its loss mask: 1 on the assistant's tokens, each end of turn included."""
 
@@ -49,7 +54,7 @@ class Rendered(NamedTuple):
 
 def prompt_ids(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
     """Tokens up to where the assistant's next answer starts. Raises ValueError when the template refuses."""
-    text, _ = _render(tokenizer, messages, tools, add_generation_prompt=True)
+    text, _ = _Template(tokenizer, tools).render(messages, add_generation_prompt=True)
     return _encoded(tokenizer, [text])[0].ids
 
 
@@ -69,22 +74,35 @@ def render_all(
     Raises ValueError, with advice, for a template that does not mark its answers and is of no known family, or
     whose marks cover nothing or everything.
     """
-    ends = _ends(tokenizer)
-    texts: list[tuple[str, list[tuple[int, int]]] | RowError] = []
-    for conversation in conversations:
+    plain = _Template(tokenizer, None)
+
+    def laid_out(conversation: Conversation) -> Layout | RowError:
+        template = _Template(tokenizer, conversation.tools) if conversation.tools else plain
         try:
-            text, spans = _spans(tokenizer, conversation.messages, conversation.tools, ends)
-            texts.append((text, spans[-1:] if last_turn else spans))
+            text, spans = template.answers(conversation.messages)
         except RowError as error:
-            texts.append(error)
-    encodings = iter(_encoded(tokenizer, [found[0] for found in texts if not isinstance(found, RowError)]))
-    for found in texts:
-        yield found if isinstance(found, RowError) else _masked(next(encodings), *found)
+            return error
+        return text, spans[-1:] if last_turn else spans
+
+    def masked(layouts: list[Layout | RowError], encodings: Any) -> Iterator[Rendered | RowError]:
+        for layout in layouts:
+            yield layout if isinstance(layout, RowError) else _masked(next(encodings), *layout)
+
+    with ThreadPoolExecutor(1) as tokenizing:  # which needs no GIL: the next ones are rendered meanwhile
+        before: tuple[list[Layout | RowError], Any] | None = None
+        for start in range(0, len(conversations), AT_ONCE):
+            layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
+            texts = [layout[0] for layout in layouts if not isinstance(layout, RowError)]
+            encoding = tokenizing.submit(_encoded, tokenizer, texts)
+            if before:
+                yield from masked(before[0], iter(before[1].result()))
+            before = layouts, encoding
+        if before:
+            yield from masked(before[0], iter(before[1].result()))
 
 
-def family_of(tokenizer: Any) -> Family | None:
-    """The known family of the tokenizer's template: its own marks come first and need none."""
-    template = tokenizer.get_chat_template()
+def family_of(template: str) -> Family | None:
+    """The known family of a template: its own marks come first and need none."""
     return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), None)
 
 
@@ -96,73 +114,73 @@ def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     return ids[:lead], bare
 
 
-def _render(tokenizer: Any, messages: Messages, tools: list[Any] | None, **options: bool) -> tuple[str, list[Any]]:
-    """(text, the spans that its generation marks cover, where asked for)"""
-    try:
-        rendered: Any = render_jinja_template(  # annotated as a string, returns two lists
-            conversations=[list(messages)],
-            tools=tools,
-            chat_template=tokenizer.get_chat_template(tools=tools),
-            **{**tokenizer.special_tokens_map, **options},
-        )
-    except TemplateError as error:
-        raise RowError(f"the chat template refuses it: {error}") from error
-    except (TypeError, KeyError, AttributeError) as error:  # a template that takes other fields for granted
-        raise RowError(f"the chat template fails on it: {error}") from error
-    texts, spans = rendered
-    return texts[0], spans[0] if spans else []
+class _Template:
+    """A tokenizer's chat template, for conversations with these tools."""
 
+    def __init__(self, tokenizer: Any, tools: list[Any] | None) -> None:
+        self.text, self.tools = tokenizer.get_chat_template(tools=tools), tools
+        self.marked, self.family = bool(MARKS.search(self.text)), family_of(self.text)
+        self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
+        unknown = {None, tokenizer.unk_token_id}
+        known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
+        self._ends = tuple({end: None for end in (*known, self.eos) if end})
 
-def _ends(tokenizer: Any) -> list[str]:
-    """What may end an answer, longest first."""
-    known = [family.end for family in FAMILIES if family.end in tokenizer.get_vocab()]
-    return sorted({end for end in (*known, tokenizer.eos_token) if end}, key=len, reverse=True)
+    def render(self, messages: Messages, **options: bool) -> tuple[str, list[Any]]:
+        """(text, the spans that its generation marks cover, where asked for)"""
+        try:
+            rendered: Any = render_jinja_template(  # annotated as a string, returns two lists
+                conversations=[list(messages)],
+                tools=self.tools,
+                chat_template=self.text,
+                **{**self._specials, **options},
+            )
+        except TemplateError as error:
+            raise RowError(f"the chat template refuses it: {error}") from error
+        except (TypeError, KeyError, AttributeError) as error:  # a template that takes other fields for granted
+            raise RowError(f"the chat template fails on it: {error}") from error
+        texts, spans = rendered
+        return texts[0], spans[0] if spans else []
 
+    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered text and the characters [start, end) of each answer, its end of turn included."""
+        if self.marked:
+            text, marks = self.render(messages, return_assistant_tokens_mask=True)
+            spans = [(start, _behind_end(text, stop, self._ends)) for start, stop in marks if stop > start]
+            if not spans or sum(stop - start for start, stop in spans) >= len(text):
+                raise ValueError(
+                    f"the chat template's generation marks cover {'all' if spans else 'nothing'}: {ADVICE}"
+                )
+            return text, spans
+        if self.family is None:
+            raise ValueError(
+                "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
+                f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
+            )
+        text, _ = self.render(messages)
+        end = self.family.end or self.eos
+        at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return text, [self._answer(messages, i, text, end) for i in at]
 
-def _spans(
-    tokenizer: Any, messages: Messages, tools: list[Any] | None, ends: list[str]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text and the characters [start, end) of each answer, its end of turn included."""
-    if MARKS.search(tokenizer.get_chat_template(tools=tools)):
-        text, marked = _render(tokenizer, messages, tools, return_assistant_tokens_mask=True)
-        spans = [(start, _behind_end(text, stop, ends)) for start, stop in marked if stop > start]
-        if not spans or sum(stop - start for start, stop in spans) >= len(text):
-            raise ValueError(f"the chat template's generation marks cover {'all' if spans else 'nothing'}: {ADVICE}")
-        return text, spans
-    family = family_of(tokenizer)
-    if family is None:
-        raise ValueError(
-            "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
-            f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
-        )
-    text, _ = _render(tokenizer, messages, tools)
-    end = family.end or tokenizer.eos_token
-    at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return text, [_answer(tokenizer, messages, tools, i, text, end) for i in at]
-
-
-def _answer(
-    tokenizer: Any, messages: Messages, tools: list[Any] | None, index: int, text: str, end: str
-) -> tuple[int, int]:
-    """Where the answer messages[index] lies in `text`, found by rendering what comes before it."""
-    before, _ = _render(tokenizer, messages[:index], tools, add_generation_prompt=True)
-    content = messages[index]["content"].strip()
-    if not text.startswith(before):
-        before = before.rstrip()  # "[/INST] " before an answer that brings its own space
+    def _answer(self, messages: Messages, index: int, text: str, end: str) -> tuple[int, int]:
+        """Where the answer messages[index] lies in `text`, found by rendering what comes before it."""
+        before, _ = self.render(messages[:index], add_generation_prompt=True)
+        content = messages[index]["content"].strip()
         if not text.startswith(before):
-            raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on")
-    start = len(before)
-    said = text.find(content, start)
-    if said < 0:
-        raise RowError(f"the chat template does not show turn {index} as it is")
-    stop = text.find(end, said + len(content))
-    lost = text.find(end, start, said)
-    if stop < 0 or lost >= 0 or (text[said + len(content) : stop].strip() and "tool_calls" not in messages[index]):
-        raise RowError(f"the chat template does not end turn {index} with {end}")
-    return start, stop + len(end)
+            before = before.rstrip()  # "[/INST] " before an answer that brings its own space
+            if not text.startswith(before):
+                raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on")
+        start = len(before)
+        said = text.find(content, start)
+        if said < 0:
+            raise RowError(f"the chat template does not show turn {index} as it is")
+        stop = text.find(end, said + len(content))
+        between = "" if "tool_calls" in messages[index] else text[said + len(content) : stop].strip()
+        if stop < 0 or text.find(end, start, said) >= 0 or between:
+            raise RowError(f"the chat template does not end turn {index} with {end}")
+        return start, stop + len(end)
 
 
-def _behind_end(text: str, stop: int, ends: list[str]) -> int:
+def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
     """An answer ends with its end of turn, also where the template marks the words alone, or the line break behind."""
     inside = next((e for e in ends if text[:stop].rstrip().endswith(e)), None)
     if inside:
