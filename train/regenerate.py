@@ -35,7 +35,7 @@ class RegenerateConfig:
     url: str | None = None
     model: str | None = None
     concurrency: int = 16
-    retries: int = 8
+    retries: int = 12
     timeout: float = 300.0
 
     def __post_init__(self) -> None:

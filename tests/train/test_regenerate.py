@@ -271,7 +271,7 @@ def started(words, port):
 def test_a_server_killed_and_restarted_midway_changes_nothing(base_at, base, tmp_path, kind):
     port = free_port()
     words = kind(base_at, port)
-    options = {"url": f"http://127.0.0.1:{port}/v1", "concurrency": 4, "timeout": 20.0, "retries": 400}
+    options = {"url": f"http://127.0.0.1:{port}/v1", "concurrency": 4, "timeout": 60.0, "retries": 5000}
     config = config_of(tmp_path, count=48, regenerate={**options, "model": str(base_at)})
     server, cache = started(words, port), tmp_path / "cut"
     worker = FORK.Process(target=work_of, args=(base, config, cache))
