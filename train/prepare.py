@@ -299,9 +299,11 @@ class _Maker:
 
     def _given(self, chats: list[Conversation]) -> Iterator[tuple[str, Rendered]]:
         """The given answers as they are."""
-        answered = [c for c in chats if any(m["role"] == "assistant" for m in c.messages)]
+        answered = []
         for chat in chats:
-            if chat not in answered:
+            if any(m["role"] == "assistant" for m in chat.messages):
+                answered.append(chat)
+            else:
                 self._reject(chat.id, "no answer to keep")
         rendered = render_all(self.base.tokenizer, answered, last_turn=self.config.last_turn)
         for chat, found in zip(answered, rendered, strict=True):
