@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ctcdraft.data.packing import first_fit
 from ctcdraft.data.store import Corpus, Example
 
 POOL = 16  # batches are made of sequences of like length, sorted within pools of this many batches
@@ -18,74 +19,127 @@ POOL = 16  # batches are made of sequences of like length, sorted within pools o
 
 class Batch(NamedTuple):
     """ids [B, L], right-padded with 0; anchor n is (batch_N[n], position_N[n]): the base has read
-    positions up to it, the root follows, and labels_NU[n, : lengths_N[n]] follow the root."""
+    positions up to it, the root follows, and labels_NU[n, : lengths_N[n]] follow the root.
+
+    Where a row holds several documents, document_BL says which (from 0; -1 on padding), and place_BL counts
+    each document's positions from 0. Both are None where a row is one document.
+    """
 
     ids_BL: Tensor
     batch_N: Tensor
     position_N: Tensor
     labels_NU: Tensor
     lengths_N: Tensor
+    document_BL: Tensor | None = None
+    place_BL: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(tensor.to(device) for tensor in self))
+        return Batch._make(None if tensor is None else tensor.to(device) for tensor in self)
 
 
 class Sampler:
-    """Which sequences and anchors a step sees.
+    """Which rows and anchors a step sees.
 
-    batch: sequences per step, over all ranks. anchors: at most so many per sequence. labels: U.
-    max_length: sequences are cut after so many tokens.
+    batch: rows per step, over all ranks. A row is one document, or with `pack` as many as fit, first-fit, into
+    max_length tokens. anchors: at most so many per document. labels: U. max_length: rows, and so documents,
+    are cut after so many tokens.
     """
 
-    def __init__(self, corpus: Corpus, *, batch: int, anchors: int, labels: int, max_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch: int,
+        anchors: int,
+        labels: int,
+        max_length: int,
+        seed: int,
+        pack: bool = False,
+    ) -> None:
         if len(corpus) < 1:
             raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
         self.corpus, self.batch, self.anchors = corpus, batch, anchors
-        self.labels, self.max_length, self.seed = labels, max_length, seed
-        within = np.arange(len(corpus.ids)) - np.repeat(corpus.offsets[:-1], corpus.lengths) < max_length
-        if not corpus.mask[within].any():
+        self.labels, self.max_length, self.seed, self.pack = labels, max_length, seed, pack
+        if not any(corpus.mask[start : start + max_length].any() for start in corpus.offsets[:-1]):
             raise ValueError(f"no answer lies within the first train.max_length={max_length} tokens of any sequence")
-        self.steps_per_epoch = max(1, len(corpus) // batch)
+        self.members = self._packed() if pack else list(np.arange(len(corpus))[:, None])
+        lengths = corpus.lengths.clip(max=max_length)
+        self.row_lengths = np.array([lengths[row].sum() for row in self.members])
+        self.steps_per_epoch = max(1, len(self.members) // batch)
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
+    def _packed(self) -> list[NDArray[np.int64]]:
+        """The documents of each row, packed in an order of their own: the same in every epoch."""
+        order = np.random.default_rng([self.seed, 0]).permutation(len(self.corpus))
+        return [order[row] for row in first_fit(self.corpus.lengths[order], self.max_length)]
+
+    @property
+    def padding(self) -> float:
+        """Share of padding when every row is filled up to the longest of its step (packed: to max_length)."""
+        rows = [self.row_lengths[self.sequences(step)] for step in range(self.steps_per_epoch)]
+        full = sum(len(row) * (self.max_length if self.pack else int(row.max())) for row in rows)
+        return 1 - sum(int(row.sum()) for row in rows) / max(1, full)
+
     def sequences(self, step: int) -> NDArray[np.int64]:
-        """The `batch` sequence numbers of a step (from 0), of like length."""
+        """The `batch` row numbers of a step (from 0), of like length."""
         epoch, at = divmod(step, self.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch)
         return self._order[1][at]
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
-        """[steps, batch] sequence numbers of an epoch; what does not fill a batch is left out."""
+        """[steps, batch] row numbers of an epoch; what does not fill a batch is left out."""
         rng = np.random.default_rng([self.seed, epoch])
         count = self.steps_per_epoch * self.batch
-        order = np.resize(rng.permutation(len(self.corpus)), count)
+        order = np.resize(rng.permutation(len(self.members)), count)
         for start in range(0, count, POOL * self.batch):
             pool = order[start : start + POOL * self.batch]
-            pool[:] = pool[np.argsort(self.corpus.lengths[pool], kind="stable")]
+            pool[:] = pool[np.argsort(self.row_lengths[pool], kind="stable")]
         return rng.permutation(order.reshape(self.steps_per_epoch, self.batch))
 
+    def tokens(self, step: int) -> int:
+        """How many tokens a step sees, all ranks together, padding left out."""
+        return int(self.row_lengths[self.sequences(step)].sum())
+
     def anchor_counts(self, step: int) -> NDArray[np.int64]:
-        """How many anchors each sequence of a step has: known to every rank without a word between them."""
-        counts = [len(self._positions(self._example(i))[0]) for i in self.sequences(step)]
-        return np.minimum(counts, self.anchors)
+        """How many anchors each row of a step has: known to every rank without a word between them."""
+        counts = [
+            sum(min(len(self._positions(self._example(i))[0]), self.anchors) for i in self.members[row])
+            for row in self.sequences(step)
+        ]
+        return np.asarray(counts, np.int64)
 
     def collate(self, step: int, members: slice) -> Batch:
-        """The batch of those of a step's sequences that `members` selects."""
-        numbers = self.sequences(step)[members]
-        examples = [self._example(i) for i in numbers]
-        ids_BL = np.zeros((len(examples), max(len(e.ids) for e in examples)), np.int64)
+        """The batch of those of a step's rows that `members` selects."""
+        rows = [self.members[number] for number in self.sequences(step)[members]]
+        examples = [[self._example(i) for i in row] for row in rows]
+        shape = len(rows), max(sum(len(e.ids) for e in row) for row in examples)
+        ids_BL, place_BL = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        document_BL = np.full(shape, -1)
         parts = []
-        for row, (number, example) in enumerate(zip(numbers, examples, strict=True)):
-            ids_BL[row, : len(example.ids)] = example.ids
-            positions, lengths = self._positions(example)
-            if len(positions) > self.anchors:
-                rng = np.random.default_rng([self.seed, step, number])
-                chosen = np.sort(rng.choice(len(positions), self.anchors, replace=False))
-                positions, lengths = positions[chosen], lengths[chosen]
-            parts.append((np.full(len(positions), row), positions, self._labels(example, positions), lengths))
+        for b, (numbers, row) in enumerate(zip(rows, examples, strict=True)):
+            start = 0
+            for document, (number, example) in enumerate(zip(numbers, row, strict=True)):
+                span = slice(start, start + len(example.ids))
+                ids_BL[b, span] = example.ids
+                document_BL[b, span] = document
+                place_BL[b, span] = np.arange(len(example.ids))
+                parts.append(self._anchors(step, number, example, b, start))
+                start = span.stop
         arrays = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
+        batch = Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
+        if not self.pack:
+            return batch
+        return batch._replace(document_BL=torch.from_numpy(document_BL), place_BL=torch.from_numpy(place_BL))
+
+    def _anchors(self, step: int, number: int, example: Example, row: int, start: int) -> tuple[NDArray[np.int64], ...]:
+        """(row, position in it, labels, their number) of the anchors of a document that starts there."""
+        positions, lengths = self._positions(example)
+        if len(positions) > self.anchors:
+            rng = np.random.default_rng([self.seed, step, number])
+            chosen = np.sort(rng.choice(len(positions), self.anchors, replace=False))
+            positions, lengths = positions[chosen], lengths[chosen]
+        return np.full(len(positions), row), positions + start, self._labels(example, positions), lengths
 
     def _example(self, number: int) -> Example:
         return Example(*(column[: self.max_length] for column in self.corpus[number]))

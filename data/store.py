@@ -4,7 +4,9 @@ A folder holds train.safetensors and dev.safetensors, heldout.jsonl (questions n
 rejects.jsonl and manifest.json, which is written last: a folder without one is not prepared.
 """
 
+import fcntl
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+COLUMNS = {"ids": "int32", "mask": "uint8", "labels": "int32"}
 Tokens = Sequence[int] | NDArray[Any]
 
 
@@ -71,28 +73,115 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@contextmanager
+def claimed(lock: Path, *, wait: bool) -> Iterator[bool]:
+    """Is this piece of work ours? Another process that holds it is waited for, or `wait=False` answers no.
+
+    A process that dies, however it does, gives back what it had claimed.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+class Journal:
+    """Answers that were paid for: a file of `[key, value]` lines, each on disk before it counts.
+
+    The half line that a killed process leaves is cut off when the file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._known = path, dict[str, Any]()
+        if path.is_file():
+            good = 0
+            with path.open("rb") as stream:
+                for line in stream:
+                    try:
+                        key, value = json.loads(line)
+                    except ValueError:
+                        break
+                    if not line.endswith(b"\n"):
+                        break
+                    self._known[key] = value
+                    good += len(line)
+            os.truncate(path, good)
+        self._stream = path.open("a", encoding="utf-8")
+
+    def get(self, key: str) -> Any:
+        """What was put under the key, in this or an earlier process; None if nothing was."""
+        return self._known.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        self._known[key] = value
+        self._stream.write(json.dumps([key, value]) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:
     """Write the examples as flat arrays."""
-    ids, mask, labels = (np.concatenate([[], *(np.asarray(e[i]) for e in examples)]) for i in range(3))
-    offsets = np.cumsum([0, *(len(e.ids) for e in examples)])
-    save_file(
-        {
-            "ids": ids.astype(np.int32),
-            "mask": mask.astype(np.uint8),
-            "labels": labels.astype(np.int32),
-            "offsets": np.asarray(offsets, np.int64),
-        },
-        path,
-    )
+    arrays = {name: _flat([e[i] for e in examples], dtype) for i, (name, dtype) in enumerate(COLUMNS.items())}
+    arrays["offsets"] = np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)
+    save_file(arrays, path)
+
+
+def join_corpora(path: Path, parts: Sequence[Path]) -> None:
+    """Write the examples of several files into one, column by column: no more than one part is in memory."""
+    corpora = [_mapped(part) for part in parts]
+    total = sum(len(c.ids) for c in corpora)
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate([[], *(c.lengths for c in corpora)]))])
+    sizes = {"offsets": ("I64", len(offsets), 8)}
+    sizes |= {"ids": ("I32", total, 4), "labels": ("I32", total, 4), "mask": ("U8", total, 1)}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, length, width) in sizes.items():
+        header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [end, end + length * width]}
+        end += length * width
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(offsets.astype(np.int64).tobytes())
+        for name in ("ids", "labels", "mask"):
+            for corpus in corpora:
+                stream.write(getattr(corpus, name).tobytes())
 
 
 def load_corpus(folder: Path, split: str) -> Corpus:
-    """The `train` or `dev` sequences of a prepared folder. Raises ValueError when they are damaged."""
+    """The `train` or `dev` sequences of a prepared folder, memory-mapped. Raises ValueError when they are damaged."""
     path = folder / f"{split}.safetensors"
     try:
-        return Corpus(**load_file(path))
-    except (SafetensorError, TypeError) as error:
+        return _mapped(path)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: delete {folder} and run the command again") from error
+
+
+def _flat(columns: Sequence[Tokens], dtype: str) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(column, dtype) for column in columns)])
+
+
+def _mapped(path: Path) -> Corpus:
+    """The arrays of a safetensors file where they lie: that library's own numpy loader copies them."""
+    with path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        start = stream.tell()
+    ends = [entry["data_offsets"][1] for entry in header.values() if "data_offsets" in entry]
+    if path.stat().st_size != start + max(ends):
+        raise ValueError(f"{path} is cut or has a tail")
+    flat = np.memmap(path, np.uint8, "r")
+
+    def column(name: str, dtype: Any) -> NDArray[Any]:
+        first, end = header[name]["data_offsets"]
+        return np.asarray(flat[start + first : start + end]).view(dtype)
+
+    return Corpus(**{name: column(name, dtype) for name, dtype in COLUMNS.items()}, offsets=column("offsets", np.int64))
 
 
 def read_object(path: Path, *keys: str) -> dict[str, Any]:

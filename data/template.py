@@ -1,41 +1,109 @@
-"""Conversations -> tokens through the tokenizer's chat template, with the answers masked in."""
+"""Conversations -> tokens through the tokenizer's chat template, with the answers masked in.
 
-from collections.abc import Sequence
-from typing import Any
+Which characters are answers is told by the template's own {% generation %} marks, or, for the well-known
+templates that have none, found by incremental rendering: the rendering up to an answer must be a prefix of
+the whole, and the answer must follow it word for word up to its end-of-turn token.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from ctcdraft.data.records import RowError
+from ctcdraft.data.records import Conversation, Message
+from ctcdraft.data.sources import RowError
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[Message]
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ADVICE = (
+    "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
+    "data.regenerate=true without a server, which needs no mask"
+)
 
 
-def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+class Family(NamedTuple):
+    """signs: what all its templates contain; end: what ends an answer (None: the end-of-sequence token)."""
+
+    name: str
+    signs: tuple[str, ...]
+    end: str | None
+
+
+FAMILIES = (  # the first that fits
+    Family("llama-3", ("<|start_header_id|>",), "<|eot_id|>"),
+    Family("gemma", ("<start_of_turn>",), "<end_of_turn>"),
+    Family("chatml", ("<|im_start|>",), "<|im_end|>"),  # Qwen's too
+    Family("mistral", ("[INST]",), None),  # and llama-2
+    Family("vicuna", ("USER", "ASSISTANT"), None),
+)
+
+
+Layout = tuple[str, list[tuple[int, int]]]  # a text, and where its answers are
+AT_ONCE = 128
+
+
+class Rendered(NamedTuple):
+    """Tokens of a conversation and its loss mask: 1 on the assistant's tokens, each end of turn included."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+def prompt_ids(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
     """Tokens up to where the assistant's next answer starts. Raises ValueError when the template refuses."""
-    rendered = _apply(tokenizer, messages, add_generation_prompt=True)
-    return list(rendered["input_ids"])
+    text, _ = _Template(tokenizer, tools).render(messages, add_generation_prompt=True)
+    return _encoded(tokenizer, [text])[0].ids
 
 
-def render(tokenizer: Any, messages: Messages) -> tuple[list[int], list[int]]:
-    """Tokens of a whole conversation and its loss mask: 1 on the assistant's tokens.
+def render(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> Rendered:
+    """Tokens and loss mask of one conversation. Raises as `render_all` does, RowError included."""
+    (found,) = render_all(tokenizer, [Conversation("", tuple(messages), tools)])
+    if isinstance(found, RowError):
+        raise found
+    return found
 
-    Raises ValueError, with advice, for a template that does not mark its answers, or marks everything.
+
+def render_all(
+    tokenizer: Any, conversations: Sequence[Conversation], *, last_turn: bool = False
+) -> Iterator[Rendered | RowError]:
+    """Tokens and loss mask of each conversation (of its last answer alone, with last_turn), or why it has none.
+
+    Raises ValueError, with advice, for a template that does not mark its answers and is of no known family, or
+    whose marks cover nothing or everything.
     """
-    rendered = _apply(tokenizer, messages, return_assistant_tokens_mask=True)
-    ids, mask = list(rendered["input_ids"]), list(rendered["assistant_masks"])
-    if not any(mask) or all(mask):
-        raise ValueError(
-            "the tokenizer's chat template does not mark the assistant's tokens: wrap its answers in "
-            "{% generation %}...{% endgeneration %}, or keep data.regenerate=true, which needs no mask"
-        )
-    return ids, mask
+    plain = _Template(tokenizer, None)
+
+    def laid_out(conversation: Conversation) -> Layout | RowError:
+        template = _Template(tokenizer, conversation.tools) if conversation.tools else plain
+        try:
+            text, spans = template.answers(conversation.messages)
+        except RowError as error:
+            return error
+        return text, spans[-1:] if last_turn else spans
+
+    def masked(layouts: list[Layout | RowError], encodings: Any) -> Iterator[Rendered | RowError]:
+        for layout in layouts:
+            yield layout if isinstance(layout, RowError) else _masked(next(encodings), *layout)
+
+    with ThreadPoolExecutor(1) as tokenizing:  # which needs no GIL: the next ones are rendered meanwhile
+        before: tuple[list[Layout | RowError], Any] | None = None
+        for start in range(0, len(conversations), AT_ONCE):
+            layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
+            texts = [layout[0] for layout in layouts if not isinstance(layout, RowError)]
+            encoding = tokenizing.submit(_encoded, tokenizer, texts)
+            if before:
+                yield from masked(before[0], iter(before[1].result()))
+            before = layouts, encoding
+        if before:
+            yield from masked(before[0], iter(before[1].result()))
 
 
-def _apply(tokenizer: Any, messages: Messages, **options: bool) -> dict[str, Any]:
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
-    except TemplateError as error:
-        raise RowError(f"the chat template refuses it: {error}") from error
+def family_of(template: str) -> Family | None:
+    """The known family of a template: its own marks come first and need none."""
+    return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), None)
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
@@ -44,3 +112,104 @@ def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     bare = tokenizer(text, add_special_tokens=False).input_ids
     lead = 1 if ids[: len(bare) + 1] != bare and ids and ids[0] == tokenizer.bos_token_id else 0
     return ids[:lead], bare
+
+
+class _Template:
+    """A tokenizer's chat template, for conversations with these tools."""
+
+    def __init__(self, tokenizer: Any, tools: list[Any] | None) -> None:
+        self.text, self.tools = tokenizer.get_chat_template(tools=tools), tools
+        self.marked, self.family = bool(MARKS.search(self.text)), family_of(self.text)
+        self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
+        unknown = {None, tokenizer.unk_token_id}
+        known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
+        self._ends = tuple({end: None for end in (*known, self.eos) if end})
+
+    def render(self, messages: Messages, **options: bool) -> tuple[str, list[Any]]:
+        """(text, the spans that its generation marks cover, where asked for)"""
+        try:
+            rendered: Any = render_jinja_template(  # annotated as a string, returns two lists
+                conversations=[list(messages)],
+                tools=self.tools,
+                chat_template=self.text,
+                **{**self._specials, **options},
+            )
+        except TemplateError as error:
+            raise RowError(f"the chat template refuses it: {error}") from error
+        except (TypeError, KeyError, AttributeError) as error:  # a template that takes other fields for granted
+            raise RowError(f"the chat template fails on it: {error}") from error
+        texts, spans = rendered
+        return texts[0], spans[0] if spans else []
+
+    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered text and the characters [start, end) of each answer, its end of turn included."""
+        if self.marked:
+            text, marks = self.render(messages, return_assistant_tokens_mask=True)
+            spans = [(start, _behind_end(text, stop, self._ends)) for start, stop in marks if stop > start]
+            if not spans or sum(stop - start for start, stop in spans) >= len(text):
+                raise ValueError(
+                    f"the chat template's generation marks cover {'all' if spans else 'nothing'}: {ADVICE}"
+                )
+            return text, spans
+        if self.family is None:
+            raise ValueError(
+                "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
+                f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
+            )
+        text, _ = self.render(messages)
+        end = self.family.end or self.eos
+        at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return text, [self._answer(messages, i, text, end) for i in at]
+
+    def _answer(self, messages: Messages, index: int, text: str, end: str) -> tuple[int, int]:
+        """Where the answer messages[index] lies in `text`, found by rendering what comes before it."""
+        before, _ = self.render(messages[:index], add_generation_prompt=True)
+        content = messages[index]["content"].strip()
+        if not text.startswith(before):
+            before = before.rstrip()  # "[/INST] " before an answer that brings its own space
+            if not text.startswith(before):
+                raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on")
+        start = len(before)
+        said = text.find(content, start)
+        if said < 0:
+            raise RowError(f"the chat template does not show turn {index} as it is")
+        stop = text.find(end, said + len(content))
+        between = "" if "tool_calls" in messages[index] else text[said + len(content) : stop].strip()
+        if stop < 0 or text.find(end, start, said) >= 0 or between:
+            raise RowError(f"the chat template does not end turn {index} with {end}")
+        return start, stop + len(end)
+
+
+def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
+    """An answer ends with its end of turn, also where the template marks the words alone, or the line break behind."""
+    inside = next((e for e in ends if text[:stop].rstrip().endswith(e)), None)
+    if inside:
+        return len(text[:stop].rstrip())
+    follows = next((e for e in ends if text.startswith(e, stop)), "")
+    return stop + len(follows)
+
+
+def _encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} cannot say where its tokens lie: a fast tokenizer is needed")
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.encode_batch(texts, add_special_tokens=False)
+
+
+def _masked(encoding: Any, text: str, spans: list[tuple[int, int]]) -> Rendered:
+    mask = [0] * len(encoding)
+    for start, stop in spans:
+        first, last = _token_at(encoding, start, stop, 1), _token_at(encoding, stop - 1, start - 1, -1)
+        if first is None or last is None:
+            continue
+        if text[encoding.token_to_chars(first)[0] : start].strip():  # begins in the prompt's last word
+            first += 1
+        mask[first : last + 1] = [1] * (last + 1 - first)
+    return Rendered(encoding.ids, mask)
+
+
+def _token_at(encoding: Any, char: int, stop: int, step: int) -> int | None:
+    """The token that holds a character, or the nearest one towards `stop` (white space may belong to none)."""
+    return next((t for c in range(char, stop, step) if (t := encoding.char_to_token(c)) is not None), None)

@@ -8,7 +8,8 @@ from typing import Any
 
 from ctcdraft.data import embedded
 from ctcdraft.data.prompts import cut_prompts
-from ctcdraft.data.records import RowError, text_of
+from ctcdraft.data.records import text_of
+from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.eval.rows import benchmark_rows, category_of, row_id, user_turns

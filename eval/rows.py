@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ctcdraft.data.records import RowError, check_source, read_rows, source_hash
+from ctcdraft.data.sources import RowError, check_source, read_rows, source_hash
 
 FIELDS = {
     "mt_bench": ("turns", "prompt"),

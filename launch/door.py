@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from importlib import resources
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -112,8 +112,9 @@ def _unknown(plain: dict[str, Any], schema: Any, prefix: str = "") -> str | None
     for key, value in plain.items():
         if key not in types:
             return f"{prefix}{key}"
-        if isinstance(value, dict) and is_dataclass(types[key]):
-            found = _unknown(value, types[key], f"{prefix}{key}.")
+        inner = next((t for t in (types[key], *get_args(types[key])) if is_dataclass(t)), None)
+        if isinstance(value, dict) and inner:
+            found = _unknown(value, inner, f"{prefix}{key}.")
             if found:
                 return found
     return None

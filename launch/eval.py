@@ -10,7 +10,7 @@ Results go to runs/<name>/eval/<bench>/, of several heads to eval/<bench>-heads/
 from dataclasses import asdict
 from pathlib import Path
 
-from ctcdraft.data.records import check_source
+from ctcdraft.data.sources import check_source
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.evaluation import Evaluated, evaluate_run, evaluate_several, figures_of, plots_of, tables_of

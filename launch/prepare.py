@@ -1,4 +1,9 @@
-"""base -> data: everything before training, with the same options as launch/train.py."""
+"""base -> data: everything before training, with the same options as launch/train.py.
+
+python launch/prepare.py data.show=5
+Started several times with the same options, by torchrun or by hand, on one host or many that share cache_dir,
+the processes share the work.
+"""
 
 from pathlib import Path
 

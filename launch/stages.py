@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from ctcdraft.data.records import check_source
-from ctcdraft.data.store import read_manifest, read_object
+from ctcdraft.data.show import shown
+from ctcdraft.data.sources import check_source
+from ctcdraft.data.store import load_corpus, read_manifest, read_object
 from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
@@ -20,10 +22,11 @@ from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best, write_atomically
 from ctcdraft.train.embedded import embedded_base
 from ctcdraft.train.loop import finished
-from ctcdraft.train.prepare import prepare, prepared_folder
+from ctcdraft.train.prepare import FREE_REGENERATE, prepare, prepared_folder
 
 # What may differ between two commands that continue one run.
 FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
+FREE_DATA = ("show", "batch_size")
 FREE_TRAIN = ("max_minutes", "log_every", "save_every", "micro_batch")
 
 
@@ -55,17 +58,27 @@ def get_base(config: BaseConfig, cache: Path) -> Base:
 
 
 def get_data(config: TrainEntry, base: Base) -> Path:
-    """The folder of data in the base's own words."""
+    """The folder of data in the base's own words. All ranks share its making."""
     cache = Path(config.cache_dir)
     there = read_manifest(prepared_folder(base, config.data, config.seed, cache)) is not None
-    folder = on_rank_zero_first(lambda: prepare(base, config.data, config.seed, cache))
+    folder = prepare(base, config.data, config.seed, cache)
     count = read_manifest(folder)
     assert count is not None
+    train, turns = count["train"], count["turns"]
     say(
         f"data: {folder} ({'reused' if there else 'prepared'}; read {count['read']} = used {count['used']} + "
-        f"rejected {count['rejected']}; {count['train']['sequences']} sequences, "
-        f"{count['train']['answer_tokens']:,} answer tokens)"
+        f"rejected {count['rejected']}; {train['sequences']} sequences, {train['answer_tokens']:,} answer tokens; "
+        f"length {', '.join(f'{name} {tokens}' for name, tokens in train['lengths'].items())})"
     )
+    if turns and not there:
+        say("turns: asked {asked} = answered {answered} + failed {failed} + skipped {skipped}".format(**turns))
+    if count["near_duplicates"]:
+        say(
+            f"data: {count['near_duplicates']} training rows nearly repeat an evaluation question; they are in "
+            f"{folder}/near_duplicates.jsonl (data.keep_out=<questions> drops such rows)"
+        )
+    if config.data.show:
+        say(shown(base.tokenizer, load_corpus(folder, "train"), config.data.show, colour=sys.stdout.isatty()))
     return folder
 
 
@@ -75,7 +88,9 @@ def check_inputs(config: TrainEntry) -> Path:
     Raises ValueError when a data or bench file is missing or empty, or when the folder belongs to a run of
     another configuration, naming the first option that differs.
     """
-    check_source("data.path", config.data.path)
+    for path in config.data.paths:
+        check_source("data.path", path)
+    check_source("data.keep_out", config.data.keep_out)
     check_source("bench.path", config.bench.path)
     config.train.split(ds.world_size())
     settings = run_settings(config)
@@ -127,6 +142,12 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
 def run_settings(config: TrainEntry) -> dict[str, Any]:
     """The part of the configuration that decides what is trained."""
     settings = {key: value for key, value in asdict(config).items() if key not in FREE}
+    for name in FREE_DATA:
+        settings["data"].pop(name)
+    if isinstance(settings["data"]["regenerate"], dict):
+        settings["data"]["regenerate"] = {
+            k: v for k, v in settings["data"]["regenerate"].items() if k not in FREE_REGENERATE
+        }
     settings["train"] = {k: v for k, v in settings["train"].items() if k not in FREE_TRAIN}
     return json.loads(json.dumps(settings))
 

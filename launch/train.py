@@ -33,6 +33,7 @@ def main(config: TrainEntry) -> int:
         stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
     else:
         trainer = Trainer(config.plan, base, data_folder, folder)
+        stages.say(trainer.rows())
         if ds.rank() == 0:
             log = RunLog(folder, config.logger, asdict(config), trainer.state.step)
         state = trainer.run(log)

@@ -16,19 +16,36 @@ def continue_prompts(
     A continuation ends with an end-of-sequence token unless max_new_tokens or the context ended it.
     Raises ValueError on an empty prompt or one that leaves no room in the context.
     """
+    for numbers in batches_by_length(prompts, batch_size):
+        answers = continue_batch(base, [prompts[i] for i in numbers], max_new_tokens)
+        yield from zip(numbers, answers, strict=True)
+
+
+def batches_by_length(sequences: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Numbers of the sequences in batches of like length, shortest first."""
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def continue_batch(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """The base's continuations of a few prompts at once, greedy at temperature 0, else sampled: a function of
+    the arguments alone, whatever was drawn before.
+
+    Raises ValueError on an empty prompt or one that leaves no room in the context.
+    """
     for number, prompt in enumerate(prompts):
         if not 0 < len(prompt) < base.context_length:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; {base.name} takes 1 to {base.context_length - 1}"
             )
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        numbers = order[start : start + batch_size]
-        answers = _continue_batch(base, [prompts[i] for i in numbers], max_new_tokens)
-        yield from zip(numbers, answers, strict=True)
-
-
-def _continue_batch(base: Base, prompts: list[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     longest = max(map(len, prompts))
     pad = base.eos_ids[0] if base.eos_ids else 0
     ids = torch.full((len(prompts), longest), pad)
@@ -36,13 +53,15 @@ def _continue_batch(base: Base, prompts: list[Sequence[int]], max_new_tokens: in
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
     settings = GenerationConfig(
-        do_sample=False,
         max_new_tokens=min(max_new_tokens, base.context_length - longest),
         eos_token_id=list(base.eos_ids) or None,
         pad_token_id=pad,
+        **(sampling or {"do_sample": False}),
     )
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
         out = base.model.generate(ids.to(base.device), attention_mask=mask.to(base.device), generation_config=settings)
     return [_until_eos(row, base.eos_ids) for row in out[:, longest:].tolist()]
 

@@ -69,9 +69,19 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
 
-    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch_N: Tensor, position_N: Tensor) -> Slots:
-        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position."""
-        return self.fill(self.encode(hidden_BLD, root_BLD)[batch_N, position_N])
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        sight: Sight | None = None,
+    ) -> Slots:
+        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position.
+
+        sight: where rows hold several documents, which positions belong together; None: rows are one each.
+        """
+        return self.fill(self.encode(hidden_BLD, root_BLD, sight=sight)[batch_N, position_N])
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:

@@ -22,6 +22,12 @@ class Sight(NamedTuple):
     positions_BL: Tensor
     mask_BLS: Tensor | None = None
 
+    def additive(self, dtype: torch.dtype) -> Tensor | None:
+        """The mask as numbers to add, for a base: its eager attention takes boolean masks for numbers, silently."""
+        if self.mask_BLS is None:
+            return None
+        return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
+
 
 class Block(nn.Module):
     """Pre-norm attention and SwiGLU. With a Sight: rotary positions and an optional cache; without: all to all."""

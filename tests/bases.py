@@ -12,10 +12,10 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer(template=TEMPLATE):
+def tiny_tokenizer(template=TEMPLATE, extra=()):
     """Bytes as tokens, plus specials: any text encodes, nothing is learnt."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<s>", "</s>", "<u>", "<a>"]
+    specials = ["<s>", "</s>", "<u>", "<a>", *extra]
     vocab = {symbol: i for i, symbol in enumerate(specials + alphabet)}
     backend = Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -24,7 +24,7 @@ def tiny_tokenizer(template=TEMPLATE):
         tokenizer_object=backend,
         bos_token="<s>",
         eos_token="</s>",
-        additional_special_tokens=["<u>", "<a>"],
+        additional_special_tokens=["<u>", "<a>", *extra],
     )
     tokenizer.chat_template = template
     return tokenizer

@@ -37,14 +37,16 @@ from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features,
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """batch: sequences per optimizer step over all ranks, micro_batch of them per forward and rank (None:
-    all of a rank's share); anchors: at most so many per sequence. max_minutes counts all sittings."""
+    """batch: rows per optimizer step over all ranks, micro_batch of them per forward and rank (None: all of a
+    rank's share). A row is one sequence, or with `pack` as many as fit into max_length tokens. anchors: at most
+    so many per sequence. max_minutes counts all sittings."""
 
     steps: int = 1000
     batch: int = 4
     micro_batch: int | None = None
     anchors: int = 128
     max_length: int = 2048
+    pack: bool = False
     precision: str = "fp32"
     max_minutes: float | None = None
     log_every: int = 10
@@ -132,6 +134,7 @@ class Trainer:
             labels=plan.objective.labels,
             max_length=plan.train.max_length,
             seed=plan.seed,
+            pack=plan.train.pack,
         )
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)
@@ -141,6 +144,13 @@ class Trainer:
 
     def finished(self) -> bool:
         return finished(self.plan.train, self.state)
+
+    def rows(self) -> str:
+        """What the rows of a step are, in a sentence."""
+        sampler = self.sampler
+        kind = f"rows of {sampler.max_length} tokens, first-fit" if sampler.pack else "rows of one sequence each"
+        documents = f"{len(sampler.corpus)} sequences in {len(sampler.members)} {kind}"
+        return f"rows: {documents}; {sampler.padding:.1%} padding at {sampler.batch} rows per step"
 
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
@@ -232,8 +242,7 @@ class Trainer:
                     self.grad_norm = ds.step_with_norm(self.engine)
             total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
         assert total is not None
-        lengths = self.sampler.corpus.lengths[self.sampler.sequences(step)]
-        return total, int(lengths.clip(max=self.sampler.max_length).sum())
+        return total, self.sampler.tokens(step)
 
     def _row(self, step: int, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
         """The figures of a step, summed over ranks; shares of `seconds` since the last row."""

@@ -12,7 +12,7 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head, candidates
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
-from ctcdraft.train.task import base_features
+from ctcdraft.train.task import base_features, document_sight
 
 ANCHORS_PER_SEQUENCE = 8
 LOGGED_ANCHORS = 32
@@ -77,7 +77,7 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     assert head is not None
     batch = batch.to(base.device)
     hidden, roots = base_features(base, batch, torch.float32)
-    slots = head(hidden, roots, batch.batch_N[:most], batch.position_N[:most])
+    slots = head(hidden, roots, batch.batch_N[:most], batch.position_N[:most], document_sight(batch))
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
     lattices = candidates(slots, base, decoder.draft.top_k).lattices()
     return [(decoder.tree_of(lattice), row[:length]) for lattice, (row, length) in zip(lattices, known, strict=True)]

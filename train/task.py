@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ctcdraft.data.batches import Batch
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig
+from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, anchor_losses
 
 
@@ -59,7 +60,7 @@ class DraftTask(nn.Module):
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
-        slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N)
+        slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N, document_sight(batch))
         out = anchor_losses(
             slots.states_NTD,
             self._frozen[0].to(slots.states_NTD.dtype),
@@ -80,8 +81,21 @@ class DraftTask(nn.Module):
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1."""
-    hidden_BLD = base.hidden(batch.ids_BL)
+    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1.
+
+    Documents that share a row know nothing of each other: positions and attention start anew in each.
+    """
+    sight = document_sight(batch)
+    mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
+    hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions)
     with torch.no_grad():
         root_BLD = base.embed(batch.ids_BL.roll(-1, dims=1))
     return hidden_BLD.to(dtype), root_BLD.to(dtype)
+
+
+def document_sight(batch: Batch) -> Sight | None:
+    """Position i sees j <= i of its own document; None where a row is one document."""
+    if batch.document_BL is None or batch.place_BL is None:
+        return None
+    document_BL = batch.document_BL
+    return Sight(batch.place_BL, (document_BL[:, :, None] == document_BL[:, None, :]).tril().unsqueeze(1))

@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from ctcdraft.data.batches import Sampler, anchor_positions
-from ctcdraft.data.store import Example, load_corpus, save_corpus
+from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
 
 
 def corpus_of(tmp_path, examples):
@@ -43,6 +45,32 @@ def test_stored_examples_come_back(tmp_path):
     corpus = corpus_of(tmp_path, examples)
     for got, want in zip((corpus[i] for i in range(5)), examples, strict=True):
         assert [list(map(int, column)) for column in got] == [list(column) for column in want]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b"{}" + b, lambda b: b[:20], lambda b: b"", lambda b: b + b"x"]
+)
+def test_a_damaged_file_is_one_sentence(tmp_path, damage):
+    save_corpus(tmp_path / "train.safetensors", random_examples(3))
+    path = tmp_path / "train.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="is damaged: delete"):
+        load_corpus(tmp_path, "train")
+
+
+def test_joined_parts_are_what_one_file_would_be(tmp_path):
+    examples = random_examples(9)
+    save_corpus(tmp_path / "whole.safetensors", examples)
+    cuts = [examples[:4], [], examples[4:5], examples[5:]]
+    parts = [tmp_path / f"{i}.safetensors" for i in range(len(cuts))]
+    for part, cut in zip(parts, cuts, strict=True):
+        save_corpus(part, cut)
+    join_corpora(tmp_path / "joined.safetensors", parts)
+    whole, joined = (load_corpus(tmp_path, name) for name in ("whole", "joined"))
+    for name in ("ids", "mask", "labels", "offsets"):
+        assert getattr(whole, name).tolist() == getattr(joined, name).tolist()
+    published = load_file(tmp_path / "joined.safetensors")  # the format is the library's own
+    assert published["ids"].tolist() == whole.ids.tolist()
 
 
 def sampler_of(tmp_path, batch=4, anchors=3, count=37, seed=5, max_length=64):
@@ -104,3 +132,55 @@ def test_no_answer_within_the_length_is_refused(tmp_path):
 def test_no_sequences_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no training sequence"):
         sampler_of(tmp_path, count=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1000), max_length=st.integers(8, 60), labels=st.integers(1, 6))
+def test_packed_rows_hold_the_same_anchors_and_no_label_crosses_a_document_or_leaves_an_answer(
+    tmp_path_factory, seed, max_length, labels
+):
+    examples = random_examples(9, seed)
+    corpus = corpus_of(tmp_path_factory.mktemp("c"), examples)
+    options = {"anchors": 100, "labels": labels, "max_length": max_length, "seed": seed}
+    try:
+        packed = Sampler(corpus, batch=1, pack=True, **options)
+    except ValueError:
+        return  # no answer lies within so few tokens
+    plain = Sampler(corpus, batch=len(corpus), **options)
+    (whole,) = (anchors_of(plain.collate(0, slice(None)), corpus, plain.sequences(0)[:, None]),)
+    found = []
+    for step in range(packed.steps_per_epoch):
+        batch = packed.collate(step, slice(None))
+        members = [packed.members[row] for row in packed.sequences(step)]
+        found += anchors_of(batch, corpus, members)
+        assert int(packed.anchor_counts(step).sum()) == len(batch.lengths_N)
+        assert packed.tokens(step) == int((batch.document_BL >= 0).sum()) <= max_length
+        for n, (row, position) in enumerate(zip(batch.batch_N.tolist(), batch.position_N.tolist(), strict=True)):
+            length = int(batch.lengths_N[n])
+            span = slice(position, position + 2 + length)
+            number = members[row][int(batch.document_BL[row, position])]
+            place = int(batch.place_BL[row, position])
+            assert len(set(batch.document_BL[row, span].tolist())) == 1
+            assert corpus[number].mask[place + 1 : place + 2 + length].all()
+            assert batch.labels_NU[n, :length].tolist() == batch.ids_BL[row, position + 2 : span.stop].tolist()
+    assert sorted(found) == sorted(whole)
+
+
+def anchors_of(batch, corpus, members):
+    """(document, place in it, labels) of every anchor."""
+    document_BL = torch.zeros_like(batch.ids_BL) if batch.document_BL is None else batch.document_BL
+    place_BL = torch.arange(batch.ids_BL.shape[1]).expand_as(document_BL) if batch.place_BL is None else batch.place_BL
+    return [
+        (int(members[b][int(document_BL[b, t])]), int(place_BL[b, t]), tuple(labels[:length]))
+        for b, t, labels, length in zip(*(column.tolist() for column in batch[1:5]), strict=True)
+    ]
+
+
+def test_the_packing_of_short_sequences_saves_most_padding(tmp_path):
+    corpus = corpus_of(tmp_path, random_examples(400))
+    options = {"batch": 4, "anchors": 3, "labels": 4, "max_length": 64, "seed": 0}
+    packed = Sampler(corpus, pack=True, **options)
+    assert packed.padding < 0.03
+    rows = Sampler(corpus, **options)
+    assert 0 < rows.padding < 0.5
+    assert len(packed.members) < len(rows.members) / 3

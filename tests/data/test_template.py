@@ -1,10 +1,13 @@
 import numpy as np
 import pytest
+import templates
 from bases import TEMPLATE, tiny_tokenizer
 
 from ctcdraft.data.prompts import cut_prompts
-from ctcdraft.data.template import prompt_ids, render
-from ctcdraft.model.base import PLAIN_TEMPLATE
+from ctcdraft.data.records import Conversation
+from ctcdraft.data.sources import RowError
+from ctcdraft.data.template import family_of, prompt_ids, render, render_all
+from ctcdraft.model.base import PLAIN_TEMPLATE, VICUNA_TEMPLATE
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -33,6 +36,127 @@ def test_a_template_without_generation_marks_is_refused_with_advice():
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(ValueError, match=r"wrap its answers in \{% generation %\}"):
         render(tiny_tokenizer(unmarked), CHAT)
+
+
+def shown(tokenizer, rendered):
+    """The text with its masked tokens in [[ ]]."""
+    pieces = []
+    before = 0
+    for token, m in [*zip(rendered.ids, rendered.mask, strict=True), (None, 0)]:
+        if m != before:
+            pieces.append("[[" if m else "]]")
+        pieces.append("" if token is None else tokenizer.decode([token]))
+        before = m
+    return "".join(pieces)
+
+
+def known(name):
+    template, specials, system, want = templates.KNOWN[name]
+    return tiny_tokenizer(template, specials), templates.CHAT[0 if system else 1 :], want
+
+
+@pytest.mark.parametrize("name", templates.KNOWN)
+def test_the_mask_of_every_known_template_is_what_a_person_reads_out_of_it(name):
+    tokenizer, chat, want = known(name)
+    assert shown(tokenizer, render(tokenizer, chat)) == want
+    last = next(render_all(tokenizer, [Conversation("", tuple(chat))], last_turn=True))
+    head, tail = want.split("[[", 1)[0], want.rsplit("[[", 1)[1]
+    middle = want[len(head) : len(want) - len(tail) - 2].replace("[[", "").replace("]]", "")
+    assert shown(tokenizer, last) == f"{head}{middle}[[{tail}"
+
+
+@pytest.mark.parametrize("name", templates.KNOWN)
+def test_what_precedes_a_masked_answer_is_the_prompt_that_serving_sends(name):
+    tokenizer, chat, _ = known(name)
+    ids, mask = render(tokenizer, chat[:-2])
+    start = mask.index(1)
+    assert ids[:start] == prompt_ids(tokenizer, chat[:-3])
+
+
+def marked(name):
+    """The same template with its answers wrapped in generation marks: the negative control of the search."""
+    template, specials, _, _ = templates.KNOWN[name]
+    wrapped = {
+        "chatml": template.replace(
+            "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}",
+            "{{'<|im_start|>' + message['role'] + '\\n'}}{% if message['role'] == 'assistant' %}{% generation %}"
+            "{{message['content']}}{% endgeneration %}{% else %}{{message['content']}}{% endif %}{{'<|im_end|>\\n'}}",
+        ),
+        "mistral": template.replace(
+            "{{ ' ' + message['content'] + eos_token}}",
+            "{% generation %}{{ ' ' + message['content'] + eos_token}}{% endgeneration %}",
+        ),
+    }
+    return tiny_tokenizer(wrapped[name], specials)
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral"])
+def test_marks_in_the_template_and_the_search_give_the_same_mask(name):
+    _, chat, want = known(name)
+    tokenizer = marked(name)
+    assert "{% generation %}" in tokenizer.chat_template
+    assert shown(tokenizer, render(tokenizer, chat)) == want
+
+
+def test_the_built_in_vicuna_template_and_the_public_one_mask_alike():
+    tokenizer = tiny_tokenizer(VICUNA_TEMPLATE)
+    assert shown(tokenizer, render(tokenizer, templates.CHAT)) == templates.KNOWN["vicuna"][3]
+
+
+def test_thoughts_survive_into_the_template_and_the_mask():
+    tokenizer, chat, _ = known("qwen-3")
+    chat = [*chat[:-1], {**chat[-1], "reasoning_content": "They leave."}]
+    assert "[[<think>\nThey leave.\n</think>\n\nSo long.<|im_end|>]]" in shown(tokenizer, render(tokenizer, chat))
+
+
+def test_tools_survive_into_the_template():
+    template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + TEMPLATE
+    tokenizer = tiny_tokenizer(template)
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    assert tokenizer.decode(render(tokenizer, CHAT, tools).ids).startswith("clock;<u>ab")
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:1], tools)) == "clock;<u>ab<a>"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("chatml", "a<|im_end|>\n<|im_start|>user\nb"), ("mistral", "a [/INST] b")]
+)
+def test_an_answer_that_imitates_the_template_is_one_answer(name, answer):
+    tokenizer, chat, _ = known(name)
+    chat = [*chat[:-1], {"role": "assistant", "content": answer}]
+    assert answer in shown(tokenizer, render(tokenizer, chat)).rsplit("[[", 1)[1]
+
+
+def test_a_template_that_changes_an_answer_rejects_the_conversation_and_no_other():
+    shout = templates.CHATML.replace("message['content'] +", "message['content'].replace('x', 'y') +")
+    tokenizer = tiny_tokenizer(shout, ("<|im_start|>", "<|im_end|>"))
+    ask = {"role": "user", "content": "q"}
+    chats = [Conversation(str(i), (ask, {"role": "assistant", "content": c})) for i, c in enumerate(("ab", "ax", "b"))]
+    good, bad, other = render_all(tokenizer, chats)
+    assert isinstance(bad, RowError)
+    assert "does not show turn 1 as it is" in str(bad)
+    assert sum(good.mask) == 3
+    assert sum(other.mask) == 2
+
+
+def test_a_refusal_by_the_template_is_the_rows_own():
+    tokenizer, _, _ = known("gemma")
+    with pytest.raises(RowError, match="System role not supported"):
+        render(tokenizer, templates.CHAT)
+
+
+def test_marks_that_cover_everything_or_nothing_are_refused():
+    everything = "{% generation %}" + templates.CHATML + "{% endgeneration %}"
+    nothing = templates.CHATML + "{% generation %}{% endgeneration %}"
+    for template, words in ((everything, "cover all"), (nothing, "cover nothing")):
+        with pytest.raises(ValueError, match=words):
+            render(tiny_tokenizer(template), CHAT)
+
+
+def test_an_unknown_template_is_of_no_family():
+    assert family_of("{{ messages[0].content }}") is None
+    for name in templates.KNOWN:
+        family = family_of(templates.KNOWN[name][0]).name
+        assert family in name or {"qwen-2.5": "chatml", "qwen-3": "chatml", "llama-2": "mistral"}[name] == family
 
 
 def test_the_plain_template_masks_and_prompts_alike():

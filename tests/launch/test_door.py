@@ -1,5 +1,6 @@
 import ast
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import compose, enter, typed
 from ctcdraft.launch.schema import EvalEntry, ExportEntry, TrainEntry
+from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.regenerate import RegenerateConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -43,9 +46,29 @@ def test_every_choice_composes():
     assert compose("prepare", ["data=text"]).data.kind == "text"
 
 
+def test_regeneration_is_a_group_of_options_or_off():
+    config = typed(compose("train", []), TrainEntry)
+    assert config.data.rewriting == RegenerateConfig()
+    words = ["data.regenerate.url=http://127.0.0.1:1/v1", "data.regenerate.temperatures=[0,0.7]"]
+    assert typed(compose("train", words), TrainEntry).data.rewriting.temperatures == [0.0, 0.7]
+    assert typed(compose("train", ["data.regenerate=false"]), TrainEntry).data.rewriting is None
+    assert typed(compose("train", ["data.regenerate=true"]), TrainEntry).data.rewriting == RegenerateConfig()
+
+
+def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
+    for path in (ROOT / "conf" / "data").glob("*.yaml"):
+        found = typed(compose("train", [f"data={path.stem}", "data.path=x"]), TrainEntry).data
+        same = {"limit", "holdout", "max_new_tokens", "kind", "path"}
+        for name, value in asdict(DataConfig()).items():
+            assert name in same or asdict(found)[name] == value, (path.stem, name)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["+data.regenerate.hurl=x"], "error: data.regenerate.hurl: there is no such option"),
+        (["data.regenerate.temperatures=[]"], "error: data.regenerate.temperatures=[]"),
+        (["data=sharegpt", "data.path=[a,b]", "data.weights=[1]"], "error: data.weights=[1.0]: give one above 0"),
         (["optim.lr=abc"], "error: optim.lr=abc: input should be a valid number"),
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, medusa, parallel"),

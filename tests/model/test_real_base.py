@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from ctcdraft.data.records import conversation_of, read_rows
+from ctcdraft.data.records import conversation_of
+from ctcdraft.data.sources import read_rows
 from ctcdraft.data.template import render
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -57,8 +58,8 @@ def test_used_and_rejected_add_up_and_rejects_keep_their_reason(chat_base, tmp_p
     assert manifest["read"] == 13
     assert manifest["used"] + manifest["rejected"] == 13
     reasons = {reject["row"]: reject["reason"] for reject in rejects}
-    assert "starts with the assistant" in reasons[3]
-    assert "this is a int" in reasons[11]
+    assert "starts with the assistant" in reasons["3"]
+    assert "this is a int" in reasons["11"]
     assert any("more than the context holds" in reason for reason in reasons.values())
 
 
@@ -73,7 +74,7 @@ def test_heldout_questions_are_never_trained_on(chat_base, tmp_path):
 
 def test_prepared_data_is_reused_and_keyed_by_base_and_options(chat_base, base_folder, tmp_path, monkeypatch):
     folder = prepared(chat_base, tmp_path, conversations(8))
-    monkeypatch.setattr(stage, "continue_prompts", Mock(side_effect=AssertionError("generated again")))
+    monkeypatch.setattr(stage, "rewrite", Mock(side_effect=AssertionError("generated again")))
     assert prepared(chat_base, tmp_path, conversations(8)) == folder
     monkeypatch.undo()
     assert prepared(chat_base, tmp_path, conversations(8), max_new_tokens=5) != folder
@@ -85,22 +86,10 @@ def test_an_interrupted_preparation_is_not_taken_for_one(chat_base, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         prepared(chat_base, tmp_path, conversations(8))
     monkeypatch.undo()
-    assert not list((tmp_path / "cache").iterdir())
-    assert read_manifest(prepared(chat_base, tmp_path, conversations(8)))["read"] == 8
-
-
-def test_of_two_preparations_at_once_one_stays(chat_base, tmp_path, monkeypatch):
-    honest = stage.write_jsonl
-
-    def meanwhile(path, rows):
-        monkeypatch.undo()
-        prepared(chat_base, tmp_path, conversations(8))
-        honest(path, rows)
-
-    monkeypatch.setattr(stage, "write_jsonl", meanwhile)
+    assert not list((tmp_path / "cache").glob("data-*/manifest.json"))
     folder = prepared(chat_base, tmp_path, conversations(8))
     assert read_manifest(folder)["read"] == 8
-    assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [folder]
 
 
 def test_texts_are_cut_and_continued(chat_base, tmp_path):
@@ -131,9 +120,156 @@ def test_nothing_usable_is_an_error_that_names_a_reason(chat_base, tmp_path):
         prepared(chat_base, tmp_path, [1, 2])
 
 
+def test_equal_rows_are_used_once(chat_base, tmp_path):
+    rows = conversations(10)
+    folder = prepared(chat_base, tmp_path, [*rows, {**rows[3], "id": "other"}])
+    manifest = read_manifest(folder)
+    assert (manifest["read"], manifest["rejected"]) == (11, 1)
+    assert read_jsonl(folder / "rejects.jsonl") == [{"row": "10", "reason": "the same as row 3"}]
+    both = prepared(chat_base, tmp_path, [*rows, rows[3]], dedupe=False)
+    assert read_manifest(both)["rejected"] == 0
+
+
+def test_tokens_are_taken_as_they_are_with_the_bases_argmax_as_labels(chat_base, tmp_path):
+    rows = [{"input_ids": [i % 200 + 4, 5, 6, 7, 8, i % 100 + 9], "loss_mask": [0, 0, 1, 1, 1, 1]} for i in range(30)]
+    rows.append({"input_ids": [5, 900], "loss_mask": [0, 1]})
+    folder = prepared(chat_base, tmp_path, rows)
+    corpus = load_corpus(folder, "train")
+    ids, mask, labels = (list(map(int, column)) for column in corpus[0])
+    assert mask == [0, 0, 1, 1, 1, 1]
+    assert Decoder(chat_base).generate(ids[:3], 1).tokens == [labels[3]]
+    (reject,) = read_jsonl(folder / "rejects.jsonl")
+    assert "token 900, but b knows 260" in reject["reason"]
+
+
+def test_texts_and_conversations_mix_in_the_shares_asked_for(chat_base, tmp_path):
+    chats, texts = tmp_path / "chats.json", tmp_path / "texts.json"
+    chats.write_text(json.dumps(conversations(60, turns=1)))
+    texts.write_text(json.dumps([f"{'abcdefghij' * 3} {i}" for i in range(20)]))
+    config = DataConfig(
+        kind="mixed",
+        path=[str(chats), str(texts)],
+        weights=[0.75, 0.25],
+        samples_per_text=1,
+        max_new_tokens=4,
+        holdout=0.3,
+    )
+    folder = prepare(chat_base, config, 0, tmp_path / "cache")
+    manifest = read_manifest(folder)
+    assert 76 <= manifest["read"] <= 81
+    corpus = load_corpus(folder, "train")
+    plain = sum(int(corpus[i].ids[0]) != 2 for i in range(len(corpus)))  # chats start with <u>
+    assert 0.1 < plain / len(corpus) < 0.4
+    forms = {"text" if "text" in row else "turns" for row in read_jsonl(folder / "heldout.jsonl")}
+    assert forms <= {"text", "turns"}
+
+
+def test_only_last_answers_are_labels_where_asked(chat_base, tmp_path):
+    folder = prepared(chat_base, tmp_path, conversations(8), regenerate=False, last_turn=True)
+    for i in range(len(corpus := load_corpus(folder, "train"))):
+        mask = corpus[i].mask.tolist()
+        assert sum(b > a for a, b in pairwise(mask)) == 1
+        assert mask[-1] == 1
+
+
+def long_questions(count):
+    asked = [f"tell me in your own words number {i} why the {i} ships left harbour {i} at dawn" for i in range(count)]
+    return [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": "x"}]} for q in asked]
+
+
+def test_rows_that_nearly_repeat_an_evaluation_question_are_dropped_or_reported(chat_base, tmp_path):
+    rows = long_questions(40)
+    questions = tmp_path / "question.jsonl"
+    asked = rows[7]["conversations"][0]["value"]
+    questions.write_text(json.dumps({"question_id": 81, "turns": [f"{asked.upper()}!", "and then?"]}))
+    folder = prepared(chat_base, tmp_path, rows, keep_out=str(questions))
+    (reject,) = read_jsonl(folder / "rejects.jsonl")
+    assert reject["row"] == "7"
+    assert "nearly question 0 of" in reject["reason"]
+
+    held = read_jsonl(folder / "heldout.jsonl")[0]["turns"][0]
+    echo = {"conversations": [{"from": "human", "value": f"Please, {held} :-)"}, {"from": "gpt", "value": "x"}]}
+    echoes = [
+        {"conversations": [{**turn, "value": turn["value"] + " " * i} for turn in echo["conversations"]]}
+        for i in range(12)
+    ]
+    folder = prepared(chat_base, tmp_path, [*rows, *echoes])
+    near = read_jsonl(folder / "near_duplicates.jsonl")
+    assert len(near) == read_manifest(folder)["near_duplicates"] > 0
+    assert all(held in row["asked"] for row in near)
+
+
+def test_the_system_turn_does_not_decide_the_split(chat_base, tmp_path):
+    rows = [
+        {"messages": [{"role": "system", "content": "same"}, {"role": "user", "content": f"question {i}"}]}
+        for i in range(40)
+    ]
+    manifest = read_manifest(prepared(chat_base, tmp_path, rows))
+    assert manifest["heldout"] > 0
+    assert manifest["dev"]["sequences"] > 1
+    assert manifest["train"]["sequences"] > 10
+
+
+BAD = (
+    b'{"conversations": [{"from": "human", "value": "cut off\n',
+    b'{"conversations": [{"from": "human", "value": "' + b"x" * 17_000_000 + b'"}]}\n',
+    b'{"conversations": [{"from": "human", "value": "\xff\xfe"}]}\n',
+    b'{"conversations": [{"from": "human", "value": NaN}]}\n',
+    b"NaN\n",
+    b"[" * 200_000 + b"\n",
+    b'{"conversations": []}\n',
+    b"[]\n",
+)
+
+
+def test_the_malformed_rows_of_a_file_are_counted_and_cost_no_other(chat_base, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as stream:
+        for i, row in enumerate(conversations(24, turns=1)):
+            stream.write(json.dumps(row).encode() + b"\n")
+            stream.write(BAD[i // 3] if i % 3 == 0 else b"")
+    options = {"kind": "sharegpt", "max_new_tokens": 4, "holdout": 0.3, "regenerate": False}
+    folder = prepare(chat_base, DataConfig(path=str(path), **options), 0, tmp_path / "cache")
+    manifest = read_manifest(folder)
+    assert (manifest["read"], manifest["used"], manifest["rejected"]) == (32, 24, 8)
+    reasons = [row["reason"] for row in read_jsonl(folder / "rejects.jsonl")]
+    wanted = ("no JSON", "MiB", "not UTF-8", "is empty", "a float", "nested", "no list under", "a list")
+    for reason, want in zip(reasons, wanted, strict=True):
+        assert want in reason
+
+
+FILES = {
+    "sharegpt_vicuna_805.json": ("sharegpt", 805),
+    "gsm8k_train.jsonl": ("sharegpt", 7473),
+    "tinystories_900.json": ("text", 900),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_real_files_prepare_with_every_row_accounted_for(stories_base, shared, tmp_path, name):
+    kind, count = FILES[name]
+    limit = None if kind == "text" else 300  # the given answers are read by the base: a few hundred say it all
+    config = DataConfig(
+        kind=kind,
+        path=str(shared / "data" / name),
+        regenerate=kind == "text",
+        limit=limit,
+        samples_per_text=1,
+        max_new_tokens=2,
+    )
+    manifest = read_manifest(prepare(stories_base, config, 0, tmp_path))
+    assert manifest["read"] == (limit or count)
+    assert manifest["used"] + manifest["rejected"] == manifest["read"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"kind": "sharegpt", "path": ["a", "b"], "weights": [1.0]}, "one above 0 for each of 2"),
+        ({"kind": "sharegpt", "path": "a", "weights": [0.0]}, "one above 0"),
+        ({"show": -1}, "show"),
+        ({"shard_rows": 0}, "shard_rows"),
+        ({"limit": 0}, "limit"),
         ({"kind": "novel"}, "unknown"),
         ({"kind": "text"}, "needs data.path"),
         ({"kind": "text", "path": "x", "prompt_tokens": [9, 3]}, "prompt_tokens"),

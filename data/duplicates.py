@@ -1,0 +1,42 @@
+"""Near-duplicates of evaluation questions: most of a question's word 5-grams, said in one conversation."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+WORDS = re.compile(r"\w+")
+SIZE = 5
+SHARE = 0.8
+
+
+class NearDuplicates:
+    """An index over questions: `of` tells which one a text repeats, nearly or wholly.
+
+    A question is repeated when SHARE of its n-grams (of SIZE words, lower case, punctuation left out) occur in
+    the text; one of fewer words, when all of them stand there in order.
+    """
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        self._sizes: list[int] = []
+        self._index: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for number, question in enumerate(questions):
+            grams = _grams(question, SIZE)
+            self._sizes.append(len(grams))
+            for gram in grams:
+                self._index[gram].append(number)
+        self._lengths = {len(gram) for gram in self._index}
+
+    def of(self, text: str) -> int | None:
+        """The number of the question that the text repeats most of; None where it repeats none."""
+        words = WORDS.findall(text.lower())
+        grams = {tuple(words[i : i + n]) for n in self._lengths for i in range(len(words) - n + 1)}
+        found = Counter(number for gram in grams & self._index.keys() for number in self._index[gram])
+        shares = {number: count / self._sizes[number] for number, count in found.items()}
+        best = max(shares, key=lambda number: (shares[number], -number), default=None)
+        return best if best is not None and shares[best] >= SHARE else None
+
+
+def _grams(text: str, size: int) -> set[tuple[str, ...]]:
+    words = WORDS.findall(text.lower())
+    size = min(size, len(words))
+    return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)} if size else set()

@@ -1,0 +1,104 @@
+"""Answers from any OpenAI-compatible server: chat completions, with concurrency, timeouts and retries."""
+
+import asyncio
+import json
+import random
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from ctcdraft.data.records import Message
+
+PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed later
+LONGEST_WAIT = 30.0  # seconds between two tries
+
+
+class ServerError(Exception):
+    """Why a server gave no answer, after every try that made sense."""
+
+
+class Answer(NamedTuple):
+    """message: `{"role": "assistant", "content", ...}`; cut: it ended for want of tokens, not by itself."""
+
+    message: Message
+    cut: bool
+
+
+class ChatServer:
+    """A server under `url` (as its clients get it, mostly ending in /v1). Use it in one `async with`.
+
+    model: its name there; None takes the first that the server lists. retries: tries after the first, with
+    doubling waits of half a second up to 30; timeout: seconds that one answer may take.
+    """
+
+    def __init__(
+        self, url: str, model: str | None, *, concurrency: int, retries: int, timeout: float, key: str | None = None
+    ) -> None:
+        self.url = url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
+        self.model, self.retries = model, retries
+        self._slots = asyncio.Semaphore(concurrency)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+            limits=httpx.Limits(max_connections=concurrency),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
+
+    async def __aenter__(self) -> "ChatServer":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def answer(self, messages: list[Message], *, tools: list[Any] | None = None, **options: Any) -> Answer:
+        """The next assistant turn. options: fields of the request (max_tokens, temperature, seed ...).
+
+        Raises ServerError when the server refuses the request, or fails at every try.
+        """
+        async with self._slots:
+            if self.model is None:
+                self.model = await self._tried("GET", "/models", None, _first_model)
+            body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **options}
+            return await self._tried("POST", "/chat/completions", body, _answer)
+
+    async def _tried(self, method: str, path: str, body: Any, read: Any) -> Any:
+        for attempt in range(self.retries + 1):
+            wait = min(LONGEST_WAIT, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
+            try:
+                response = await self._client.request(method, self.url + path, json=body)
+                if response.status_code < 300:
+                    return read(response.json())
+                reason = f"{response.status_code} {response.text[:200]}"
+                if response.status_code < 500 and response.status_code not in PASSING:
+                    raise ServerError(f"{self.url} refuses: {reason}")
+                wait = max(wait, _retry_after(response))
+            except httpx.HTTPError as error:
+                reason = f"{type(error).__name__} {error}".strip()
+            except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+                reason = f"no whole answer ({type(error).__name__} {error})"
+            if attempt < self.retries:
+                await asyncio.sleep(wait)
+        raise ServerError(f"{self.url} failed {self.retries + 1} times, the last time: {' '.join(reason.split())}")
+
+
+def _first_model(found: Any) -> str:
+    return str(found["data"][0]["id"])
+
+
+def _answer(found: Any) -> Answer:
+    choice = found["choices"][0]
+    said, reason = choice["message"], choice["finish_reason"]
+    if reason not in ("stop", "length", "tool_calls", "eos"):
+        raise KeyError(f"finish_reason {reason}")
+    message: Message = {"role": "assistant", "content": said.get("content") or ""}
+    message |= {key: said[key] for key in ("reasoning_content", "tool_calls") if said.get(key)}
+    if not isinstance(message["content"], str):
+        raise TypeError("the content is no text")
+    return Answer(message, reason == "length")
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return min(LONGEST_WAIT, float(response.headers.get("retry-after", 0)))
+    except ValueError:
+        return 0.0

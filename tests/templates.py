@@ -1,0 +1,142 @@
+"""Chat templates of well-known models, as their tokenizers carry them (tools and other branches left out), none with
+generation marks; and of one conversation the text and the answers that a person reads out of each."""
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi!"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye?"},
+    {"role": "assistant", "content": "So long."},
+]
+
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim"
+    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
+    "+ '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+QWEN_2_5 = (
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
+    "{%- else %}{{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    "<|im_end|>\\n' }}{%- endif %}\n{%- for message in messages %}"
+    '{%- if (message.role == "user") or (message.role == "system" and not loop.first) or '
+    '(message.role == "assistant" and not message.tool_calls) %}'
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+QWEN_3 = (  # past thoughts are dropped, the last answer gets an empty one
+    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+    "{%- endif %}{%- set ns = namespace(last_query_index=messages|length - 1) %}"
+    "{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_query_index = loop.index0 %}"
+    "{%- endif %}{%- endfor %}{%- for message in messages %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- elif message.role == 'assistant' %}{%- set content = message.content %}{%- set reasoning_content = '' %}"
+    "{%- if message.reasoning_content is string %}{%- set reasoning_content = message.reasoning_content %}{%- endif %}"
+    "{%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}"
+    "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + "
+    "content.lstrip('\\n') }}{%- else %}{{- '<|im_start|>' + message.role + '\\n' + content }}{%- endif %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'] + eos_token}}{% else %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    "{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
+)
+VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = 'A chat between a curious user and an artificial intelligence assistant.' %}{% endif %}"
+    "{{ bos_token + system_message }}{% for message in loop_messages %}"
+    "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'].strip() }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+
+# name -> (template, its extra special tokens, does it take a system turn, the rendering with answers in [[ ]])
+KNOWN = {
+    "llama-2": (
+        LLAMA_2,
+        (),
+        True,
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi! [/INST][[ Hello. </s>]]<s>[INST] Bye? [/INST][[ So long. </s>]]",
+    ),
+    "llama-3": (
+        LLAMA_3,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        True,
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi!<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello.<|eot_id|>]]"
+        "<|start_header_id|>user<|end_header_id|>\n\nBye?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[So long.<|eot_id|>]]",
+    ),
+    "chatml": (
+        CHATML,
+        ("<|im_start|>", "<|im_end|>"),
+        True,
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
+        "<|im_start|>assistant\n[[Hello.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>\n"
+        "<|im_start|>assistant\n[[So long.<|im_end|>]]\n",
+    ),
+    "qwen-2.5": (
+        QWEN_2_5,
+        ("<|im_start|>", "<|im_end|>"),
+        True,
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
+        "<|im_start|>assistant\n[[Hello.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>\n"
+        "<|im_start|>assistant\n[[So long.<|im_end|>]]\n",
+    ),
+    "qwen-3": (
+        QWEN_3,
+        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+        True,
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
+        "<|im_start|>assistant\n[[Hello.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>\n"
+        "<|im_start|>assistant\n[[<think>\n\n</think>\n\nSo long.<|im_end|>]]\n",
+    ),
+    "mistral": (
+        MISTRAL,
+        (),
+        False,
+        "<s>[INST] Hi! [/INST][[ Hello.</s>]][INST] Bye? [/INST][[ So long.</s>]]",
+    ),
+    "gemma": (
+        GEMMA,
+        ("<start_of_turn>", "<end_of_turn>"),
+        False,
+        "<s><start_of_turn>user\nHi!<end_of_turn>\n<start_of_turn>model\n[[Hello.<end_of_turn>]]\n"
+        "<start_of_turn>user\nBye?<end_of_turn>\n<start_of_turn>model\n[[So long.<end_of_turn>]]\n",
+    ),
+    "vicuna": (
+        VICUNA,
+        (),
+        True,
+        "<s>Be kind. USER: Hi! ASSISTANT:[[ Hello.</s>]] USER: Bye? ASSISTANT:[[ So long.</s>]]",
+    ),
+}

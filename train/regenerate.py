@@ -1,0 +1,262 @@
+"""The base rewrites every assistant turn, in order, on top of its own earlier answers: here, or behind a server."""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from ctcdraft.data.records import Conversation, Message
+from ctcdraft.data.server import Answer, ChatServer, ServerError
+from ctcdraft.data.sources import RowError
+from ctcdraft.data.store import Example, Journal
+from ctcdraft.data.template import prompt_ids, render_all
+from ctcdraft.model.base import Base
+from ctcdraft.model.generate import batches_by_length, continue_batch
+
+LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """temperatures: one rewriting of every conversation per entry, 0 greedy; top_p for those above 0.
+
+    url: an OpenAI-compatible server to ask instead of the base in this process, model: the base's name there
+    (None: the first it lists); concurrency: requests at once; retries after a failure, with doubling waits;
+    timeout: seconds per answer. OPENAI_API_KEY is sent where it is set.
+    """
+
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    top_p: float = 1.0
+    url: str | None = None
+    model: str | None = None
+    concurrency: int = 16
+    retries: int = 12
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(f"data.regenerate.temperatures={self.temperatures}: give one or more, each 0 or above")
+        if not 0 < self.top_p <= 1 or self.concurrency < 1 or self.retries < 0 or not self.timeout > 0:
+            raise ValueError(
+                "data.regenerate: top_p must lie in (0, 1], concurrency be at least 1, retries at least 0, "
+                "timeout above 0"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
+
+
+class Turns(NamedTuple):
+    """What became of the turns to answer: asked = answered + failed + skipped."""
+
+    asked: int = 0
+    answered: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+class Dialogue:
+    """One conversation on its way at one temperature: what has been said, as messages and as the very tokens."""
+
+    def __init__(self, base: Base, conversation: Conversation, temperature: float, sample: int) -> None:
+        self.base, self.conversation = base, conversation
+        self.temperature, self.name = temperature, f"{conversation.id}#{sample}"
+        self.said: list[Message] = []
+        self.prompt: list[int] = []
+        self.reason = ""
+        self.answered = self.failed = self.skipped = 0
+        self._left = [m for m in conversation.messages if m["role"] != "assistant"]
+        self._done: list[Example] = []
+        self._ids: list[int] = []
+        self._mask: list[int] = []
+
+    @property
+    def left(self) -> int:
+        """User turns that are not answered yet."""
+        return sum(m["role"] == "user" for m in self._left)
+
+    def next_prompt(self) -> bool:
+        """Is there another turn to answer? `prompt` and `said` then hold all up to it."""
+        if not self._left:
+            return False
+        if self._left[0]["role"] == "tool":
+            return self._end(f"answer {self.answered} would have had to call the same tool")
+        turns = 2 if self._left[0]["role"] == "system" else 1
+        said = [*self.said, *self._left[:turns]]
+        try:
+            self.prompt = prompt_ids(self.base.tokenizer, said, self.conversation.tools)
+        except RowError as error:
+            return self._end(str(error))
+        if len(self.prompt) + LEAST_ROOM > self.base.context_length:
+            return self._end(f"turn {self.answered + 1} has {len(self.prompt)} tokens, more than the context holds")
+        self.said, self._left = said, self._left[turns:]
+        return True
+
+    def fail(self, reason: str) -> None:
+        """The turn that was asked last got no answer."""
+        self.failed += 1
+        self._end(reason)
+
+    def answer(self, tokens: list[int]) -> None:
+        """The tokens that the base put behind `prompt`."""
+        text = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
+        mask = [0] * len(self.prompt) + [1] * len(tokens)
+        self._extend([*self.prompt, *tokens], mask, {"role": "assistant", "content": text})
+        if tokens[-1] not in self.base.eos_ids:
+            self._end(f"answer {self.answered} was cut")
+
+    def answer_text(self, answer: Answer) -> None:
+        """What a server said behind `said`, tokenised as the template writes it."""
+        conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
+        (rendered,) = render_all(self.base.tokenizer, [conversation], last_turn=True)
+        if isinstance(rendered, RowError) or not any(rendered.mask):
+            self.fail(str(rendered) if isinstance(rendered, RowError) else "the answer has no tokens")
+            return
+        end = len(rendered.mask) - rendered.mask[::-1].index(1)
+        end -= answer.cut  # the end of turn is the template's, not the base's
+        self._extend(rendered.ids[:end], rendered.mask[:end], answer.message)
+        if answer.cut:
+            self._end(f"answer {self.answered} was cut")
+
+    def examples(self, *, last_turn: bool) -> list[Example]:
+        """The sequences it gave: one, or several where the template rewrites what was said before."""
+        self._flush()
+        if not last_turn or not self._done:
+            return self._done
+        ids, mask, labels = self._done[-1]
+        start = max((i + 1 for i in range(len(mask) - 1) if not mask[i] and mask[i + 1]), default=0)
+        return [Example(ids, [m if i >= start else 0 for i, m in enumerate(mask)], labels)]
+
+    def _extend(self, ids: list[int], mask: list[int], message: Message) -> None:
+        if ids[: len(self._ids)] != self._ids:
+            self._flush()
+        self._mask += mask[len(self._mask) :]
+        self._ids = ids
+        self.answered += 1
+        self.said = [*self.said, message]
+
+    def _flush(self) -> None:
+        if any(self._mask):
+            self._done.append(Example(self._ids, self._mask, self._ids))
+        self._ids, self._mask = [], []
+
+    def _end(self, reason: str) -> bool:
+        self.skipped += self.left
+        self._left, self.reason = [], reason
+        return False
+
+
+def rewrite(
+    base: Base,
+    conversations: Sequence[Conversation],
+    config: RegenerateConfig,
+    journal: Journal,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    title: str,
+) -> tuple[list[Dialogue], Turns]:
+    """Every conversation at every temperature, its turns answered, in order; and what became of the turns.
+
+    What the journal knows is not asked again, so that a killed process that is started again repeats nothing,
+    and its outcome is the same to the byte. Raises ValueError when a server fails more than half of what it is
+    asked: what it did answer is kept.
+    """
+    pairs = list(enumerate(config.temperatures))
+    dialogues = [Dialogue(base, c, temperature, sample) for c in conversations for sample, temperature in pairs]
+    asked = sum(d.left for d in dialogues)
+    with tqdm(total=asked, desc=title, unit="turn", mininterval=1, disable=not asked) as bar:
+        if config.url is None:
+            while active := [d for d in dialogues if d.next_prompt()]:
+                work = [(d.prompt, d.temperature, d.name) for d in active]
+                options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
+                for number, tokens in continued(base, work, config.top_p, journal, **options):
+                    active[number].answer(tokens)
+                    bar.update()
+        else:
+            asyncio.run(_ask_server(dialogues, config, journal, max_new_tokens, seed, bar))
+        bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
+    turns = Turns(asked, *(sum(getattr(d, k) for d in dialogues) for k in ("answered", "failed", "skipped")))
+    if turns.failed > max(0, turns.answered):
+        first = next(d.reason for d in dialogues if d.failed)
+        raise ValueError(
+            f"data.regenerate.url={config.url}: {turns.failed} of {turns.failed + turns.answered} requests failed "
+            f"({first}); what was answered is kept, the same command goes on from there"
+        )
+    return dialogues, turns
+
+
+def continued(
+    base: Base,
+    work: Sequence[tuple[list[int], float, str]],
+    top_p: float,
+    journal: Journal,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+) -> Iterator[tuple[int, list[int]]]:
+    """(number, continuation) of each (prompt, temperature, name), in batches of one temperature and like length.
+
+    A batch is known by its content; its answers are in the journal before they are given.
+    """
+    for temperature in sorted({t for _, t, _ in work}):
+        members = [i for i, (_, t, _) in enumerate(work) if t == temperature]
+        for batch in batches_by_length([work[i][0] for i in members], batch_size):
+            numbers = [members[i] for i in batch]
+            prompts = [work[i][0] for i in numbers]
+            names = [work[i][2] for i in numbers] if temperature else []  # greedy answers depend on prompts alone
+            key, noise = _key(prompts, names, temperature, top_p, max_new_tokens, seed)
+            answers = journal.get(key)
+            if answers is None:
+                answers = continue_batch(
+                    base, prompts, max_new_tokens, temperature=temperature, top_p=top_p, seed=noise
+                )
+                journal.put(key, answers)
+            yield from zip(numbers, answers, strict=True)
+
+
+async def _ask_server(
+    dialogues: Iterable[Dialogue],
+    config: RegenerateConfig,
+    journal: Journal,
+    max_new_tokens: int,
+    seed: int,
+    bar: Any,
+) -> None:
+    assert config.url is not None
+    limits = {"concurrency": config.concurrency, "retries": config.retries, "timeout": config.timeout}
+    key = os.environ.get("OPENAI_API_KEY")
+    async with ChatServer(config.url, config.model, key=key, **limits) as server:  # type: ignore[arg-type]
+
+        async def converse(dialogue: Dialogue) -> None:
+            while dialogue.next_prompt():
+                key, noise = _key(dialogue.said, dialogue.name, dialogue.temperature, config.top_p, seed)
+                known = journal.get(key)
+                if known is None:
+                    room = dialogue.base.context_length - len(dialogue.prompt)
+                    options = {"max_tokens": min(max_new_tokens, room), "temperature": dialogue.temperature}
+                    if dialogue.temperature:
+                        options |= {"top_p": config.top_p, "seed": noise % 2**31}
+                    try:
+                        known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
+                    except ServerError as error:
+                        dialogue.fail(str(error))
+                        bar.update()
+                        return
+                    journal.put(key, known)
+                dialogue.answer_text(Answer(*known))
+                bar.update()
+
+        await asyncio.gather(*(converse(dialogue) for dialogue in dialogues))
+
+
+def _key(*parts: Any) -> tuple[str, int]:
+    """What work is known by, and the seed of its noise."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+    return digest.hex(), int.from_bytes(digest[:6], "big")
