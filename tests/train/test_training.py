@@ -197,7 +197,7 @@ def entry(workplace, script, *options):
 def test_a_run_is_evaluated_by_name_on_other_questions(workplace, one_process):
     questions = workplace / "questions.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "x", "turns": ["hello", "again"]}))
-    bench = ("bench=mt_bench", f"bench.path={questions}", "bench.max_new_tokens=8")
+    bench = ("bench=mt_bench", f"bench.path={questions}", "bench.max_new_tokens=8", "logger=none")
     done = entry(workplace, "eval.py", "name=one", *bench, "draft=chain")
     assert done.returncode == 0, done.stderr
     results = json.loads((workplace / "runs" / "one" / "eval" / "mt_bench" / "results.json").read_text())
@@ -210,7 +210,7 @@ def test_export_writes_the_head_elsewhere_and_it_evaluates_there(workplace, one_
     assert done.returncode == 0, done.stderr
     shipped = load_file(workplace / "shipped" / "head" / "model.safetensors")
     assert all(torch.equal(weight, shipped[name]) for name, weight in weights(workplace, "one").items())
-    bench = ("bench=embedded", "bench.questions=1", "bench.max_new_tokens=4")
+    bench = ("bench=embedded", "bench.questions=1", "bench.max_new_tokens=4", "logger=none")
     done = entry(workplace, "eval.py", "head.path=shipped/head", f"base.path={workplace}/base", *bench)
     assert done.returncode == 0, done.stderr
     assert (workplace / "shipped" / "eval" / "embedded" / "results.json").is_file()
