@@ -78,7 +78,7 @@ def test_a_chat_model_is_asked_for_humanevals_code_and_another_base_continues_it
 def test_a_damaged_archive_is_one_sentence(chat_base, tmp_path):
     path = tmp_path / "HumanEval.jsonl.gz"
     path.write_bytes(gzip.compress(b"{}" * 500)[:-9])
-    with pytest.raises(ValueError, match=r"HumanEval.jsonl.gz: damaged"):
+    with pytest.raises(ValueError, match=r"HumanEval.jsonl.gz is damaged after 0 rows"):
         load(chat_base, "humaneval", path)
 
 
