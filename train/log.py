@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ctcdraft.train.checkpoint import write_atomically
+from ctcdraft.train.files import write_atomically
 
 MODES = ("wandb", "offline", "none")
 INIT_SECONDS = 30

@@ -252,9 +252,10 @@ def test_a_base_whose_content_changed_is_refused(workplace, tmp_path):
 
 
 def test_a_diverging_run_stops_with_advice(workplace):
-    done = refused(workplace, "name=wild", "optim.lr=1e30")
+    done = refused(workplace, "name=wild", "optim.lr=1e30", "train.max_skips=3")
     assert done.returncode == 1
-    assert re.search(r"error: the loss is (nan|inf) at step \d: lower optim.lr", done.stderr)
+    assert re.search(r"error: 3 steps in a row, up to step \d, gave .* not finite: lower optim.lr", done.stderr)
+    assert len(list((workplace / "runs" / "wild" / "skipped").glob("step_*_rank0.safetensors"))) == 3
     assert not (workplace / "runs" / "wild" / "head").exists()
 
 
