@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import shutil
 
@@ -147,3 +148,60 @@ def test_a_checkpoint_of_another_number_of_ranks_is_one_sentence(small, tmp_path
     manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
     with pytest.raises(ValueError, match="was saved by 2 ranks with zero=1, and this is a run of 1: start it with 2"):
         small(tmp_path, "zero=1")
+
+
+class Killed(BaseException):
+    """No handler of errors sees it, as none sees a SIGKILL."""
+
+
+def killed_at(monkeypatch, moment):
+    """From now on, the process 'dies' at its n-th touch of the disk: before a file or folder is written, forced out,
+    renamed or removed."""
+    left = [moment]
+
+    def dying(true):
+        def call(*given, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return true(*given, **options)
+
+        return call
+
+    for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (torch, "save")):
+        monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_kill_at_any_moment_of_a_save_loses_no_whole_checkpoint(small, tmp_path, monkeypatch, stage):
+    start = tmp_path / "start"
+    trainer, _ = trained(small, start, f"zero={stage}", "train.keep=1")
+    seen = []
+    for moment in range(100):
+        folder = shutil.copytree(start, tmp_path / f"killed-{moment}")
+        with monkeypatch.context() as fault:
+            killed_at(fault, moment)
+            try:
+                later = checkpoint.TrainState(step=8)
+                checkpoint.save_checkpoint(trainer.engine, folder / "checkpoints", later, keep=1)
+                done = True
+            except Killed:
+                done = False
+        again = small(folder, f"zero={stage}")
+        seen.append(again.state.step)
+        assert all(torch.equal(w, head_of(trainer)[name]) for name, w in head_of(again).items())
+        if done:
+            break
+    assert seen == sorted(seen), "the old one until the new one is whole, then the new one"
+    assert set(seen) == {6, 8}
+    assert len(seen) > 8, seen
+
+
+def test_training_draws_from_no_random_state_that_a_resumed_run_would_not_have(small, tmp_path):
+    rolls = []
+    for name in ("a", "b"):
+        trainer = small(tmp_path / name)
+        torch.rand(len(rolls))  # another state each time
+        trainer._one_step()
+        rolls.append(torch.get_rng_state())
+    assert torch.equal(*rolls)
