@@ -73,7 +73,7 @@ def init_distributed() -> None:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(_free_port())
-    _skip_shm_build()
+    skip_shm_build()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif world_size() > 1:
@@ -224,9 +224,10 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _skip_shm_build() -> None:
+def skip_shm_build() -> None:
     """DeepSpeed compiles a shared-memory operator for CPU ranks at start: over a minute, and a build that
     is killed leaves a lock that hangs the next run. gloo does without."""
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
-    assert hasattr(backend, "build_shm_op"), "DeepSpeed has moved build_shm_op: see _skip_shm_build"
+    if not hasattr(backend, "build_shm_op"):
+        raise ValueError("this DeepSpeed compiles its operators in another way: use the version in constraints.txt")
     backend.build_shm_op = lambda: None

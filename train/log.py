@@ -86,7 +86,7 @@ def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) 
     id_file = folder / "wandb_id"
     if not id_file.is_file():
         id_file.write_text(uuid.uuid4().hex[:12])
-    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and _has_key()
+    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and has_key()
     if config.mode == "wandb" and not online:
         print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
 
@@ -111,7 +111,8 @@ def _wandb_run(folder: Path, config: LoggerConfig, settings: Mapping[str, Any]) 
     return start("offline")
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
+    """Is there a W&B key, in the environment or in ~/.netrc?"""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

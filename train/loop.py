@@ -176,6 +176,16 @@ class Trainer:
             write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
         return self.state
 
+    def probe(self, steps: int) -> float:
+        """Seconds per step, the first few left out; trains on without a checkpoint or a log. Collective."""
+        seconds = []
+        for step in tqdm(range(steps), "probe", unit="step", mininterval=1, leave=False, disable=ds.rank() > 0):
+            start = time.perf_counter()
+            self._accumulated_step(step)
+            seconds.append(time.perf_counter() - start)
+        settled = seconds[min(3, steps - 1) :]
+        return sum(settled) / len(settled)
+
     def _one_step(self) -> dict[str, Any] | None:
         """One optimizer step; the row to log, where one is due."""
         train, start = self.plan.train, time.perf_counter()
