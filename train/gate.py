@@ -220,7 +220,8 @@ class _Gate:
         tree = self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache)[0].float()
         worst = 0.0
         for node in range(len(FORK)):
-            path, i = [], node
+            path: list[int] = []
+            i = node
             while i >= 0:
                 path.insert(0, int(FORK.tokens[i]))
                 i = int(FORK.parents[i])
