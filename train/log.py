@@ -46,6 +46,10 @@ class RunLog:
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
+    def sync(self) -> None:
+        """Have what was written on the disk when this returns."""
+        os.fsync(self._file.fileno())
+
     def summary(self, figures: Mapping[str, Any], images: list[Path], table: list[dict[str, Any]]) -> None:
         """The end of a run: final figures, plots, and a table of the evaluation."""
         if self.wandb:

@@ -167,11 +167,13 @@ class Trainer:
                     self._warn(self.watch.warnings(row))
                     if log:
                         log.write(row)
+                if self.state.step % self.plan.train.save_every == 0:  # after the row: a kill between loses neither
+                    self._save(log)
                 bar.update()
         if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
             self._evaluate(ds.head_state(self.engine, self.task.head))
         if latest(self.checkpoints) != f"step_{self.state.step:06d}":
-            self._save()
+            self._save(log)
         if ds.rank() == 0:
             write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
         return self.state
@@ -208,11 +210,11 @@ class Trainer:
         if row is not None:
             row["draft/tokens_per_step"] = self.simulator.on_train(weights, step - 1)
         self.state = replace(self.state, seconds=self.state.seconds + time.perf_counter() - start)
-        if step % train.save_every == 0:
-            self._save()
         return row
 
-    def _save(self) -> None:
+    def _save(self, log: RunLog | None) -> None:
+        if log:
+            log.sync()
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep)
 
     def _count(self, step: int) -> None:

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from ctcdraft.train import checkpoint, engine, files
+from ctcdraft.train import checkpoint, engine, files, loop
 
 
 class Rows(list):
@@ -14,6 +14,9 @@ class Rows(list):
 
     write = list.append
     __bool__ = lambda self: True  # noqa: E731
+
+    def sync(self):
+        """Nothing is on a disk here."""
 
 
 def trained(make, folder, *options):
@@ -205,3 +208,11 @@ def test_training_draws_from_no_random_state_that_a_resumed_run_would_not_have(s
         trainer._one_step()
         rolls.append(torch.get_rng_state())
     assert torch.equal(*rolls)
+
+
+def test_a_row_is_logged_before_the_checkpoint_that_would_skip_it_on_resume(small, tmp_path, monkeypatch):
+    trainer, rows, logged = small(tmp_path), Rows(), []
+    save = loop.save_checkpoint
+    monkeypatch.setattr(loop, "save_checkpoint", lambda *given: (logged.append(rows[-1]["step"]), save(*given))[1])
+    trainer.run(rows)
+    assert logged == [2, 4, 6]

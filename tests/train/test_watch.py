@@ -14,6 +14,9 @@ class Rows(list):
     write = list.append
     __bool__ = lambda self: True  # noqa: E731
 
+    def sync(self):
+        """Nothing is on a disk here."""
+
 
 def head_of(trainer):
     return engine.head_state(trainer.engine, trainer.task.head)
