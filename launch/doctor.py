@@ -246,10 +246,11 @@ def _time(report: Report, config: TrainEntry, base: Base) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config.plan, base, data, Path(folder))
         seconds = trainer.probe(PROBE_STEPS)
-    minutes = seconds * config.train.steps / 60
+    whole = seconds * config.train.steps
+    spoken = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
     report.add(
         "time to finish",
-        f"about {minutes:.1f} min for {config.train.steps} steps of {1000 * seconds:.0f} ms on one process "
+        f"about {spoken} for {config.train.steps} steps of {1000 * seconds:.0f} ms on one process "
         f"({PROBE_STEPS} steps probed; evaluations come on top)",
     )
 

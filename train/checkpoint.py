@@ -100,6 +100,8 @@ def _load(engine: Any, path: Path) -> TrainState:
             f"{path} was saved by {ranks} ranks with zero={stage}, and this is a run of {world_size()}: start it with "
             f"{ranks} ranks"
         )
+    if ranks != world_size() and rank() == 0:  # without ZeRO every rank holds everything
+        print(f"{path} was saved by {ranks} ranks, {world_size()} go on; train.batch stays what it is", flush=True)
     try:
         _, client = engine.load_checkpoint(str(path.parent), tag=path.name)
         state = TrainState(**client["train"])

@@ -4,8 +4,8 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train.engine import PRECISIONS, ZeroConfig
 
-KEPT_PER_SLOT = 24  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
-KEPT_PER_POSITION = 24  # the same of the context encoder, per position and layer
+KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
+KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
 LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
 
 

@@ -145,6 +145,13 @@ def test_the_best_heads_file_has_a_checksum(copy):
         checkpoint.load_best(path.parent)
 
 
+def test_without_zero_another_number_of_ranks_goes_on_and_says_so(small, copy, capsys):
+    manifest = copy / "checkpoints" / "step_000006" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
+    assert small(copy).state.step == 6
+    assert "was saved by 2 ranks, 1 go on; train.batch stays what it is" in capsys.readouterr().out
+
+
 def test_a_checkpoint_of_another_number_of_ranks_is_one_sentence(small, tmp_path, monkeypatch):
     trained(small, tmp_path, "zero=1", "train.steps=2")
     manifest = next(tmp_path.glob("checkpoints/step_*/manifest.json"))
