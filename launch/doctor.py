@@ -1,46 +1,126 @@
-"""What this machine offers a run: versions, devices, disk, W&B."""
+"""What will not work, before the start: this machine, the base and its template, memory, time, one conversation.
 
+python launch/doctor.py [--json] [options as launch/train.py takes them]
+"""
+
+import json
+import os
 import shutil
+import socket
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from ctcdraft.data import embedded
+from ctcdraft.data.records import Conversation, record_of
+from ctcdraft.data.sources import RowError, read_rows
+from ctcdraft.data.store import read_manifest
+from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.report import markdown_table
+from ctcdraft.launch.door import enter
+from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.model.base import Base, load_base
+from ctcdraft.model.head import build_head
+from ctcdraft.train import engine as ds
+from ctcdraft.train.embedded import embedded_folder
+from ctcdraft.train.files import free_bytes
+from ctcdraft.train.gate import GateConfig, overfit_gate
+from ctcdraft.train.log import has_key
+from ctcdraft.train.loop import Trainer
+from ctcdraft.train.memory import memory_per_rank
+from ctcdraft.train.prepare import prepared_folder
 
-PACKAGES = (
-    "ctcdraft",
-    "torch",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "wandb",
-    "hydra-core",
-    "numba",
-    "numpy",
-)
+PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "numba", "numpy")
 NEEDED_GB = 5
+PROBE_STEPS = 20
+REACH_SECONDS = 5
+GREEN, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+HELLO = [{"role": "user", "content": "Name three rivers of Europe and say where each of them ends."}]
 
 
-def main() -> int:
-    rows = [("python", sys.version.split()[0]), *((name, _version(name)) for name in PACKAGES)]
-    rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
+@dataclass
+class Report:
+    """Rows (what, found), warnings, errors, and the conversation as (text, supervised) pieces."""
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+
+    def add(self, what: str, found: str) -> None:
+        self.rows.append((what, found))
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """What fails inside is an error of the report, and the rest of it goes on."""
+        try:
+            yield
+        except (ValueError, OSError, RuntimeError) as error:
+            self.add(what, "failed")
+            self.errors.append(f"{what}: {' '.join(str(error).split())[:400]}")
+
+
+def main(config: TrainEntry, as_json: bool) -> int:
+    report = Report()
+    _machine(report, config)
+    _compile_traps(report, config)
+    _wandb(report, config)
+    if not report.errors:
+        ds.init_distributed()
+        base = _base(report, config)
+        if base is not None:
+            for check in (_template, _memory, _time, _gate):
+                with report.trying(check.__name__.strip("_")):
+                    check(report, config, base)
+    print(json.dumps(asdict(report), indent=2) if as_json else _readable(report))
+    for kind, sentences in (("warning", report.warnings), ("error", report.errors)):
+        for sentence in sentences:
+            print(f"{kind}: {sentence}", file=sys.stderr)
+    return 1 if report.errors else 0
+
+
+def _readable(report: Report) -> str:
+    table = markdown_table(("what", "found"), report.rows)
+    if not report.pieces:
+        return table
+    colour = sys.stdout.isatty()
+    marks = {True: (GREEN, PLAIN), False: (DIM, PLAIN)} if colour else {True: ("[", "]"), False: ("", "")}
+    text = "".join(marks[supervised][0] + piece + marks[supervised][1] for piece, supervised in report.pieces)
+    return f"{table}\n\ntemplate, what is supervised {'in green' if colour else 'in brackets'}:\n{text}"
+
+
+# -- the machine --------------------------------------------------------------------------------------------
+
+
+def _machine(report: Report, config: TrainEntry) -> None:
+    report.add("python", sys.version.split()[0])
+    for package in PACKAGES:
+        report.add(package, _version(package))
+        if report.rows[-1][1] == "missing":
+            report.errors.append(f"{package} is not installed: run `make setup`")
+    for i in range(torch.cuda.device_count()):
+        memory = torch.cuda.get_device_properties(i).total_memory / 2**30
+        report.add(f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {memory:.0f} GB")
     memory = psutil.virtual_memory()
-    free = shutil.disk_usage(Path.cwd()).free / 2**30
-    rows += [
-        ("cpu cores", str(psutil.cpu_count())),
-        ("memory", f"{memory.total / 2**30:.0f} GB, {memory.available / 2**30:.0f} GB free"),
-        ("disk", f"{free:.0f} GB free here"),
-    ]
-    print(markdown_table(("what", "found"), rows))
-    missing = [name for name, found in rows if found == "missing"]
-    if missing:
-        print(f"error: {', '.join(missing)} not installed: run `make setup`", file=sys.stderr)
-    if free < NEEDED_GB:
-        print(f"warning: less than {NEEDED_GB} GB of disk free", file=sys.stderr)
-    return 1 if missing else 0
+    report.add("cpu cores", str(psutil.cpu_count()))
+    report.add("memory", f"{memory.total / 2**30:.0f} GB, {memory.available / 2**30:.0f} GB free")
+    for what in ("runs_dir", "cache_dir"):
+        folder = Path(getattr(config, what)).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        free = free_bytes(there) / 2**30
+        report.add(f"disk of {what}", f"{free:.0f} GB free")
+        if free < NEEDED_GB:
+            report.warnings.append(f"{what}={getattr(config, what)}: less than {NEEDED_GB} GB of disk free")
+        if not os.access(there, os.W_OK):
+            report.errors.append(f"{what}={getattr(config, what)}: {there} cannot be written to")
 
 
 def _version(package: str) -> str:
@@ -50,5 +130,161 @@ def _version(package: str) -> str:
         return "missing"
 
 
+def _compile_traps(report: Report, config: TrainEntry) -> None:
+    """DeepSpeed compiles operators at start; a compile that was killed leaves a lock that hangs the next run."""
+    default = Path.home() / ".cache" / "torch_extensions"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    locks = sorted(folder.rglob("lock")) if folder.is_dir() else []
+    with report.trying("DeepSpeed operators"):
+        ds.skip_shm_build()
+        report.add("DeepSpeed operators", f"none is compiled at start; {len(locks)} stale locks in {folder}")
+    if locks:
+        report.warnings.append(
+            f"a compile that was killed left {locks[0]}: delete it, or a run may wait for it for ever"
+        )
+    if torch.cuda.is_available() and shutil.which("nvcc") is None:
+        report.add("nvcc", "not on PATH; DeepSpeed's own CUDA operators cannot be compiled, and none is needed")
+
+
+def _wandb(report: Report, config: TrainEntry) -> None:
+    if config.logger.mode != "wandb" or os.environ.get("WANDB_MODE") == "offline":
+        report.add("W&B", "not used" if config.logger.mode == "none" else "offline")
+        return
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    name, _, port = host.partition(":")
+    try:
+        socket.create_connection((name, int(port or 443)), REACH_SECONDS).close()
+        reached = "reached"
+    except (OSError, ValueError) as error:
+        reached = f"cannot be reached ({error})"
+    report.add("W&B", f"{host} {reached}; {'a key is there' if has_key() else 'no key'}")
+    if reached != "reached" or not has_key():
+        report.warnings.append("W&B will log offline; `wandb sync` uploads it later, `wandb login` stores a key")
+
+
+# -- the base and its template ------------------------------------------------------------------------------
+
+
+def _base(report: Report, config: TrainEntry) -> Base | None:
+    if config.base.kind == "embedded" and not embedded_folder(Path(config.cache_dir), config.base.training).exists():
+        report.add("base", "the embedded base is not made yet: `make train` makes it, in under three minutes")
+        return None
+    with report.trying("base"):
+        made = embedded_folder(Path(config.cache_dir), config.base.training)
+        base = load_base(config.base.path or str(made), config.base.dtype, template=config.base.template)
+        whole = sum(p.numel() for p in base.model.parameters())
+        sizes = f"{whole:,} parameters, {base.vocab_size:,} tokens"
+        report.add("base", f"{base.name}: {sizes}, {base.dtype} on {base.device}")
+        return base
+    return None
+
+
+def _template(report: Report, config: TrainEntry, base: Base) -> None:
+    tokenizer = base.tokenizer
+    prompt = prompt_ids(tokenizer, HELLO)
+    try:
+        ids, mask = render(tokenizer, [*HELLO, {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}])
+    except ValueError:
+        if not config.data.regenerate:
+            raise
+        report.add("template", "does not mark answers; with data.regenerate=true none is needed")
+        report.pieces = [(tokenizer.decode(prompt), False), ("<the base's own answer and its end>", True)]
+        return
+    ended = [i for i, token in enumerate(ids) if token in base.eos_ids and i >= len(prompt)]
+    report.add("template", "plain: the tokenizer has none of its own" if base.plain_template else "marks its answers")
+    supervised = bool(ended) and bool(mask[ended[0]])
+    report.add("end of answer", "supervised" if supervised else "NOT supervised")
+    if not supervised:
+        report.warnings.append(
+            "the template's answers end without a supervised end-of-sequence token: put eos_token inside "
+            "{% generation %}, or keep data.regenerate=true"
+        )
+    for token, marked in zip(ids, mask, strict=True):
+        text = tokenizer.decode([token])
+        if report.pieces and report.pieces[-1][1] == bool(marked):
+            text = report.pieces.pop()[0] + text
+        report.pieces.append((text, bool(marked)))
+
+
+# -- what the run will take ---------------------------------------------------------------------------------
+
+
+def _memory(report: Report, config: TrainEntry, base: Base) -> None:
+    ranks = max(1, torch.cuda.device_count())
+    train = config.train
+    parts = memory_per_rank(
+        base,
+        build_head(config.head, base.hidden_size),
+        config.zero,
+        precision=train.precision,
+        micro=train.split(ranks)[0],
+        anchors=train.anchors,
+        length=min(train.max_length, base.context_length),
+        ranks=ranks,
+    )
+    whole = sum(parts.values())
+    for part, size in parts.items():
+        report.add(f"memory: {part}", _size(size))
+    report.add("memory of a rank", f"about {_size(whole)}, estimated; {ranks} rank{'s' * (ranks > 1)}")
+    cuda = torch.cuda.is_available()
+    room = torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().available
+    if whole > 0.9 * room:
+        report.warnings.append(
+            f"a rank may need {_size(whole)} and has {_size(room)}: lower train.micro_batch or "
+            "train.anchors, or raise zero"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.1f} MB"
+
+
+def _time(report: Report, config: TrainEntry, base: Base) -> None:
+    data = prepared_folder(base, config.data, config.seed, Path(config.cache_dir))
+    if read_manifest(data) is None:
+        report.add("time to finish", "not probed: the data is not prepared yet (`python launch/prepare.py` does it)")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config.plan, base, data, Path(folder))
+        seconds = trainer.probe(PROBE_STEPS)
+    whole = seconds * config.train.steps
+    spoken = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
+    report.add(
+        "time to finish",
+        f"about {spoken} for {config.train.steps} steps of {1000 * seconds:.0f} ms on one process "
+        f"({PROBE_STEPS} steps probed; evaluations come on top)",
+    )
+
+
+def _gate(report: Report, config: TrainEntry, base: Base) -> None:
+    """Train on one conversation until whole drafts are accepted."""
+    settings = GateConfig(answer_tokens=min(config.data.max_new_tokens, 48))
+    data = config.data if config.data.kind == "sharegpt" else replace(config.data, kind="embedded", regenerate=True)
+    found = overfit_gate(base, _conversation(config), config.head, config.objective, data, config.draft, settings)
+    for stage, agrees, seen in found:
+        report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
+    if not found[-1].agrees:
+        report.errors.append(f"one conversation is not learnt; the first stage that disagrees is {found[-1].stage}")
+
+
+def _conversation(config: TrainEntry) -> list[dict[str, str]]:
+    """The first of the configured conversations that can be used."""
+    if config.data.kind == "text":
+        return HELLO
+    paths = config.data.paths
+    rows = (row for path in paths for row in read_rows(path)) if paths else embedded.conversations(1, config.seed)
+    for index, row in enumerate(rows):
+        try:
+            record = record_of(row, str(index), "sharegpt")
+        except RowError:
+            continue
+        if isinstance(record, Conversation):
+            return list(record.messages)
+    raise ValueError(f"data.path={config.data.path} holds no conversation")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    as_json = "--json" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--json"]
+    run: Callable[[Any], int] = lambda config: main(config, as_json)  # noqa: E731
+    enter("train", TrainEntry, run)

@@ -19,15 +19,16 @@ from ctcdraft.model.export import export_head
 from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate
-from ctcdraft.train.checkpoint import TrainState, load_best, write_atomically
+from ctcdraft.train.checkpoint import TrainState, load_best
 from ctcdraft.train.embedded import embedded_base
+from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
 from ctcdraft.train.prepare import FREE_REGENERATE, prepare, prepared_folder
 
 # What may differ between two commands that continue one run.
 FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
 FREE_DATA = ("show", "batch_size")
-FREE_TRAIN = ("max_minutes", "log_every", "save_every", "micro_batch")
+FREE_TRAIN = ("max_minutes", "log_every", "save_every", "micro_batch", "keep", "max_skips", "deterministic")
 
 
 def say(text: str) -> None:

@@ -22,6 +22,8 @@ INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 def main(config: TrainEntry) -> int:
     folder = stages.check_inputs(config)
+    if config.train.deterministic:
+        ds.make_deterministic(config.seed)
     ds.init_distributed()
     base = stages.get_base(config.base, Path(config.cache_dir))
     data_folder = stages.get_data(config, base)

@@ -65,6 +65,11 @@ class Document(NamedTuple):
     spoken_L: Tensor
 
 
+def embedded_folder(cache: Path, config: EmbeddedBaseConfig) -> Path:
+    """Where the embedded base of that config lies in `cache`, made or not."""
+    return cache / f"embedded-{_key(config)}"
+
+
 def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()) -> Path:
     """Return the folder of the embedded base in `cache`, training it first when it is not there.
 
@@ -72,7 +77,7 @@ def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()
     training that was killed leaves nothing that could be taken for a base. The same config gives the
     same weights.
     """
-    folder = cache / f"embedded-{_key(config)}"
+    folder = embedded_folder(cache, config)
     if folder.exists():
         return folder
     with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]), _threads(config.threads):

@@ -58,13 +58,22 @@ class ZeroConfig:
             raise ValueError("zero.offload=true needs zero=1, 2 or 3")
 
 
+class _AdamW(torch.optim.AdamW):
+    """AdamW that can be told to leave everything as it is."""
+
+    skips = False
+
+    def step(self, *given: Any, **options: Any) -> Any:
+        return None if self.skips else super().step(*given, **options)
+
+
 def init_distributed() -> None:
     """Join the ranks that a launcher started, or be the only one. Call it once, before anything else."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(_free_port())
-    _skip_shm_build()
+    skip_shm_build()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif world_size() > 1:
@@ -106,15 +115,13 @@ def build_engine(
     """The DeepSpeed engine around a task. bf16 without ZeRO runs as stage 1, which keeps fp32 masters."""
     stage = max(zero.stage, 1) if precision == "bf16" else zero.stage
     trained = [p for p in task.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
-    )
+    optimizer = _AdamW(trained, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(optim, steps))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": optim.clip,
-        "bf16": {"enabled": precision == "bf16"},
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},  # else NaN would be stepped on
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
@@ -149,12 +156,54 @@ def head_state(engine: Any, head: Head) -> dict[str, Tensor]:
 
 
 def step_with_norm(engine: Any) -> float:
-    """The optimizer step of the last micro-batch; the gradient's norm over all parameters, before clipping."""
-    norm = None
-    if engine.zero_optimization_stage() == 0:  # here DeepSpeed clips without saying what it found
-        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+    """The optimizer step of the last micro-batch; the gradient's norm over all parameters, before clipping.
+
+    Where the norm is not finite no rank changes a weight or a moment, and only the learning rate goes on: the norm is
+    that of all ranks together, so all of them decide alike.
+    """
+    if zero_stage(engine) == 0:  # here DeepSpeed clips without saying what it found, and steps whatever it is
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        engine.optimizer.skips = not math.isfinite(norm)
+        engine.step()
+        return norm
     engine.step()
-    return float(engine.get_global_grad_norm() if norm is None else norm)
+    if engine.optimizer.overflow:
+        engine.lr_scheduler.step()
+        return math.inf
+    return float(engine.get_global_grad_norm())
+
+
+def zero_stage(engine: Any) -> int:
+    return engine.zero_optimization_stage()
+
+
+def any_rank(flag: bool) -> bool:
+    """Is it so on any rank? Collective."""
+    if world_size() == 1:
+        return flag
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return bool(sum_over_ranks(torch.tensor(float(flag), device=device)).item())
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    if world_size() == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def make_deterministic(seed: int) -> None:
+    """Same seed, same machine, same ranks: the same bits. Call it before anything runs on a GPU.
+
+    torch then refuses, with an error that names it, any operation that has no deterministic form.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.manual_seed(seed)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -175,9 +224,10 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _skip_shm_build() -> None:
+def skip_shm_build() -> None:
     """DeepSpeed compiles a shared-memory operator for CPU ranks at start: over a minute, and a build that
     is killed leaves a lock that hangs the next run. gloo does without."""
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
-    assert hasattr(backend, "build_shm_op"), "DeepSpeed has moved build_shm_op: see _skip_shm_build"
+    if not hasattr(backend, "build_shm_op"):
+        raise ValueError("this DeepSpeed compiles its operators in another way: use the version in constraints.txt")
     backend.build_shm_op = lambda: None

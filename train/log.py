@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ctcdraft.train.checkpoint import write_atomically
+from ctcdraft.train.files import write_atomically
 
 MODES = ("wandb", "offline", "none")
 INIT_SECONDS = 30
@@ -46,6 +46,10 @@ class RunLog:
         self._file.flush()
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def sync(self) -> None:
+        """Have what was written on the disk when this returns."""
+        os.fsync(self._file.fileno())
 
     def summary(self, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
         """The end of a run: final figures, plots, and tables of the evaluation."""
@@ -107,7 +111,7 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
     id_file = folder / "wandb_id"
     if not id_file.is_file():
         id_file.write_text(uuid.uuid4().hex[:12])
-    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and _has_key()
+    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and has_key()
     if config.mode == "wandb" and not online:
         print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
 
@@ -132,7 +136,8 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
     return start("offline")
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
+    """Is there a W&B key, in the environment or in ~/.netrc?"""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

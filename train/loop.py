@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,24 +23,20 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.train import engine as ds
-from ctcdraft.train.checkpoint import (
-    TrainState,
-    latest,
-    load_checkpoint,
-    save_best,
-    save_checkpoint,
-    write_atomically,
-)
+from ctcdraft.train.checkpoint import TrainState, latest, load_checkpoint, save_best, save_checkpoint
+from ctcdraft.train.files import write_atomically
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.simulate import Simulator
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit
+from ctcdraft.train.watch import Replay, Watch, save_replay
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """batch: rows per optimizer step over all ranks, micro_batch of them per forward and rank (None: all of a
     rank's share). A row is one sequence, or with `pack` as many as fit into max_length tokens. anchors: at most
-    so many per sequence. max_minutes counts all sittings."""
+    so many per sequence. max_minutes counts all sittings. keep: newest checkpoints that stay;
+    max_skips: steps in a row without a finite loss and gradient that end the run."""
 
     steps: int = 1000
     batch: int = 4
@@ -53,6 +50,9 @@ class TrainConfig:
     eval_every: int = 200
     eval_anchors: int = 512
     save_every: int = 200
+    keep: int = 2
+    max_skips: int = 10
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in ds.PRECISIONS:
@@ -66,6 +66,8 @@ class TrainConfig:
             "eval_every",
             "eval_anchors",
             "save_every",
+            "keep",
+            "max_skips",
         )
         for name in counts:
             if getattr(self, name) < 1:
@@ -111,7 +113,7 @@ class Trainer:
     def __init__(self, plan: Plan, base: Base, data_folder: Path, run_folder: Path) -> None:
         check_fit(plan.head, plan.objective)
         self.plan, self.base = plan, base
-        self.checkpoints = run_folder / "checkpoints"
+        self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
         micro, self.accumulate = plan.train.split(ds.world_size())
         self.micro = micro
         torch.manual_seed(plan.seed)
@@ -140,6 +142,7 @@ class Trainer:
         self.state = load_checkpoint(self.engine, self.checkpoints)
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
+        self.watch = Watch()
         self._stop_asked = self.interrupted = False
 
     def finished(self) -> bool:
@@ -169,25 +172,41 @@ class Trainer:
             while not self._stop():
                 row = self._one_step()
                 if row is not None:
-                    bar.set_postfix_str(f"loss {row['train/loss']:.3f} tau {row['draft/tokens_per_step']:.2f}")
+                    loss = row.get("train/loss", math.nan)
+                    bar.set_postfix_str(f"loss {loss:.3f} tau {row['draft/tokens_per_step']:.2f}")
+                    self._warn(self.watch.warnings(row))
                     if log:
                         log.write(row)
+                if self.state.step % self.plan.train.save_every == 0:  # after the row: a kill between loses neither
+                    self._save(log)
                 bar.update()
         if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
             self._evaluate(ds.head_state(self.engine, self.task.head))
         if latest(self.checkpoints) != f"step_{self.state.step:06d}":
-            save_checkpoint(self.engine, self.checkpoints, self.state)
+            self._save(log)
         if ds.rank() == 0:
             write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
         return self.state
+
+    def probe(self, steps: int) -> float:
+        """Seconds per step, the first few left out; trains on without a checkpoint or a log. Collective."""
+        seconds = []
+        for step in tqdm(range(steps), "probe", unit="step", mininterval=1, leave=False, disable=ds.rank() > 0):
+            start = time.perf_counter()
+            self._accumulated_step(step)
+            seconds.append(time.perf_counter() - start)
+        settled = seconds[min(3, steps - 1) :]
+        return sum(settled) / len(settled)
 
     def _one_step(self) -> dict[str, Any] | None:
         """One optimizer step; the row to log, where one is due."""
         train, start = self.plan.train, time.perf_counter()
         step = self.state.step
         lr = self.engine.get_lr()[0]
+        torch.manual_seed((self.plan.seed << 32) + step)  # whatever draws from it resumes exactly
         sums, tokens = self._accumulated_step(step)
         step += 1
+        self._count(step)
         logged = step % train.log_every == 0 or step == train.steps or step == 1
         evaluated = self._is_due(step)
         row = self._row(step, sums, tokens, lr, time.perf_counter() - start) if logged else None
@@ -201,9 +220,37 @@ class Trainer:
         if row is not None:
             row["draft/tokens_per_step"] = self.simulator.on_train(weights, step - 1)
         self.state = replace(self.state, seconds=self.state.seconds + time.perf_counter() - start)
-        if step % train.save_every == 0:
-            save_checkpoint(self.engine, self.checkpoints, self.state)
         return row
+
+    def _save(self, log: RunLog | None) -> None:
+        if log:
+            log.sync()
+        save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep)
+
+    def _count(self, step: int) -> None:
+        """Was the step without an update? Keeps its batches, and ends a run that has too many of them in a row.
+
+        Raises ValueError then, on all ranks.
+        """
+        if math.isfinite(self.grad_norm):
+            self.state = replace(self.state, in_a_row=0)
+            return
+        name = f"step_{step:06d}_rank{ds.rank()}.safetensors"
+        batches = [self.sampler.collate(step - 1, self._members(turn)) for turn in range(self.accumulate)]
+        save_replay(self.skips / name, Replay(batches, step, self.plan.seed))
+        self.state = replace(self.state, skipped=self.state.skipped + 1, in_a_row=self.state.in_a_row + 1)
+        self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {self.skips}"])
+        if self.state.in_a_row >= self.plan.train.max_skips:
+            raise ValueError(
+                f"{self.state.in_a_row} steps in a row, up to step {step}, gave a loss or gradient that is not finite: "
+                f"lower optim.lr (now {self.plan.optim.lr}); their batches are in {self.skips}, and the checkpoint "
+                f"before, if there is one, is in {self.checkpoints}"
+            )
+
+    def _warn(self, sentences: list[str]) -> None:
+        if ds.rank() == 0:
+            for sentence in sentences:
+                tqdm.write(f"warning: {sentence}", file=sys.stderr)
 
     def _is_due(self, step: int) -> bool:
         """Is the head evaluated after this step?"""
@@ -227,14 +274,14 @@ class Trainer:
         scale = world * self.accumulate / max(1, anchors)
         for turn in range(self.accumulate):
             with self._timed("data"):
-                at = (turn * world + ds.rank()) * self.micro
-                batch = self.sampler.collate(step, slice(at, at + self.micro)).to(self.base.device)
+                batch = self.sampler.collate(step, self._members(turn)).to(self.base.device)
             with self._timed("base"):
                 hidden, roots = base_features(self.base, batch, self.dtype)
             with self._timed("head"):
                 loss, sums = self.engine(hidden, roots, batch)
             with self._timed("backward"):
-                self.engine.backward(loss * scale)
+                # A loss that is not finite makes the gradient so, and with it the norm that every rank sees.
+                self.engine.backward(loss * torch.where(loss.isfinite(), scale, math.nan))
             with self._timed("optimizer"):
                 if turn < self.accumulate - 1:
                     self.engine.step()
@@ -244,21 +291,23 @@ class Trainer:
         assert total is not None
         return total, self.sampler.tokens(step)
 
+    def _members(self, turn: int) -> slice:
+        """Which of a step's sequences this rank has in its micro-batch of that number."""
+        at = (turn * ds.world_size() + ds.rank()) * self.micro
+        return slice(at, at + self.micro)
+
     def _row(self, step: int, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
-        """The figures of a step, summed over ranks; shares of `seconds` since the last row."""
+        """The figures of a step, summed over ranks, those left out that are not finite; shares of `seconds` since the
+        last row."""
         flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums])).tolist()
         loss, anchors, feasible, psi, *blank_T = flat
-        if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss is {loss} at step {step}: lower optim.lr (now {self.plan.optim.lr}); the checkpoint "
-                f"before is in {self.checkpoints}"
-            )
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": step,
             "train/loss": loss / max(1.0, feasible),
             "train/infeasible": 1 - feasible / max(1.0, anchors),
             "train/tokens": self.state.tokens + tokens,
+            "train/skipped": self.state.skipped,
             "optim/lr": lr,
             "optim/grad_norm": self.grad_norm,
             "draft/psi_sum": psi / max(1.0, feasible),
@@ -269,7 +318,7 @@ class Trainer:
         row |= {f"draft/blank_rate/slot_{t + 1}": b / max(1.0, feasible) for t, b in enumerate(blank_T)}
         row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
         self.seconds.clear()
-        return row
+        return {key: value for key, value in row.items() if math.isfinite(value)}
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

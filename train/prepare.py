@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,6 +252,18 @@ def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int,
     write_jsonl(folder / "asked.jsonl", (row for row in asked if row["asked"]))
     account = {"read": shard.read, "rejected": len({r["row"] for r in rejects}), "turns": dict(turns)}
     (folder / "account.json").write_text(json.dumps(account))
+
+
+def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Example:
+    """What one record gives, outside any folder. Raises ValueError with the reason when that is nothing."""
+    rejects: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal")
+        made = _Maker(base, config, seed, journal, rejects, Counter(), "one record").examples([record])
+        journal.close()
+    if not made:
+        raise ValueError(f"the record {record.id} cannot be used: {rejects[0]['reason']}")
+    return made[0]
 
 
 class _Maker:

@@ -252,10 +252,40 @@ def test_a_base_whose_content_changed_is_refused(workplace, tmp_path):
 
 
 def test_a_diverging_run_stops_with_advice(workplace):
-    done = refused(workplace, "name=wild", "optim.lr=1e30")
+    done = refused(workplace, "name=wild", "optim.lr=1e30", "train.max_skips=3")
     assert done.returncode == 1
-    assert re.search(r"error: the loss is (nan|inf) at step \d: lower optim.lr", done.stderr)
+    assert re.search(r"error: 3 steps in a row, up to step \d, gave .* not finite: lower optim.lr", done.stderr)
+    assert len(list((workplace / "runs" / "wild" / "skipped").glob("step_*_rank0.safetensors"))) == 3
     assert not (workplace / "runs" / "wild" / "head").exists()
+
+
+POISON = """
+import os, runpy, sys
+from ctcdraft.train.task import DraftTask
+
+forward, calls = DraftTask.forward, [0]
+
+def spoilt(self, *given):
+    loss, sums = forward(self, *given)
+    calls[0] += 1
+    return (loss * float("nan") if calls[0] == 3 and os.environ["RANK"] == "1" else loss), sums
+
+DraftTask.forward = spoilt
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_nan_on_one_rank_skips_the_step_on_all(workplace, stage):
+    (workplace / "poison.py").write_text(POISON)
+    start(workplace, f"name=nan{stage}", f"zero={stage}", launcher=(*torchrun(2), str(workplace / "poison.py")))
+    run = workplace / "runs" / f"nan{stage}"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/skipped"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert "train/loss" in rows[3]
+    names = sorted(path.name for path in (run / "skipped").iterdir())
+    assert names == ["step_000003_rank0.safetensors", "step_000003_rank1.safetensors"]
 
 
 DAMAGE = {

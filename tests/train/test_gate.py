@@ -1,0 +1,180 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from ctcdraft.data import batches
+from ctcdraft.model import head as heads
+from ctcdraft.model import load_base, mask
+from ctcdraft.model.decoder import Decoder, DraftConfig
+from ctcdraft.model.head import HeadConfig
+from ctcdraft.train import gate as gates
+from ctcdraft.train.embedded import EmbeddedBaseConfig, embedded_base
+from ctcdraft.train.gate import GateConfig, overfit_gate
+from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.regenerate import Dialogue
+from ctcdraft.train.task import ObjectiveConfig
+
+SMALL = EmbeddedBaseConfig(
+    batch_tokens=384,
+    conversations=300,
+    held_out_conversations=8,
+    vocab_size=400,
+    hidden_size=64,
+    layers=2,
+    heads=2,
+    steps=160,
+)
+MESSAGES = [{"role": "user", "content": "Put this sentence in the future tense: Jack runs to the bakery."}]
+STAGES = ["tokenizer", "mask", "features", "positions", "labels", "attention", "blank", "loss", "tree", "verification"]
+
+
+@pytest.fixture(scope="module")
+def trained_base(tmp_path_factory):
+    """Small, but with a language of its own: a random base would take any tokenizer for its own."""
+    return load_base(str(embedded_base(tmp_path_factory.mktemp("cache"), SMALL)))
+
+
+def gate(base, kind="ctc", objective="prefix_ctc", steps=400):
+    head = HeadConfig(kind=kind, width=64, mixer_width=64, heads=2, mixer_heads=2)
+    return overfit_gate(
+        base, MESSAGES, head, ObjectiveConfig(kind=objective), DataConfig(), DraftConfig(), GateConfig(steps=steps)
+    )
+
+
+@pytest.mark.parametrize(("kind", "objective"), [("ctc", "prefix_ctc"), ("ctc", "ctc"), ("parallel", "cross_entropy")])
+def test_a_sound_pipeline_passes_every_stage(trained_base, kind, objective):
+    found = gate(trained_base, kind, objective)
+    assert [f.stage for f in found if f.agrees] == STAGES, found[-1]
+    assert "a whole draft of" in found[-1].seen
+
+
+def another_tokenizer(base):
+    """The same words, other numbers: what a tokenizer of another release looks like."""
+    state = json.loads(base.tokenizer.backend_tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    special = {token["content"] for token in state["added_tokens"]}
+    words = [word for word in vocab if word not in special]
+    order = np.random.default_rng(0).permutation(len(words))
+    state["model"]["vocab"] |= {words[i]: vocab[words[j]] for i, j in enumerate(order)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        bos_token=base.tokenizer.bos_token,
+        eos_token=base.tokenizer.eos_token,
+    )
+    tokenizer.chat_template = base.tokenizer.chat_template
+    return dataclasses.replace(base, tokenizer=tokenizer)
+
+
+def first_disagreement(base):
+    (last,) = [f for f in gate(base, steps=1) if not f.agrees]
+    return last
+
+
+def test_another_tokenizer_is_named(trained_base):
+    found = first_disagreement(another_tokenizer(trained_base))
+    assert found.stage == "tokenizer"
+    assert found.seen.startswith("another tokenizer")
+
+
+@pytest.mark.parametrize("fault", ["one early", "the end left out", "everything"])
+def test_a_wrong_mask_is_named(trained_base, monkeypatch, fault):
+    true = Dialogue.examples
+    faults = {
+        "one early": lambda mask: [*mask[1:], 1],
+        "the end left out": lambda mask: [*mask[:-1], 0],
+        "everything": lambda mask: [1] * len(mask),
+    }
+
+    def wrong(self, **options):
+        return [example._replace(mask=faults[fault](example.mask)) for example in true(self, **options)]
+
+    monkeypatch.setattr(Dialogue, "examples", wrong)
+    found = first_disagreement(trained_base)
+    assert (found.stage, found.seen[:10]) == ("mask", "wrong mask")
+
+
+def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch):
+    true = mask.Tree.ancestors
+    monkeypatch.setattr(mask.Tree, "ancestors", lambda self: np.ones_like(true(self)))
+    found = first_disagreement(trained_base)
+    assert (found.stage, found.seen[:10]) == ("attention", "wrong mask")
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_shifted_labels_are_named(trained_base, monkeypatch, shift):
+    true = batches.Sampler._labels
+    monkeypatch.setattr(batches.Sampler, "_labels", lambda self, example, at: true(self, example, at + shift))
+    found = first_disagreement(trained_base)
+    assert (found.stage, found.seen[:14]) == ("labels", "shifted labels")
+
+
+def test_features_of_the_wrong_layer_are_named(trained_base, monkeypatch):
+    features = gates.base_features
+
+    def before_last(base, ids):
+        return base.model.get_decoder()(input_ids=ids, output_hidden_states=True).hidden_states[-2].detach()
+
+    def shallow(base, batch, dtype):
+        return before_last(base, batch.ids_BL).to(dtype), features(base, batch, dtype)[1]
+
+    monkeypatch.setattr(gates, "base_features", shallow)
+    found = first_disagreement(trained_base)
+    assert (found.stage, found.seen[:27]) == ("features", "features of the wrong layer")
+
+
+@pytest.mark.parametrize("where", ["anchors", "nodes"])
+def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
+    if where == "anchors":
+        true = batches.anchor_positions
+        monkeypatch.setattr(batches, "anchor_positions", lambda m, labels: (true(m, labels)[0] - 1, true(m, labels)[1]))
+    else:
+        of = mask.TreeMask.of
+        monkeypatch.setattr(mask.TreeMask, "of", lambda *given: (of(*given)[0], of(*given)[1] + 1))
+    found = first_disagreement(trained_base)
+    assert (found.stage, found.seen[:13]) == ("positions", "positions off")
+
+
+@pytest.mark.parametrize("where", ["lattice", "loss"])
+def test_a_swapped_blank_is_named(trained_base, monkeypatch, where):
+    if where == "lattice":
+        true = heads.candidates_of
+
+        def swapped(logits_NTV, blank_NT, top_k):
+            logits_NTV = logits_NTV.clone()
+            logits_NTV[..., 0], blank_NT = blank_NT, logits_NTV[..., 0].clone()
+            return true(logits_NTV, blank_NT, top_k)
+
+        monkeypatch.setattr(heads, "candidates_of", swapped)
+    else:
+        loss = gates.anchor_losses
+
+        def other(states, weight, blank, *rest, **options):
+            return loss(states, weight, (states @ weight[0]), *rest, **options)
+
+        monkeypatch.setattr(gates, "anchor_losses", other)
+    found = first_disagreement(trained_base)
+    assert (found.stage, found.seen[:13]) == ("blank", "blank swapped")
+
+
+def test_a_head_that_cannot_learn_is_named(trained_base):
+    found = gate(trained_base, steps=2)[-1]
+    assert (found.stage, found.agrees) == ("loss", False)
+
+
+def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch):
+    walks = Decoder._walks
+
+    def trusting(self, active, drafts, logits, sampling):
+        found = walks(self, active, drafts, logits, sampling)
+        return [
+            (path, (bonus + 1) % 300) if len(tree) else (path, bonus)
+            for tree, (path, bonus) in zip(drafts, found, strict=True)
+        ]
+
+    monkeypatch.setattr(Decoder, "_walks", trusting)
+    found = gate(trained_base)[-1]
+    assert (found.stage, found.agrees) == ("verification", False)

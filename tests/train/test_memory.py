@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from ctcdraft.model import load_base
+from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.train.engine import ZeroConfig
+from ctcdraft.train.memory import memory_per_rank
+
+
+@pytest.fixture(scope="module")
+def fp32_base(base_folder):
+    return load_base(str(base_folder))
+
+
+def estimate(base, head, stage=0, ranks=1, precision="fp32"):
+    sizes = {"micro": 2, "anchors": 40, "length": 200}
+    return memory_per_rank(base, head, ZeroConfig(stage), precision=precision, ranks=ranks, **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"mixer_layers": 2, "layers": 2}, {"slots": 16, "mixer_width": 32}])
+def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
+    head = build_head(HeadConfig(**sizes), fp32_base.hidden_size)
+    hidden = torch.randn(2, 200, fp32_base.hidden_size)
+    rows, at = torch.arange(80) // 40, torch.arange(80) % 40
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        head(hidden, hidden.clone(), rows, at)
+    ours = {p.untyped_storage().data_ptr() for p in head.parameters()}
+    measured = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in ours)
+    parts = estimate(fp32_base, head)
+    guess = parts["context encoder"] + parts["slots"] + parts["features"]
+    assert measured <= guess <= 2 * measured, (measured, parts)
+
+
+def test_zero_shares_what_it_says_among_ranks(fp32_base):
+    head = build_head(HeadConfig(), fp32_base.hidden_size)
+    one = estimate(fp32_base, head)
+    parts = ["optimizer", "gradients", "head weights"]
+    for stage, shared in ((1, set(parts[:1])), (2, set(parts[:2])), (3, set(parts))):
+        four = estimate(fp32_base, head, stage, 4)
+        assert {part for part in one if four[part] == one[part] // 4 != one[part]} == shared
+    count = sum(p.numel() for p in head.parameters())
+    assert (one["head weights"], one["optimizer"]) == (4 * count, 8 * count)
+    half = estimate(fp32_base, head, precision="bf16")
+    assert (half["head weights"], half["optimizer"]) == (2 * count, 12 * count)

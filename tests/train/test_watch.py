@@ -1,0 +1,188 @@
+import math
+
+import pytest
+import torch
+
+from ctcdraft.train import engine
+from ctcdraft.train.task import DraftTask, base_features
+from ctcdraft.train.watch import Watch, load_replay
+
+
+class Rows(list):
+    """A log that keeps what is written to it."""
+
+    write = list.append
+    __bool__ = lambda self: True  # noqa: E731
+
+    def sync(self):
+        """Nothing is on a disk here."""
+
+
+def head_of(trainer):
+    return engine.head_state(trainer.engine, trainer.task.head)
+
+
+def weights_and_moments(trainer):
+    """Everything that a step may change, in whatever form the ZeRO stage keeps it."""
+    return held([trainer.engine.optimizer.state_dict(), head_of(trainer)])
+
+
+def held(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: held(item) for key, item in value.items()}
+    return [held(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k not in ("overflow", "param_groups"))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or a is b or type(a) is type(b)
+
+
+def poisoned(monkeypatch, where, value=math.nan, times=1):
+    """From the next forward on, `times` of them give a loss or a gradient that is not finite."""
+    forward, left = DraftTask.forward, [times]
+
+    def spoilt(self, hidden, roots, batch):
+        loss, sums = forward(self, hidden, roots, batch)
+        left[0] -= 1
+        if left[0] < 0:
+            return loss, sums
+        if where == "loss":
+            return loss + value, sums._replace(loss=sums.loss + value)
+        loss.register_hook(lambda gradient: gradient * value)
+        return loss, sums
+
+    monkeypatch.setattr(DraftTask, "forward", spoilt)
+
+
+STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (2, "bf16"), (3, "bf16")]
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_learning_rate(
+    small, tmp_path, monkeypatch, stage, precision, where
+):
+    options = [f"zero={stage}", f"train.precision={precision}", "train.max_skips=3"]
+    good, trainer = small(tmp_path / "good", *options), small(tmp_path / "run", *options)
+    for _ in range(2):
+        good._one_step(), trainer._one_step()
+    before = weights_and_moments(trainer)
+    poisoned(monkeypatch, where)
+    row = trainer._one_step()
+    good._one_step()
+    assert same(before, weights_and_moments(trainer))
+    assert trainer.engine.get_lr() == good.engine.get_lr()
+    assert (trainer.state.skipped, trainer.state.in_a_row, row["train/skipped"]) == (1, 1, 1)
+    assert ("train/loss" in row) == (where == "gradient")
+    assert "optim/grad_norm" not in row
+    row = trainer._one_step()
+    assert not same(before, weights_and_moments(trainer)), "the step after trains again"
+    assert math.isfinite(row["train/loss"])
+    assert (trainer.state.skipped, trainer.state.in_a_row) == (1, 0)
+
+
+def test_accumulation_with_one_bad_micro_batch_skips_the_whole_step(small, tmp_path, monkeypatch):
+    trainer = small(tmp_path, "train.micro_batch=1")
+    trainer._one_step()
+    before = weights_and_moments(trainer)
+    poisoned(monkeypatch, "loss")
+    trainer._one_step()
+    assert same(before, weights_and_moments(trainer))
+    assert len(load_replay(next((tmp_path / "skipped").iterdir()))) == trainer.accumulate == 4
+
+
+def test_the_batch_of_a_skipped_step_can_be_replayed(small, tmp_path, monkeypatch):
+    trainer = small(tmp_path)
+    with monkeypatch.context() as spoilt:
+        poisoned(spoilt, "loss")
+        trainer._one_step()
+    (batch,) = load_replay(tmp_path / "skipped" / "step_000001_rank0.safetensors")
+    want = trainer.sampler.collate(0, slice(0, 4))
+    assert all(torch.equal(a, b) for a, b in zip(batch, want, strict=True))
+    loss, _ = trainer.task(*base_features(trainer.base, batch, torch.float32), batch)
+    assert torch.isfinite(loss)
+
+
+def test_too_many_in_a_row_end_the_run_with_a_sentence(small, tmp_path, monkeypatch):
+    trainer, rows = small(tmp_path, "train.max_skips=3"), Rows()
+    poisoned(monkeypatch, "loss", times=99)
+    with pytest.raises(ValueError, match=r"3 steps in a row, up to step 3, .* lower optim.lr \(now 0.004\)"):
+        trainer.run(rows)
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_skips_that_are_not_in_a_row_do_not(small, tmp_path, monkeypatch):
+    forward, calls = DraftTask.forward, [0]
+
+    def every_other(self, *given):
+        loss, sums = forward(self, *given)
+        calls[0] += 1
+        return (loss * math.nan if calls[0] % 2 else loss), sums
+
+    monkeypatch.setattr(DraftTask, "forward", every_other)
+    trainer = small(tmp_path, "train.max_skips=2")
+    trainer.run(None)
+    assert (trainer.state.step, trainer.state.skipped) == (6, 3)
+
+
+def row(step, loss, blank=0.3):
+    return {"step": step, "train/loss": loss, "draft/blank_rate/slot_1": blank, "draft/blank_rate/slot_2": blank}
+
+
+def test_a_loss_spike_is_told_once_with_advice():
+    watch = Watch()
+    losses = [7.0, 6.0, 5.0, 4.0, 3.5, 3.4, 3.3, 9.0, 9.5, 3.2, 3.3]
+    told = [watch.warnings(row(i + 1, loss)) for i, loss in enumerate(losses)]
+    assert [i + 1 for i, sentences in enumerate(told) if sentences] == [8]
+    assert told[7][0].startswith("the loss jumped to 9.000 at step 8 (before: about 4.000)")
+    assert "lower optim.lr" in told[7][0]
+
+
+def test_a_falling_or_noisy_loss_is_no_spike():
+    watch, generator = Watch(), torch.Generator().manual_seed(0)
+    noise = torch.randn(300, generator=generator).tolist()
+    assert not any(watch.warnings(row(i, 7 / (1 + i / 30) + 0.1 * n + 1)) for i, n in enumerate(noise))
+
+
+def test_a_head_that_collapses_to_blanks_is_told_once_with_advice():
+    watch = Watch()
+    told = [watch.warnings(row(i, 3.0, b)) for i, b in enumerate([0.5, 0.9, 0.96, 0.99, 0.94, 0.97, 0.5, 0.98])]
+    assert [bool(t) for t in told] == [False, False, True, False, False, False, False, True]
+    assert "the head writes blanks into 96% of its slots" in told[2][0]
+
+
+def test_warnings_reach_the_screen(small, tmp_path, capsys):
+    trainer = small(tmp_path, "train.steps=2")
+    with torch.no_grad():
+        trainer.task.head.blank.bias.fill_(50.0)
+    trainer.run(None)
+    assert "warning: the head writes blanks into 100% of its slots at step 1" in capsys.readouterr().err
+
+
+def test_two_deterministic_runs_are_the_same_bits_and_say_so_to_torch(small, tmp_path):
+    was = torch.are_deterministic_algorithms_enabled()
+    try:
+        runs = []
+        for name in ("a", "b"):
+            engine.make_deterministic(0)
+            torch.rand(3)  # what came before must not matter
+            trainer, rows = small(tmp_path / name, "train.deterministic=true"), Rows()
+            trainer.run(rows)
+            figures = [{k: v for k, v in r.items() if not k.startswith(("perf/", "time/"))} for r in rows]
+            runs.append((figures, head_of(trainer)))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert runs[0][0] == runs[1][0]
+        assert all(torch.equal(weight, runs[1][1][name]) for name, weight in runs[0][1].items())
+        other, rows = small(tmp_path / "c", "seed=1"), Rows()
+        other.run(rows)
+        assert rows[0]["train/loss"] != runs[0][0][0]["train/loss"]
+    finally:
+        torch.use_deterministic_algorithms(was)

@@ -1,0 +1,34 @@
+"""What a training run will hold in memory, per part and rank: an estimate from sizes alone, before anything runs."""
+
+from ctcdraft.model.base import Base
+from ctcdraft.model.head import Head, parameters_of
+from ctcdraft.train.engine import PRECISIONS, ZeroConfig
+
+KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
+KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
+LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
+
+
+def memory_per_rank(
+    base: Base, head: Head, zero: ZeroConfig, *, precision: str, micro: int, anchors: int, length: int, ranks: int
+) -> dict[str, int]:
+    """Bytes per part on one rank. micro sequences of `length` tokens with at most `anchors` drafts each.
+
+    ZeRO shares optimizer state (1), gradients too (2), parameters too (3) among ranks.
+    """
+    width = PRECISIONS[precision].itemsize
+    count, config = parameters_of(head), head.config
+    states = 12 if width == 2 else 8  # two moments in fp32, and the fp32 weights where those of the head are not
+    shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
+    offloaded = 0 if zero.offload else 1
+    per_slot = config.slots * (KEPT_PER_SLOT * config.mixer_width * config.mixer_layers + 3 * base.hidden_size)
+    return {
+        "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
+        "head weights": count * width // shared[2],
+        "gradients": count * width // shared[1],
+        "optimizer": offloaded * count * states // shared[0],
+        "features": 2 * micro * length * base.hidden_size * (width + base.lm_weight.element_size()),
+        "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
+        "slots": micro * anchors * per_slot * width,
+        "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * base.vocab_size * 4,
+    }

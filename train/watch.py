@@ -1,0 +1,83 @@
+"""Numbers that a person should see while there is time: loss spikes, a head that drafts blanks, skipped steps."""
+
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ctcdraft.data.batches import Batch
+
+WINDOW = 20  # logged rows that a loss is held against
+FEWEST = 5
+SPIKE = 1.5  # times their median, and above all of them
+BLANK_HIGH, BLANK_LOW = 0.95, 0.9
+
+
+class Watch:
+    """Reads the logged rows of a run, in order; a warning is given once, and again only after things were well."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._spiking = self._blank = False
+
+    def warnings(self, row: dict[str, Any]) -> list[str]:
+        """Sentences about this row: what is wrong, and what to try."""
+        found = [self._spike(row), self._blanks(row)]
+        return [sentence for sentence in found if sentence]
+
+    def _spike(self, row: dict[str, Any]) -> str | None:
+        loss = row.get("train/loss")
+        if loss is None:
+            return None
+        usual = statistics.median(self._losses) if len(self._losses) >= FEWEST else float("inf")
+        high = loss > SPIKE * usual and loss > max(self._losses)
+        new, self._spiking = high and not self._spiking, high
+        self._losses.append(loss)
+        if not new:
+            return None
+        return (
+            f"the loss jumped to {loss:.3f} at step {row['step']} (before: about {usual:.3f}): if it stays there, "
+            "lower optim.lr or optim.clip, or lengthen optim.warmup"
+        )
+
+    def _blanks(self, row: dict[str, Any]) -> str | None:
+        rates = [rate for key, rate in row.items() if key.startswith("draft/blank_rate/")]
+        mean = sum(rates) / max(1, len(rates))
+        new = mean > BLANK_HIGH and not self._blank
+        self._blank = mean > BLANK_HIGH or (self._blank and mean > BLANK_LOW)
+        if not new:
+            return None
+        return (
+            f"the head writes blanks into {mean:.0%} of its slots at step {row['step']}, so it drafts nothing: lower "
+            "optim.lr, use objective=prefix_ctc, or fewer head.slots for as many objective.labels"
+        )
+
+
+class Replay(NamedTuple):
+    """What a rank saw in a step that was skipped: its micro-batches in order, and where they come from."""
+
+    batches: list[Batch]
+    step: int
+    seed: int
+
+
+def save_replay(path: Path, replay: Replay) -> None:
+    """Keep a skipped step's batches as safetensors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for turn, batch in enumerate(replay.batches):
+        values = batch._asdict().items()
+        tensors |= {f"{turn}.{k}": v.cpu().contiguous() for k, v in values if isinstance(v, torch.Tensor)}
+    save_file(tensors, path, metadata={"step": str(replay.step), "seed": str(replay.seed)})
+
+
+def load_replay(path: Path) -> list[Batch]:
+    """The micro-batches of a skipped step, to be run through the head again."""
+    tensors = load_file(path)
+    turns = 1 + max(int(name.split(".")[0]) for name in tensors)
+    fields = [{n.split(".")[1]: t for n, t in tensors.items() if n.startswith(f"{i}.")} for i in range(turns)]
+    return [Batch(**{name: found.get(name) for name in Batch._fields}) for found in fields]  # type: ignore[arg-type]
