@@ -28,7 +28,7 @@ def prompts(count, seed=0, longest=30):
 
 def random_head(config, base, seed=0):
     torch.manual_seed(seed)
-    head = build_head(config, base.hidden_size).to(base.dtype).eval()
+    head = build_head(config, base.hidden_size).to(base.device, base.dtype).eval()
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
     return head

@@ -122,7 +122,7 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
             name=name,
             id=id_file.read_text().strip(),
             resume="allow" if mode == "online" else None,
-            dir=str(folder),
+            dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
             config=dict(settings),
             mode=mode,
             settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),

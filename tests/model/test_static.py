@@ -52,7 +52,7 @@ def test_every_cache_entry_is_that_of_a_fresh_prefill(base):
 
     def check(active, cache):
         fresh, length = DynamicCache(), int(cache.lengths[0])
-        base.hidden(torch.tensor([(prompt + truth)[:length]]), cache=fresh)
+        base.hidden(torch.tensor([(prompt + truth)[:length]], device=base.device), cache=fresh)
         for i, layer in enumerate(fresh.layers):
             keys, values = cache.entries(i)
             assert torch.allclose(keys, layer.keys[0], atol=1e-10)
