@@ -11,7 +11,7 @@ from ctcdraft.train.embedded import EmbeddedBaseConfig
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.log import LoggerConfig
 from ctcdraft.train.loop import Plan, TrainConfig
-from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig, check_fit
 
 

@@ -24,7 +24,8 @@ from ctcdraft.model.head import HeadConfig, Slots, build_head, candidates
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.objective import AnchorLoss, anchor_losses, feasible_prefixes
 from ctcdraft.model.tree import Tree
-from ctcdraft.train.prepare import DataConfig, example_of
+from ctcdraft.train.examples import example_of
+from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
 RELABELLINGS = 16

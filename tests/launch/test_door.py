@@ -9,8 +9,8 @@ import yaml
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import compose, enter, typed
 from ctcdraft.launch.schema import EvalEntry, ExportEntry, TrainEntry
-from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.regenerate import RegenerateConfig
+from ctcdraft.train.shards import DataConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

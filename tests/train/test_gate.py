@@ -14,8 +14,8 @@ from ctcdraft.model.head import HeadConfig
 from ctcdraft.train import gate as gates
 from ctcdraft.train.embedded import EmbeddedBaseConfig, embedded_base
 from ctcdraft.train.gate import GateConfig, overfit_gate
-from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.regenerate import Dialogue
+from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig
 
 SMALL = EmbeddedBaseConfig(

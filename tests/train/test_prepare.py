@@ -7,8 +7,10 @@ from bases import write_base
 
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
 from ctcdraft.model import Decoder, load_base
+from ctcdraft.train import examples
 from ctcdraft.train import prepare as stage
-from ctcdraft.train.prepare import DataConfig, prepare
+from ctcdraft.train.prepare import prepare
+from ctcdraft.train.shards import DataConfig
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_heldout_questions_are_never_trained_on(chat_base, tmp_path):
 
 def test_prepared_data_is_reused_and_keyed_by_base_and_options(chat_base, base_folder, tmp_path, monkeypatch):
     folder = prepared(chat_base, tmp_path, conversations(8))
-    monkeypatch.setattr(stage, "rewrite", Mock(side_effect=AssertionError("generated again")))
+    monkeypatch.setattr(examples, "rewrite", Mock(side_effect=AssertionError("generated again")))
     assert prepared(chat_base, tmp_path, conversations(8)) == folder
     monkeypatch.undo()
     assert prepared(chat_base, tmp_path, conversations(8), max_new_tokens=5) != folder

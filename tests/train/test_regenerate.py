@@ -25,8 +25,9 @@ from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus, read_jsonl, read_manifest
 from ctcdraft.model import load_base
 from ctcdraft.train import regenerate as stage
-from ctcdraft.train.prepare import DataConfig, prepare
+from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import RegenerateConfig, rewrite
+from ctcdraft.train.shards import DataConfig
 
 FORK = multiprocessing.get_context("fork")
 SERVER = Path(__file__).parents[1] / "chat_server.py"

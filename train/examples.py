@@ -1,0 +1,165 @@
+"""Records -> training sequences with the base's own words as labels."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ctcdraft.data.prompts import cut_prompts
+from ctcdraft.data.records import Conversation, Record, Text, Tokens
+from ctcdraft.data.sources import RowError
+from ctcdraft.data.store import Example, Journal
+from ctcdraft.data.template import Rendered, render_all
+from ctcdraft.model.base import Base
+from ctcdraft.model.generate import batches_by_length
+from ctcdraft.train.regenerate import LEAST_ROOM, RegenerateConfig, continued, rewrite
+from ctcdraft.train.shards import DataConfig
+
+
+def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Example:
+    """What one record gives, outside any folder. Raises ValueError with the reason when that is nothing."""
+    rejects: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal")
+        made = ExampleMaker(base, config, seed, journal, rejects, Counter(), "one record").examples([record])
+        journal.close()
+    if not made:
+        raise ValueError(f"the record {record.id} cannot be used: {rejects[0]['reason']}")
+    return made[0]
+
+
+class ExampleMaker:
+    """Records of one shard and split -> examples, in the order of the rows."""
+
+    def __init__(
+        self,
+        base: Base,
+        config: DataConfig,
+        seed: int,
+        journal: Journal,
+        rejects: list[dict[str, Any]],
+        turns: Counter[str],
+        title: str,
+    ) -> None:
+        self.base, self.config, self.seed, self.journal = base, config, seed, journal
+        self.rejects, self.turns, self.title = rejects, turns, title
+
+    def examples(self, records: Sequence[Record]) -> list[Example]:
+        found: dict[str, list[Example]] = {}
+        chats = [r for r in records if isinstance(r, Conversation)]
+        if self.config.rewriting:
+            found |= self._rewritten(chats, self.config.rewriting)
+        else:
+            found |= self._labelled(self._given(chats))
+        found |= self._labelled([(r.id, Rendered(r.ids, r.mask)) for r in records if isinstance(r, Tokens)])
+        found |= self._continued([r for r in records if isinstance(r, Text)])
+        return [example for record in records for example in found.get(record.id, [])]
+
+    def _reject(self, row: str, reason: str) -> None:
+        self.rejects.append({"row": row, "reason": reason})
+
+    def _rewritten(self, chats: list[Conversation], rewriting: RegenerateConfig) -> dict[str, list[Example]]:
+        """Every assistant turn rewritten by the base."""
+        config = self.config
+        sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
+        dialogues, turns = rewrite(self.base, chats, rewriting, self.journal, title=self.title, **sizes)  # type: ignore[arg-type]
+        self.turns.update(turns._asdict())
+        found: dict[str, list[Example]] = {chat.id: [] for chat in chats}
+        for dialogue in dialogues:
+            found[dialogue.conversation.id] += dialogue.examples(last_turn=config.last_turn)
+        for dialogue in dialogues[:: len(rewriting.temperatures)]:
+            if not found[dialogue.conversation.id]:
+                self._reject(dialogue.conversation.id, dialogue.reason)
+        return found
+
+    def _given(self, chats: list[Conversation]) -> Iterator[tuple[str, Rendered]]:
+        """The given answers as they are."""
+        answered = []
+        for chat in chats:
+            if any(m["role"] == "assistant" for m in chat.messages):
+                answered.append(chat)
+            else:
+                self._reject(chat.id, "no answer to keep")
+        rendered = render_all(self.base.tokenizer, answered, last_turn=self.config.last_turn)
+        for chat, found in zip(answered, rendered, strict=True):
+            if isinstance(found, RowError):
+                self._reject(chat.id, str(found))
+            else:
+                yield chat.id, found
+
+    def _labelled(self, rendered: Iterator[tuple[str, Rendered]] | list[tuple[str, Rendered]]) -> dict[str, Any]:
+        """Given sequences, with what the base would have put at each position as labels."""
+        fitting = []
+        for name, found in rendered:
+            problem = _misfit(found, self.base)
+            if problem:
+                self._reject(name, problem)
+            else:
+                fitting.append((name, found))
+        made: dict[str, list[Example]] = {}
+        batches = batches_by_length([found.ids for _, found in fitting], self.config.batch_size)
+        for batch in tqdm(batches, self.title, unit="batch", mininterval=1, disable=not batches):
+            labels = _choices(self.base, [fitting[i][1].ids for i in batch])
+            for i, chosen in zip(batch, labels, strict=True):
+                name, (ids, mask) = fitting[i]
+                made[name] = [Example(ids, mask, chosen)]
+        return made
+
+    def _continued(self, texts: list[Text]) -> dict[str, list[Example]]:
+        """Texts, cut somewhere and continued by the base."""
+        config, base = self.config, self.base
+        low, high = config.prompt_tokens
+        room = base.context_length - LEAST_ROOM
+        if texts and low > room:
+            raise ValueError(
+                f"data.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens"
+            )
+        work: list[tuple[list[int], float, str]] = []
+        temperatures = (config.rewriting or RegenerateConfig()).temperatures
+        for text in texts:
+            key = (self.seed, *hashlib.sha256(text.id.encode()).digest()[:4])
+            cuts = list(cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, key))
+            work += [(cut, t, text.id) for cut in cuts for t in temperatures]
+            if not cuts:
+                self._reject(text.id, f"fewer than {low} tokens")
+        sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
+        top_p = (config.rewriting or RegenerateConfig()).top_p
+        answers = tqdm(
+            continued(base, work, top_p, self.journal, **sizes),
+            f"{self.title} (texts)",
+            len(work),
+            unit="prompt",
+            mininterval=1,
+            disable=not work,
+        )
+        found = dict(answers)
+        made: dict[str, list[Example]] = {text.id: [] for text in texts}
+        for number, (prompt, _, name) in enumerate(work):
+            ids = [*prompt, *found[number]]
+            made[name].append(Example(ids, [0] * len(prompt) + [1] * len(found[number]), ids))
+        return made
+
+
+def _misfit(found: Rendered, base: Base) -> str | None:
+    if len(found.ids) > base.context_length:
+        return f"{len(found.ids)} tokens, more than the context holds"
+    if max(found.ids, default=0) >= base.vocab_size:
+        return f"token {max(found.ids)}, but {base.name} knows {base.vocab_size}"
+    return None if any(found.mask) else "no token of an answer"
+
+
+@torch.no_grad()
+def _choices(base: Base, sequences: list[list[int]]) -> list[list[int]]:
+    """At each position of each sequence the token that the base would have put there."""
+    longest = max(map(len, sequences))
+    ids = torch.zeros(len(sequences), longest, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+    hidden = base.hidden(ids.to(base.device))  # padding lies behind: causal attention never sees it
+    chosen = [base.logits(row[: len(s)]).argmax(dim=-1).tolist() for row, s in zip(hidden, sequences, strict=True)]
+    return [[s[0], *c[:-1]] for s, c in zip(sequences, chosen, strict=True)]

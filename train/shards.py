@@ -1,0 +1,149 @@
+"""What is prepared, read as a stream of shards: rows that are worked on together."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from ctcdraft.data import embedded
+from ctcdraft.data.duplicates import NearDuplicates
+from ctcdraft.data.records import Conversation, Record, Text, record_of
+from ctcdraft.data.sources import RowError, read_mixture, read_rows
+from ctcdraft.train.regenerate import RegenerateConfig
+
+KINDS = ("embedded", "sharegpt", "text", "mixed")
+EMBEDDED_ROWS = 1800
+SPLITS = ("train", "dev", "heldout")
+ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the evaluation questions
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """kind: `embedded`, `sharegpt` (conversations, any form), `text`, or `mixed` (both); path: file, glob or Hub
+    name, or a list of them, with `weights` mixed row by row in these shares until one ends.
+
+    limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
+    and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
+    regenerate: how the base rewrites every answer (true: as by default); false: the given answers stay, with the
+    base's argmax as labels. last_turn: only last answers are labels. prompt_tokens and samples_per_text: how
+    texts are cut. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time. show: so
+    many sequences are printed after preparing.
+    """
+
+    kind: str = "embedded"
+    path: str | list[str] | None = None
+    weights: list[float] | None = None
+    limit: int | None = None
+    holdout: float = 0.1
+    dedupe: bool = True
+    keep_out: str | None = None
+    last_turn: bool = False
+    regenerate: RegenerateConfig | bool = field(default_factory=RegenerateConfig)
+    prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
+    samples_per_text: int = 4
+    max_new_tokens: int = 192
+    batch_size: int = 64
+    shard_rows: int = 2048
+    show: int = 0
+
+    def __post_init__(self) -> None:
+        low_high = self.prompt_tokens
+        if self.kind not in KINDS:
+            raise ValueError(f"data.kind={self.kind!r} is unknown: choose one of {KINDS}")
+        if self.kind != "embedded" and not self.paths:
+            raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
+        if self.weights is not None and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
+            raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
+        if len(low_high) != 2 or not 1 <= low_high[0] <= low_high[1]:
+            raise ValueError(f"data.prompt_tokens={low_high}: give [shortest, longest], 1 or more")
+        if not 0.0 < self.holdout < 0.9:
+            raise ValueError(f"data.holdout={self.holdout} must lie between 0 and 0.9")
+        counts = ("samples_per_text", "max_new_tokens", "batch_size", "shard_rows")
+        if min(*(getattr(self, name) for name in counts), 1 if self.limit is None else self.limit) < 1:
+            raise ValueError(f"data.{', '.join(counts)} and limit must be at least 1")
+        if self.show < 0:
+            raise ValueError(f"data.show={self.show} must not be negative")
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else list(self.path or [])
+
+    @property
+    def rewriting(self) -> RegenerateConfig | None:
+        """How answers are rewritten; None where the given ones stay."""
+        return self.regenerate if isinstance(self.regenerate, RegenerateConfig) else _REWRITING[self.regenerate]
+
+
+_REWRITING = {True: RegenerateConfig(), False: None}
+
+
+class Shard(NamedTuple):
+    """Rows that are worked on together: how many were read, what can be used of them by split, what cannot."""
+
+    number: int
+    read: int
+    splits: dict[str, list[Record]]
+    rejects: list[dict[str, Any]]
+
+
+def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
+    """The source as shards. Equal rows are dropped, and the split goes by a hash of the opening: rows that open
+    alike land together."""
+    seen: dict[bytes, str] = {}
+    keep_out = NearDuplicates(_keep_out(config.keep_out)) if config.keep_out else None
+    shard = _empty(0)
+    for index, (name, row) in enumerate(tqdm(_rows(config, seed), "reading", unit="row", mininterval=1)):
+        if config.limit is not None and index >= config.limit:
+            break
+        if shard.read == config.shard_rows:
+            yield shard
+            shard = _empty(shard.number + 1)
+        shard = shard._replace(read=shard.read + 1)
+        try:
+            record = record_of(row, name, config.kind if config.kind != "embedded" else "sharegpt")
+            if config.dedupe and (first := seen.setdefault(record.digest, name)) != name:
+                raise RowError(f"the same as row {first}")
+            near = keep_out.of(asked_text(record)) if keep_out else None
+            if near is not None:
+                raise RowError(f"nearly question {near} of {config.keep_out}")
+        except RowError as error:
+            shard.rejects.append({"row": name, "reason": str(error)})
+        else:
+            shard.splits[_split(record, config.holdout)].append(replace(record, id=name))
+    yield shard
+
+
+def _rows(config: DataConfig, seed: int) -> Iterator[tuple[str, Any]]:
+    if config.paths:
+        return read_mixture(config.paths, config.weights)
+    made = embedded.conversations(config.limit or EMBEDDED_ROWS, seed)
+    return ((str(number), row) for number, row in enumerate(made))
+
+
+def _empty(number: int) -> Shard:
+    return Shard(number, 0, {split: [] for split in SPLITS}, [])
+
+
+def _split(record: Record, holdout: float) -> str:
+    draw = int.from_bytes(hashlib.sha256(record.opening.encode()).digest()[:8], "big") / 2**64
+    return "dev" if draw < holdout / 2 else "heldout" if draw < holdout else "train"
+
+
+def asked_text(record: Record) -> str:
+    """What a row asks, to be compared with evaluation questions."""
+    if isinstance(record, Conversation):
+        return "\n".join(m["content"] for m in record.messages if m["role"] == "user")[:ASKED_CHARACTERS]
+    return record.text[:ASKED_CHARACTERS] if isinstance(record, Text) else ""
+
+
+def _keep_out(path: str) -> list[str]:
+    """The first turns of a file of evaluation questions. Raises ValueError where a row is none."""
+    found = []
+    for number, row in enumerate(read_rows(path, "data.keep_out")):
+        try:
+            found.append(record_of(row, str(number), "mixed").opening)
+        except RowError as error:
+            raise ValueError(f"data.keep_out={path}: row {number}: {error}") from error
+    return found
