@@ -46,6 +46,11 @@ class Batch:
     lattices: list[Lattice] | None = None
     clock: Clock = field(default_factory=Clock)
 
+    def release(self) -> None:
+        """Give the fixed-shape steps back."""
+        if self.static is not None:
+            self.static.in_use = False
+
     def retire(self) -> None:
         """Drop the requests that have ended."""
         for number in range(len(self.active) - 1, -1, -1):

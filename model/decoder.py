@@ -75,7 +75,6 @@ class Decoder:
         self.graphs = base.device.type == "cuda"
         self.budget: Budget | None = None
         self._static: StaticDecoder | None = None
-        self._static_in_use = False
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str: the first that fits counts
@@ -132,8 +131,9 @@ class Decoder:
         if self.budget is None and self.head is not None and self.draft.budget == "auto":
             self.budget = self.measure_budget()
         ends = np.array(sorted(self.base.eos_ids if asked.eos is None else asked.eos), np.int64)
-        batch = self._begin(requests, asked.sampling, ends)
+        batch = self._batch_of(requests, asked.sampling, ends)
         try:
+            self._begin(batch)
             while True:
                 batch.retire()
                 yield
@@ -141,39 +141,43 @@ class Decoder:
                     return
                 self._step(batch)
         finally:
-            self._static_in_use &= batch.static is None
+            batch.release()
 
-    def _begin(self, requests: list[Request], sampling: Sampling, ends: NDArray[np.int64]) -> Batch:
-        """A batch whose prompts have been read and whose first tokens are chosen."""
+    def _batch_of(self, requests: list[Request], sampling: Sampling, ends: NDArray[np.int64]) -> Batch:
+        """The requests with caches that have room for them; `release` it in any case."""
         capacity = max(len(r.prompt) + r.limit for r in requests) + self.draft.nodes + 1
-        batch = self._static_batch(requests, capacity, sampling, ends) or Batch(
+        return self._static_batch(requests, capacity, sampling, ends) or Batch(
             list(requests),
             TreeCache(self._layers, len(requests), capacity),
             None if self.head is None else self.head.new_cache(len(requests), capacity + self.head.config.slots),
             sampling,
             ends,
         )
-        for request in requests:
+
+    def _begin(self, batch: Batch) -> None:
+        """Read the prompts and choose the first tokens."""
+        for request in batch.active:
             request.out.seconds = batch.clock.seconds
         with batch.clock("verify"):
-            for number, request in enumerate(requests):
+            for number, request in enumerate(batch.active):
                 self._prefill(batch, number, request)
         if batch.static is not None:
-            batch.static.begin(requests[0].root)
-        return batch
+            batch.static.begin(batch.active[0].root)
 
     def _static_batch(
         self, requests: list[Request], capacity: int, sampling: Sampling, ends: NDArray[np.int64]
     ) -> Batch | None:
         """A batch of one on the kept fixed-shape steps; None where they do not apply or serve another call."""
-        if not self.graphs or self._static_in_use or len(requests) > 1 or sampling.repetition_penalty != 1.0:
+        if not self.graphs or len(requests) > 1 or sampling.repetition_penalty != 1.0:
+            return None
+        if self._static is not None and self._static.in_use:
             return None
         if self._static is None or self._static.capacity < capacity:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
             room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
             capture = self.base.device.type == "cuda"
             self._static = StaticDecoder(self.base, self.head, self.draft.top_k, room, self._layers, capture)
-        self._static_in_use = True
+        self._static.in_use = True
         self._static.clear()
         return Batch(list(requests), self._static.cache, self._static.head_cache, sampling, ends, self._static)
 
@@ -215,7 +219,15 @@ class Decoder:
         prompt = rng.integers(0, base.vocab_size, max(1, length)).tolist()
         tokens = rng.integers(0, base.vocab_size, self.draft.nodes).tolist()
         request = Request(prompt, self.draft.nodes + 2, "length", 0, None)
-        batch = self._begin([request], Sampling(), np.zeros(0, np.int64))
+        batch = self._batch_of([request], Sampling(), np.zeros(0, np.int64))
+        try:
+            self._begin(batch)
+            return Budget(self._step_seconds(batch, request, tokens), head.calibration)
+        finally:
+            batch.release()
+
+    def _step_seconds(self, batch: Batch, request: Request, tokens: list[int]) -> NDArray[np.float64]:
+        """Seconds of a step with 0..draft.nodes nodes behind the prompt of a batch of one."""
         self._draft(batch)
         hidden, following = request.hidden, request.following
         caches = [cache for cache in (batch.cache, batch.head_cache) if cache is not None]
@@ -234,13 +246,12 @@ class Decoder:
 
         def draft() -> None:
             request.hidden, request.following = hidden[:, -1:], following[-1:]
+            drafted = batch.lattices  # in fixed shapes a part of `verify`: then only the tree is left to time
             self._draft(batch)
+            batch.lattices = drafted
             rewind()
 
-        try:
-            return Budget(step_seconds(self.draft.nodes, verify, draft), head.calibration)
-        finally:
-            self._static_in_use &= batch.static is None
+        return step_seconds(self.draft.nodes, verify, draft)
 
     # -- drafting -------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from ctcdraft.model.tree import Tree
 
 WARM_UPS = 2  # forwards before a capture: libraries allocate their workspaces in them
 LEAST_WIDTH = 256
+MOST_SHAPES = 64  # captured steps that are kept: each holds its buffers on the device
 
 
 class Stepped(NamedTuple):
@@ -95,6 +96,7 @@ class StaticDecoder:
         self.longest = 1 if head is None else 1 + head.config.slots
         self.count = torch.ones(1, dtype=torch.long, device=device)  # rows that the last step kept
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=device)  # [longest, V] where sampling needs it
+        self.in_use = False  # by a batch; another one meanwhile is decoded eagerly
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
 
     def clear(self) -> None:
@@ -115,6 +117,8 @@ class StaticDecoder:
         if sampling.temperature:
             self._draw(int(tree.depths.max(initial=0)), sampling, seed, length)
         if key not in self._shapes:
+            if len(self._shapes) == MOST_SHAPES:
+                del self._shapes[next(iter(self._shapes))]
             self._shapes[key] = _Shape(self, *key)
         found = self._shapes[key].run(tree)
         kept = len(found.path) + 1

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
 from ctcdraft.model.tree import Tree
@@ -32,6 +33,17 @@ def random_head(config, base, seed=0):
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
     return head
+
+
+def assert_entries_of_a_fresh_prefill(base, cache, tokens, number=0):
+    """The keys and values that `cache` holds of a sequence are those of reading it anew; returns their count."""
+    fresh, length = DynamicCache(), int(cache.lengths[number])
+    base.hidden(torch.tensor([tokens[:length]], device=base.device), cache=fresh)
+    for i, layer in enumerate(fresh.layers):
+        keys, values = cache.entries(i, number)
+        assert torch.allclose(keys, layer.keys[0], atol=1e-10)
+        assert torch.allclose(values, layer.values[0], atol=1e-10)
+    return length
 
 
 def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):

@@ -5,8 +5,14 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import HEADS, SETTINGS, oracle_decoder, prompts, random_head
-from transformers import DynamicCache
+from drafting import (
+    HEADS,
+    SETTINGS,
+    assert_entries_of_a_fresh_prefill,
+    oracle_decoder,
+    prompts,
+    random_head,
+)
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Calibration
@@ -41,14 +47,7 @@ def test_scripted_drafts_are_accepted_and_the_cache_equals_a_fresh_prefill(tmp_p
         checked = []
 
         def check(active, cache, prompt=prompt, truth=truth, checked=checked):
-            length = int(cache.lengths[0])
-            fresh = DynamicCache()
-            base.hidden(torch.tensor([(prompt + truth)[:length]]), cache=fresh)
-            for i, layer in enumerate(fresh.layers):
-                keys, values = cache.entries(i)
-                assert torch.allclose(keys, layer.keys[0], atol=1e-10)
-                assert torch.allclose(values, layer.values[0], atol=1e-10)
-            checked.append(length)
+            checked.append(assert_entries_of_a_fresh_prefill(base, cache, prompt + truth))
 
         scripted.check = check
         out = scripted.generate(prompt, 60)
@@ -248,16 +247,10 @@ def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
     verify, seen = speculative._verify, []
 
     def checked(batch, drafts):
-        found, cache = verify(batch, drafts), batch.cache
+        found = verify(batch, drafts)
         for number, request in enumerate(batch.active):
-            fresh = DynamicCache()
-            length = int(cache.lengths[number])
-            base.hidden(torch.tensor([(request.prompt + truth[tuple(request.prompt)])[:length]]), cache=fresh)
-            for i, layer in enumerate(fresh.layers):
-                keys, values = cache.entries(i, number)
-                assert torch.allclose(keys, layer.keys[0], atol=1e-10)
-                assert torch.allclose(values, layer.values[0], atol=1e-10)
-            seen.append(length)
+            tokens = request.prompt + truth[tuple(request.prompt)]
+            seen.append(assert_entries_of_a_fresh_prefill(base, batch.cache, tokens, number))
         return found
 
     speculative._verify = checked

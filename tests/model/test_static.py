@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import HEADS, SETTINGS, oracle_decoder, prompts, random_head
+from drafting import (
+    HEADS,
+    SETTINGS,
+    assert_entries_of_a_fresh_prefill,
+    oracle_decoder,
+    prompts,
+    random_head,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Budget, Calibration
@@ -30,7 +36,7 @@ def test_fixed_shapes_decode_what_the_eager_step_decodes(base, config, draft):
         want, got = eager.generate(prompt, 40), static.generate(prompt, 40)
         assert (got.tokens, got.accepted, got.finish) == (want.tokens, want.accepted, want.finish)
         assert np.allclose(got.expected, want.expected, atol=1e-5)
-        assert not static._static_in_use
+        assert not static._static.in_use
 
 
 @pytest.mark.parametrize("settings", PLAIN, ids=str)
@@ -51,13 +57,7 @@ def test_every_cache_entry_is_that_of_a_fresh_prefill(base):
     scripted.graphs = True
 
     def check(active, cache):
-        fresh, length = DynamicCache(), int(cache.lengths[0])
-        base.hidden(torch.tensor([(prompt + truth)[:length]], device=base.device), cache=fresh)
-        for i, layer in enumerate(fresh.layers):
-            keys, values = cache.entries(i)
-            assert torch.allclose(keys, layer.keys[0], atol=1e-10)
-            assert torch.allclose(values, layer.values[0], atol=1e-10)
-        seen.append(length)
+        seen.append(assert_entries_of_a_fresh_prefill(base, cache, prompt + truth))
 
     scripted.check = check
     assert scripted.generate(prompt, 40).tokens == truth
@@ -95,7 +95,7 @@ def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
     abandoned = static.stream(a, 30)
     next(abandoned)
     abandoned.close()
-    assert not static._static_in_use
+    assert not static._static.in_use
 
 
 def test_a_longer_request_gets_a_longer_cache(base):
