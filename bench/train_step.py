@@ -19,11 +19,11 @@ from ctcdraft.data.batches import Batch
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.base import Base
-from ctcdraft.model.objective import anchor_losses
-from ctcdraft.train.task import base_features
+from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = 8
+OBJECTIVE = ObjectiveConfig(labels=LABELS)
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,7 @@ class Step:
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
         with self.timed("loss"):
-            out = anchor_losses(
-                slots.states_NTD,
-                self.base.lm_weight,
-                slots.blank_NT,
-                batch.labels_NU,
-                batch.lengths_N,
-                objective="prefix_ctc",
-            )
+            out = draft_losses(self.head, OBJECTIVE, self.base, slots, batch)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):

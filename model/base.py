@@ -71,6 +71,13 @@ class Base:
         """The LM head [V, D]."""
         return self.model.get_output_embeddings().weight
 
+    @cached_property
+    def lm_scale_V(self) -> Tensor:
+        """What brings each row of the LM head to a root mean square of 1, [V] in float32 or wider."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        norm_V = torch.linalg.vector_norm(self.lm_weight, dim=1, dtype=wide)
+        return self.hidden_size**0.5 / norm_V.clamp(min=1e-6)
+
     @property
     def device(self) -> torch.device:
         return self.lm_weight.device

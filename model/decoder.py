@@ -28,6 +28,7 @@ from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.request import Asked, Generation, Prompt, Request, Settings, Span, asked_of, requests_of
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.static import StaticDecoder
+from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import Tree
 
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
@@ -74,6 +75,7 @@ class Decoder:
         self.lazy = base.device.type == "cpu"
         self.graphs = base.device.type == "cuda"
         self.budget: Budget | None = None
+        self._tables: Tables | None = None
         self._static: StaticDecoder | None = None
 
     @overload
@@ -176,10 +178,19 @@ class Decoder:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
             room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
             capture = self.base.device.type == "cuda"
-            self._static = StaticDecoder(self.base, self.head, self.draft.top_k, room, self._layers, capture)
+            self._static = StaticDecoder(
+                self.base, self.head, self.tables, self.draft.top_k, room, self._layers, capture
+            )
         self._static.in_use = True
         self._static.clear()
         return Batch(list(requests), self._static.cache, self._static.head_cache, sampling, ends, self._static)
+
+    @property
+    def tables(self) -> Tables | None:
+        """The head's tables of the vocabulary, made when first asked for: a decoder's head no longer changes."""
+        if self._tables is None and self.head is not None:
+            self._tables = self.head.tables(self.base)
+        return self._tables
 
     @property
     def _layers(self) -> int:
@@ -280,7 +291,7 @@ class Decoder:
         dtype = next(head.parameters()).dtype
         root_BLD = self.base.embed(following_BL.to(self.base.device))
         slots = head.step(hidden_BLD.to(dtype), root_BLD.to(dtype), counts, batch.head_cache)
-        return candidates(slots, self.base, self.draft.top_k).lattices()
+        return candidates(slots, head, self.base, self.draft.top_k, self.tables).lattices()
 
     def _propose(self, request: Request, lattice: Lattice, ends: NDArray[np.int64]) -> Tree:
         return self.tree_of(lattice, request.room, ends)

@@ -17,16 +17,20 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.lattice import Candidates, candidates_of
+from ctcdraft.model.lattice import Candidates, candidates_of, moved_candidates_of
 from ctcdraft.model.layers import Block, Sight
+from ctcdraft.model.transition import Mixed, Tables, Transition
 
 KINDS = ("ctc", "parallel", "medusa")
+TRANSITIONS = ("none", "shortlist", "full")
 
 
 @dataclass(frozen=True)
 class HeadConfig:
     """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
 
+    transition: what a slot emits depends on the last token collapsed, in the `shortlist` of its likeliest tokens or in
+    the `full` vocabulary (a reference for small ones), by a product of that `rank`; or `none`.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -38,12 +42,19 @@ class HeadConfig:
     mixer_width: int = 128
     mixer_heads: int = 4
     mixer_layers: int = 1
+    transition: str = "none"
+    shortlist: int = 32
+    rank: int = 64
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
+        if self.transition not in TRANSITIONS:
+            raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
+        if self.kind == "medusa" and self.transition != "none":
+            raise ValueError("head=medusa has no transition: leave head.transition at none")
         for name, value in asdict(self).items():
-            if name != "kind" and value < 1:
+            if name not in ("kind", "transition") and value < 1:
                 raise ValueError(f"head.{name}={value} must be at least 1")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
             if width % (2 * heads):
@@ -51,15 +62,18 @@ class HeadConfig:
 
 
 class Slots(NamedTuple):
-    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None."""
+    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None; what a transition needs
+    of them, or None."""
 
     states_NTD: Tensor
     blank_NT: Tensor | None
+    mixed: Mixed | None = None
 
 
 class Head(nn.Module, ABC):
     """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
 
+    transition: None where slots do not depend on what was collapsed before.
     calibration: what its psi was seen to be worth on held-out text, if that was measured.
     """
 
@@ -68,6 +82,7 @@ class Head(nn.Module, ABC):
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
+        self.transition: Transition | None = None
 
     def forward(
         self,
@@ -81,7 +96,8 @@ class Head(nn.Module, ABC):
 
         sight: where rows hold several documents, which positions belong together; None: rows are one each.
         """
-        return self.fill(self.encode(hidden_BLD, root_BLD, sight=sight)[batch_N, position_N])
+        context_BLW = self.encode(hidden_BLD, root_BLD, sight=sight)
+        return self.fill(context_BLW[batch_N, position_N], root_BLD[batch_N, position_N])
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
@@ -92,7 +108,8 @@ class Head(nn.Module, ABC):
         context_BLW = self.encode(hidden_BLD, root_BLD, cache, cache.sight(hidden_BLD.shape[1], hidden_BLD.device))
         cache.keep([range(count) for count in counts])
         last = torch.tensor(counts, device=context_BLW.device) - 1
-        return self.fill(context_BLW[torch.arange(len(counts), device=last.device), last])
+        at = torch.arange(len(counts), device=last.device), last
+        return self.fill(context_BLW[at], root_BLD[at])
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included."""
@@ -105,8 +122,16 @@ class Head(nn.Module, ABC):
         """Context [B, L, W] of every position, on top of what the cache holds; sight None: positions 0..L-1."""
 
     @abstractmethod
-    def fill(self, context_NW: Tensor) -> Slots:
-        """The T slots of each anchor's context."""
+    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
+        """The T slots of each anchor, of its context and its embedded root."""
+
+    def shortlist(self, vocab: int) -> int:
+        """How many tokens of each slot the transition moves."""
+        return vocab if self.config.transition == "full" else min(self.config.shortlist, vocab)
+
+    def tables(self, base: Base) -> Tables | None:
+        """What drafting needs of the whole vocabulary: anew when the weights change."""
+        return None if self.transition is None else self.transition.tables(base)
 
 
 class SlotHead(Head):
@@ -127,6 +152,8 @@ class SlotHead(Head):
         self.norm = nn.RMSNorm(M)
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
+        if config.transition != "none":
+            self.transition = Transition(M, hidden_size, config.rank, with_blank=config.kind == "ctc")
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.config.layers, batch, capacity)
@@ -140,12 +167,13 @@ class SlotHead(Head):
             x = block(x, sight, cache, layer)
         return self.context_norm(x)
 
-    def fill(self, context_NW: Tensor) -> Slots:
+    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
         x = self.to_slot(context_NW).unsqueeze(1) + self.slot
         for block in self.mixer:
             x = block(x)
         x = self.norm(x)
-        return Slots(self.leave(x), None if self.blank is None else self.blank(x).squeeze(-1))
+        blank_NT = None if self.blank is None else self.blank(x).squeeze(-1)
+        return Slots(self.leave(x), blank_NT, None if self.transition is None else self.transition.mixed(x, root_ND))
 
 
 class MedusaHead(Head):
@@ -161,7 +189,7 @@ class MedusaHead(Head):
     ) -> Tensor:
         return hidden_BLD
 
-    def fill(self, context_NW: Tensor) -> Slots:
+    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
         rows_TND = context_NW.expand(self.config.slots, -1, -1)
         moved_TND = torch.baddbmm(self.bias, rows_TND, self.weight)
         return Slots((rows_TND + F.silu(moved_TND)).transpose(0, 1), None)
@@ -188,8 +216,18 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def candidates(slots: Slots, base: Base, top_k: int) -> Candidates:
-    """What each anchor's slots put forward of the base's vocabulary."""
+def candidates(slots: Slots, head: Head, base: Base, top_k: int, tables: Tables | None) -> Candidates:
+    """What each anchor's slots put forward of the base's vocabulary; tables: `head.tables(base)`."""
     N, T, D = slots.states_NTD.shape
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
-    return candidates_of(logits_NTV, slots.blank_NT, top_k)
+    if head.transition is None or slots.mixed is None or tables is None:
+        return candidates_of(logits_NTV, slots.blank_NT, top_k)
+    return moved_candidates_of(
+        logits_NTV,
+        slots.blank_NT,
+        top_k,
+        transition=head.transition,
+        mixed=slots.mixed,
+        tables=tables,
+        shortlist=head.shortlist(base.vocab_size),
+    )

@@ -6,18 +6,21 @@ Shape suffixes: N anchors, T slots, U labels, V vocabulary, D hidden.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ctcdraft.model.kernels import linear_lse_gather, prefix_lattice
+from ctcdraft.model.kernels import linear_lse_top, prefix_lattice
 from ctcdraft.model.kernels.reference import LOG_ZERO
+from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, slot_by_slot
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
 
 
 class AnchorLoss(NamedTuple):
-    """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and the mean
-    probability of the blank per slot [T] over feasible anchors (0 without a blank).
+    """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
+    anchors the mean probability of the blank per slot [T] (0 without a blank, before a transition) and how often the
+    shortlist of slot t holds label t + 1 (0 without a transition).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
@@ -26,6 +29,7 @@ class AnchorLoss(NamedTuple):
     feasible_N: Tensor
     log_psi_NU: Tensor
     blank_rate_T: Tensor
+    coverage_T: Tensor
 
 
 def feasible_prefixes(labels_NU: Tensor, label_lengths_N: Tensor, slot_lengths_N: Tensor) -> Tensor:
@@ -37,9 +41,7 @@ def feasible_prefixes(labels_NU: Tensor, label_lengths_N: Tensor, slot_lengths_N
 
 
 def ctc_losses(
-    lse_NT: Tensor,
-    label_logits_NTU: Tensor,
-    blank_NT: Tensor,
+    emissions: Emissions,
     labels_NU: Tensor,
     label_lengths_N: Tensor,
     slot_lengths_N: Tensor,
@@ -50,16 +52,16 @@ def ctc_losses(
 ) -> tuple[Tensor, Tensor]:
     """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k), w_k ~ decay^(k-1).
 
-    label_logits[n, t, k] is slot t's logit of label k. The blank is a logit of its own:
-    lse over vocabulary and blank = logaddexp(lse, blank). Weights sum to 1 over an anchor's feasible
-    prefixes. Returns loss [N] and log psi [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
+    Weights sum to 1 over an anchor's feasible prefixes. Returns loss [N] and log psi [N, U]. Graves et al. 2006,
+    equations 6-8; docs/method.md.
     """
-    N, T, U = label_logits_NTU.shape
-    total_NT = torch.logaddexp(lse_NT, blank_NT)
-    log_emit_NTU = label_logits_NTU - total_NT.unsqueeze(2)
-    log_blank_NTS = (blank_NT - total_NT).unsqueeze(2).expand(N, T, U + 1)
     log_psi_NU, log_end_NS = prefix_lattice(
-        log_emit_NTU, log_emit_NTU, log_blank_NTS, _repeats(labels_NU), slot_lengths_N, implementation
+        emissions.emit_NTU,
+        emissions.stay_NTU,
+        emissions.blank_NTS,
+        _repeats(labels_NU),
+        slot_lengths_N,
+        implementation,
     )
     if objective == "ctc":
         return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
@@ -67,15 +69,22 @@ def ctc_losses(
     return -_weighted_mean(log_psi_NU, possible_NU, decay), log_psi_NU
 
 
-def cross_entropy_losses(
-    lse_NK: Tensor, label_logits_NK: Tensor, label_lengths_N: Tensor, *, decay: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def plain_emissions(lse_NT: Tensor, label_logits_NTU: Tensor, blank_NT: Tensor) -> Emissions:
+    """Without a transition. label_logits[n, t, k] is slot t's logit of label k; the blank is a logit of its own: lse
+    over vocabulary and blank = logaddexp(lse, blank)."""
+    N, T, U = label_logits_NTU.shape
+    total_NT = torch.logaddexp(lse_NT, blank_NT)
+    log_emit_NTU = label_logits_NTU - total_NT.unsqueeze(2)
+    log_blank_NTS = (blank_NT - total_NT).unsqueeze(2).expand(N, T, U + 1)
+    return Emissions(log_emit_NTU, log_emit_NTU, log_blank_NTS, lse_NT.new_zeros(T))
+
+
+def cross_entropy_losses(log_p_NK: Tensor, label_lengths_N: Tensor, *, decay: float = 1.0) -> tuple[Tensor, Tensor]:
     """Slot k predicts label k, alone: -sum_k w_k log p_k(y_k), w_k ~ decay^(k-1), summing to 1.
 
-    Column k holds slot k's lse and its logit of label k, for the first K = min(T, U) slots.
+    Column k holds slot k's log-probability of label k, for the first K = min(T, U) slots.
     Returns loss [N] and the log-probability [N, K] of the label prefixes (a product of slots).
     """
-    log_p_NK = label_logits_NK - lse_NK
     slot_K = torch.arange(log_p_NK.shape[1], device=log_p_NK.device)
     loss_N = -_weighted_mean(log_p_NK, slot_K < label_lengths_N.unsqueeze(1), decay)
     return loss_N, log_p_NK.cumsum(dim=1)
@@ -91,9 +100,10 @@ def anchor_losses(
     objective: str,
     decay: float = 1.0,
     slot_lengths_N: Tensor | None = None,
+    known: Known | None = None,
     implementation: str = "auto",
 ) -> AnchorLoss:
-    """The loss of every anchor from its slot states and the LM head.
+    """The loss of every anchor from its slot states and the LM head; known: with a transition, along the labels.
 
     blank [N, T] is None exactly for `cross_entropy`. Anchors without labels, or whose labels no alignment can
     write, and slots past slot_lengths are dropped before the GEMM: whatever they hold, NaN included, has no
@@ -106,27 +116,31 @@ def anchor_losses(
     slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N)
     kept = feasible_N.nonzero().squeeze(1)
-    states = states_NTD if len(kept) == N else states_NTD[kept]
-    labels, lengths, slots = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    rows = _Rows(
+        states_NTD if len(kept) == N else states_NTD[kept],
+        weight_VD,
+        labels_NU[kept],
+        label_lengths_N[kept],
+        slots_N[kept],
+        None if slot_lengths_N is None else torch.arange(T, device=kept.device) < slots_N[kept].unsqueeze(1),
+        known,
+        implementation,
+    )
+    if known is not None and len(kept) < N:
+        rows = rows._replace(known=known.rows(kept))
+    blank_rate_T = rows.lengths_N.new_zeros(T, dtype=torch.float32)
     if blank_NT is None:
-        loss, log_psi = _slot_losses(states, weight_VD, labels, torch.minimum(lengths, slots), decay, implementation)
-        blank_rate_T = loss.new_zeros(T)
+        loss, log_psi, coverage_K = _slot_losses(rows, decay)
+        coverage_T = F.pad(coverage_K, (0, T - len(coverage_K)))
     else:
-        full = slot_lengths_N is None
-        valid = None if full else torch.arange(T, device=slots.device) < slots.unsqueeze(1)
-        lse, logits = _gather(states, valid, weight_VD, labels.unsqueeze(1).expand(-1, T, -1), implementation)
-        blank = blank_NT[kept].to(lse.dtype)
-        blank = blank if valid is None else blank.masked_fill(~valid, LOG_ZERO)
-        loss, log_psi = ctc_losses(
-            lse, logits, blank, labels, lengths, slots, objective=objective, decay=decay, implementation=implementation
-        )
-        blank_rate_T = torch.sigmoid(blank - lse).detach().sum(dim=0) / max(1, len(kept))
+        loss, log_psi, blank_rate_T, coverage_T = _blank_losses(rows, blank_NT[kept], objective, decay)
     every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
         loss.new_zeros(N).index_copy(0, kept, loss),
         feasible_N,
         every_psi_NU.index_copy(0, kept, log_psi),
         blank_rate_T,
+        coverage_T,
     )
 
 
@@ -212,31 +226,73 @@ def _feasible(objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths
     return possible_NU.any(dim=1) if objective == "prefix_ctc" else torch.minimum(lengths_N, slot_lengths_N) > 0
 
 
-def _slot_losses(
-    states_NTD: Tensor, weight_VD: Tensor, labels_NU: Tensor, lengths_N: Tensor, decay: float, implementation: str
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the first min(T, U) slots; those past the labels are left out of the GEMM."""
-    width = min(states_NTD.shape[1], labels_NU.shape[1])
-    valid = torch.arange(width, device=labels_NU.device) < lengths_N.unsqueeze(1)
-    index_NTK = labels_NU[:, :width].unsqueeze(2)
-    lse, logits = _gather(states_NTD[:, :width], valid, weight_VD, index_NTK, implementation)
-    return cross_entropy_losses(lse, logits.squeeze(2), lengths_N, decay=decay)
+class _Rows(NamedTuple):
+    """The anchors that are left to compute: valid_NT None where all slots count."""
+
+    states_NTD: Tensor
+    weight_VD: Tensor
+    labels_NU: Tensor
+    lengths_N: Tensor
+    slots_N: Tensor
+    valid_NT: Tensor | None
+    known: Known | None
+    implementation: str
 
 
-def _gather(
-    states_NTD: Tensor, valid_NT: Tensor | None, weight_VD: Tensor, index_NTK: Tensor, implementation: str
-) -> tuple[Tensor, Tensor]:
-    """lse [N, T] and logits [N, T, K] of the valid slots (None: all), 0 in the others."""
-    N, T, K = index_NTK.shape
-    states_MD, index_MK = states_NTD.flatten(0, 1), index_NTK.reshape(N * T, K)
-    if valid_NT is None:
-        lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
+def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss [N] and log psi [N, U] of CTC and prefix CTC, the blank's rate and the coverage [T]."""
+    T = blank_NT.shape[1]
+    shortlist, logits = _gather(rows, rows.valid_NT, rows.labels_NU.unsqueeze(1).expand(-1, T, -1))
+    blank = blank_NT.to(logits.dtype)
+    blank = blank if rows.valid_NT is None else blank.masked_fill(~rows.valid_NT, LOG_ZERO)
+    if rows.known is None:
+        emissions = plain_emissions(shortlist.lse_NT, logits, blank)
     else:
-        rows = valid_NT.flatten().nonzero().squeeze(1)
-        lse_R, logits_RK = linear_lse_gather(states_MD[rows], weight_VD, index_MK[rows], implementation)
-        lse_M = lse_R.new_zeros(N * T).index_copy(0, rows, lse_R)
-        logits_MK = logits_RK.new_zeros(N * T, K).index_copy(0, rows, logits_RK)
-    return lse_M.view(N, T), logits_MK.view(N, T, K)
+        known = rows.known if rows.valid_NT is None else rows.known.masked(rows.valid_NT)
+        emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank)
+    loss, log_psi = ctc_losses(
+        emissions,
+        rows.labels_NU,
+        rows.lengths_N,
+        rows.slots_N,
+        objective=objective,
+        decay=decay,
+        implementation=rows.implementation,
+    )
+    rate_T = torch.sigmoid(blank - shortlist.lse_NT).detach().sum(dim=0) / max(1, len(blank))
+    return loss, log_psi, rate_T, emissions.coverage_T
+
+
+def _slot_losses(rows: _Rows, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of the first K = min(T, U) slots; those past the labels are left out of the GEMM."""
+    K = min(rows.states_NTD.shape[1], rows.labels_NU.shape[1])
+    lengths_N, labels_NK = torch.minimum(rows.lengths_N, rows.slots_N), rows.labels_NU[:, :K]
+    valid_NK = torch.arange(K, device=labels_NK.device) < lengths_N.unsqueeze(1)
+    shortlist, logits_NK1 = _gather(rows, valid_NK, labels_NK.unsqueeze(2))
+    logits_NK, coverage_K = logits_NK1.squeeze(2), shortlist.lse_NT.new_zeros(K)
+    if rows.known is None:
+        log_p_NK = logits_NK - shortlist.lse_NT
+    else:
+        log_p_NK, coverage_K = slot_by_slot(rows.known.masked(valid_NK), shortlist, logits_NK, labels_NK)
+    return *cross_entropy_losses(log_p_NK, lengths_N, decay=decay), coverage_K
+
+
+def _gather(rows: _Rows, valid_NT: Tensor | None, index_NTK: Tensor) -> tuple[Shortlist, Tensor]:
+    """lse, shortlist and logits [N, T, K] of the valid slots (None: all), 0 in the others."""
+    N, T, K = index_NTK.shape
+    top_k = 0 if rows.known is None else rows.known.shortlist
+    states_MD, index_MK = rows.states_NTD[:, :T].flatten(0, 1), index_NTK.reshape(N * T, K)
+    if valid_NT is None:
+        found = linear_lse_top(states_MD, rows.weight_VD, index_MK, top_k, rows.implementation)
+    else:
+        at = valid_NT.flatten().nonzero().squeeze(1)
+        few = linear_lse_top(states_MD[at], rows.weight_VD, index_MK[at], top_k, rows.implementation)
+        found = tuple(part.new_zeros(N * T, *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
+    lse_M, logits_MK, top_MS, top_index_MS = found
+    return (
+        Shortlist(top_index_MS.view(N, T, top_k), top_MS.view(N, T, top_k), lse_M.view(N, T)),
+        logits_MK.view(N, T, K),
+    )
 
 
 def _checked_slots(slot_lengths_N: Tensor | None, label_lengths_N: Tensor, T: int) -> Tensor:

@@ -23,9 +23,10 @@ from torch import Tensor
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import Head, candidates
-from ctcdraft.model.lattice import Lattice, lattice_of
+from ctcdraft.model.lattice import Candidates, Lattice
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.sampling import Sampling, gumbel
+from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import Tree
 
 WARM_UPS = 2  # forwards before a capture: libraries allocate their workspaces in them
@@ -85,8 +86,17 @@ class StaticDecoder:
     capture: record each shape of step once and replay it (CUDA); otherwise the same functions run as they are.
     """
 
-    def __init__(self, base: Base, head: Head | None, top_k: int, capacity: int, layers: int, capture: bool) -> None:
-        self.base, self.head, self.top_k, self.capture = base, head, top_k, capture
+    def __init__(
+        self,
+        base: Base,
+        head: Head | None,
+        tables: Tables | None,
+        top_k: int,
+        capacity: int,
+        layers: int,
+        capture: bool,
+    ) -> None:
+        self.base, self.head, self.tables, self.top_k, self.capture = base, head, tables, top_k, capture
         self.capacity = width_of(capacity)
         self.cache = TreeCache(layers, 1, self.capacity)
         self.head_cache = None if head is None else head.new_cache(1, self.capacity)
@@ -142,6 +152,7 @@ class _Shape:
         self.owner, self.rows, self.width, self.sampling = owner, rows, width, sampling
         self.fed = _Fed.of(rows, owner.base.device)
         self.longest = min(rows, owner.longest)
+        self.found: Candidates | None = None
         self.replay: list[Callable[[], None]] | None = None
         none = torch.zeros(0, device=owner.base.device)
         self.hidden_PD = self.following_P = self.verified = self.answer = self.host = none
@@ -228,33 +239,26 @@ class _Shape:
         slots_P = owner.past - owner.count + torch.arange(self.longest, device=device)
         seen_PK = torch.arange(self.width, device=device) <= slots_P.unsqueeze(1)
         owner.head_cache.at(slots_P, self.width)
+        root_PD = owner.base.embed(self.following_P).to(dtype)
         context_1PW = owner.head.encode(
             self.hidden_PD.to(dtype).unsqueeze(0),
-            owner.base.embed(self.following_P).to(dtype).unsqueeze(0),
+            root_PD.unsqueeze(0),
             owner.head_cache,
             Sight(slots_P.unsqueeze(0), seen_PK[None, None]),
         )
         owner.head_cache.at(None)
-        slots = owner.head.fill(context_1PW[0].index_select(0, owner.count - 1))
-        found = candidates(slots, owner.base, owner.top_k)
-        floats = [found.emission_NTX.flatten()]
-        if found.blank_NT is not None:
-            floats.append(found.blank_NT.flatten())
-        numbers = torch.cat(floats).view(torch.int32)
-        self.answer = torch.cat([self.verified, found.tokens_NX[0].int(), numbers])
+        last = owner.count - 1
+        slots = owner.head.fill(context_1PW[0].index_select(0, last), root_PD.index_select(0, last))
+        self.found = candidates(slots, owner.head, owner.base, owner.top_k, owner.tables)
+        self.answer = torch.cat([self.verified, self.found.packed()[0]])
 
     def _read(self, answer: NDArray[np.int32], draft_seconds: float) -> Stepped:
-        P, head = self.longest, self.owner.head
-        count = int(answer[0])
+        P, count = self.longest, int(answer[0])
         path = [int(row) - 1 for row in answer[2 : 1 + count]]
         bonus = int(answer[P + count])
-        if head is None:
+        if self.found is None:
             return Stepped(path, bonus, None, 0.0)
-        T, X = head.config.slots, head.config.slots * min(self.owner.top_k, self.owner.base.vocab_size)
-        rest = answer[1 + 2 * P :]
-        numbers = rest[X:].view(np.float32)
-        emission_TX, blank_T = numbers[: T * X].reshape(T, X), numbers[T * X :]
-        lattice = lattice_of(rest[:X].astype(np.int64), emission_TX, blank_T if len(blank_T) else None)
+        (lattice,) = self.found.unpacked(answer[None, 1 + 2 * P :])
         return Stepped(path, bonus, lattice, draft_seconds)
 
 

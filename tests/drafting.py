@@ -9,7 +9,16 @@ from transformers import DynamicCache
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
 from ctcdraft.model.tree import Tree
 
-HEADS = [HeadConfig(kind=kind, slots=5, width=32, mixer_width=16) for kind in ("ctc", "parallel", "medusa")]
+HEADS = [
+    HeadConfig(kind, slots=5, width=32, mixer_width=16, transition=transition, shortlist=7, rank=8)
+    for kind, transition in (
+        ("ctc", "none"),
+        ("ctc", "shortlist"),
+        ("parallel", "none"),
+        ("parallel", "shortlist"),
+        ("medusa", "none"),
+    )
+]
 
 
 SETTINGS = [

@@ -21,12 +21,13 @@ from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig, Slots, build_head, candidates
+from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
-from ctcdraft.model.objective import AnchorLoss, anchor_losses, feasible_prefixes
+from ctcdraft.model.objective import AnchorLoss, feasible_prefixes
 from ctcdraft.model.tree import Tree
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.shards import DataConfig
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses
 
 RELABELLINGS = 16
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1}  # relative error that two ways may differ by
@@ -238,7 +239,7 @@ class _Gate:
         logits = (slots.states_NTD.reshape(N * T, D).to(self.base.dtype) @ self.base.lm_weight.T).float()
         whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
         want_NT = whole[:, -1].view(N, T)
-        lattices = candidates(slots, self.base, self.draft.top_k).lattices()
+        lattices = self._lattices(slots)
         drafted = torch.tensor(np.stack([lattice.blank[:, 0] for lattice in lattices]), device=want_NT.device)
         emitted = torch.tensor(lattices[0].emission[:, 0], device=want_NT.device)
         tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
@@ -254,15 +255,10 @@ class _Gate:
         return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
-        return anchor_losses(
-            slots.states_NTD,
-            self.base.lm_weight.to(slots.states_NTD.dtype),
-            slots.blank_NT,
-            self.batch.labels_NU,
-            self.batch.lengths_N,
-            objective=self.objective.kind,
-            decay=self.objective.decay,
-        )
+        return draft_losses(self.head, self.objective, self.base, slots, self.batch)
+
+    def _lattices(self, slots: Slots) -> list[Lattice]:
+        return candidates(slots, self.head, self.base, self.draft.top_k, self.head.tables(self.base)).lattices()
 
     # -- training and decoding ------------------------------------------------------------------------------
 
@@ -313,7 +309,7 @@ class _Gate:
         slots, decoder = self._slots(), Decoder(self.base, self.head, self.draft)
         psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
         worst, held, able = 0.0, 0, 0
-        for n, lattice in enumerate(candidates(slots, self.base, self.draft.top_k).lattices()):
+        for n, lattice in enumerate(self._lattices(slots)):
             tree, count = decoder.tree_of(lattice), int(can_NU[n].sum())
             path = tree.path_of(self.batch.labels_NU[n, :count].tolist())
             held, able = held + len(path), able + min(count, self.draft.nodes)

@@ -300,7 +300,8 @@ class Trainer:
         """The figures of a step, summed over ranks, those left out that are not finite; shares of `seconds` since the
         last row."""
         flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums])).tolist()
-        loss, anchors, feasible, psi, *blank_T = flat
+        loss, anchors, feasible, psi, *slots = flat
+        blank_T, coverage_T = slots[: len(sums.blank_T)], slots[len(sums.blank_T) :]
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": step,
@@ -316,6 +317,8 @@ class Trainer:
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
         row |= {f"draft/blank_rate/slot_{t + 1}": b / max(1.0, feasible) for t, b in enumerate(blank_T)}
+        if self.plan.head.transition != "none":
+            row |= {f"draft/coverage/slot_{t + 1}": c / max(1.0, feasible) for t, c in enumerate(coverage_T)}
         row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}

@@ -79,5 +79,5 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     hidden, roots = base_features(base, batch, torch.float32)
     slots = head(hidden, roots, batch.batch_N[:most], batch.position_N[:most], document_sight(batch))
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
-    lattices = candidates(slots, base, decoder.draft.top_k).lattices()
+    lattices = candidates(slots, head, base, decoder.draft.top_k, head.tables(base)).lattices()
     return [(decoder.tree_of(lattice), row[:length]) for lattice, (row, length) in zip(lattices, known, strict=True)]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ctcdraft.data.batches import Batch
 from ctcdraft.model.base import Base
-from ctcdraft.model.head import Head, HeadConfig
+from ctcdraft.model.head import Head, HeadConfig, Slots
 from ctcdraft.model.layers import Sight
-from ctcdraft.model.objective import OBJECTIVES, anchor_losses
+from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
+from ctcdraft.model.transition import Known
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over anchors, ready to be added up over micro-batches and ranks. blank is weighted by feasible."""
+    """Sums over anchors, ready to be added up over micro-batches and ranks: blank and coverage over feasible ones."""
 
     loss: Tensor
     anchors: Tensor
     feasible: Tensor
     psi: Tensor
     blank_T: Tensor
+    coverage_T: Tensor
 
 
 class DraftTask(nn.Module):
@@ -56,28 +58,45 @@ class DraftTask(nn.Module):
     def __init__(self, head: Head, objective: ObjectiveConfig, base: Base) -> None:
         super().__init__()
         self.head, self.objective = head, objective
-        self._frozen = (base.lm_weight,)  # in a tuple: no parameter of this module, in no checkpoint
+        self._frozen = (base,)  # in a tuple: no parameter of this module, in no checkpoint
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
         slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N, document_sight(batch))
-        out = anchor_losses(
-            slots.states_NTD,
-            self._frozen[0].to(slots.states_NTD.dtype),
-            slots.blank_NT,
-            batch.labels_NU,
-            batch.lengths_N,
-            objective=self.objective.kind,
-            decay=self.objective.decay,
-        )
+        out = draft_losses(self.head, self.objective, self._frozen[0], slots, batch)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             psi_NU = out.log_psi_NU.exp() * (columns < batch.lengths_N.unsqueeze(1))
             feasible = out.feasible_N.sum()
-            anchors = torch.tensor(float(len(batch.lengths_N)), device=feasible.device)
-            blank_T = out.blank_rate_T.float() * feasible
-            sums = Sums(out.loss_N.sum(), anchors, feasible.float(), psi_NU.sum(), blank_T)
+            sums = Sums(
+                out.loss_N.sum(),
+                torch.tensor(float(len(batch.lengths_N)), device=feasible.device),
+                feasible.float(),
+                psi_NU.sum(),
+                out.blank_rate_T.float() * feasible,
+                out.coverage_T.float() * feasible,
+            )
         return out.loss_N.sum(), sums
+
+
+def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch) -> AnchorLoss:
+    """The loss of a batch's anchors from their slots."""
+    dtype, known = slots.states_NTD.dtype, None
+    if head.transition is not None and slots.mixed is not None:
+        with torch.no_grad():
+            label_NUD = base.embed(batch.labels_NU).to(dtype)
+        label_NUR, token_VR = head.transition.contexts(label_NUD), head.transition.tokens(base)
+        known = Known(head.transition, slots.mixed, label_NUR, token_VR, head.shortlist(base.vocab_size))
+    return anchor_losses(
+        slots.states_NTD,
+        base.lm_weight.to(dtype),
+        slots.blank_NT,
+        batch.labels_NU,
+        batch.lengths_N,
+        objective=objective.kind,
+        decay=objective.decay,
+        known=known,
+    )
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from ctcdraft.model import load_base, mask
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.train import gate as gates
+from ctcdraft.train import task
 from ctcdraft.train.embedded import EmbeddedBaseConfig, embedded_base
 from ctcdraft.train.gate import GateConfig, overfit_gate
 from ctcdraft.train.regenerate import Dialogue
@@ -150,12 +151,12 @@ def test_a_swapped_blank_is_named(trained_base, monkeypatch, where):
 
         monkeypatch.setattr(heads, "candidates_of", swapped)
     else:
-        loss = gates.anchor_losses
+        loss = task.anchor_losses
 
         def other(states, weight, blank, *rest, **options):
             return loss(states, weight, (states @ weight[0]), *rest, **options)
 
-        monkeypatch.setattr(gates, "anchor_losses", other)
+        monkeypatch.setattr(task, "anchor_losses", other)
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:13]) == ("blank", "blank swapped")
 

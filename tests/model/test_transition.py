@@ -1,0 +1,200 @@
+"""The transition lattice: training against brute force over alignments, drafting against training."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from drafting import random_head
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctcdraft.model import HeadConfig, build_head
+from ctcdraft.model.head import candidates
+from ctcdraft.model.objective import anchor_losses
+from ctcdraft.model.transition import Known, Mixed, Transition
+from ctcdraft.model.tree import search
+
+D, RANK = 6, 4
+
+
+class Case:
+    """Random slots, transition and labels of one anchor, in float64."""
+
+    def __init__(self, T, V, labels, seed, with_blank=True):
+        torch.manual_seed(seed)
+        self.T, self.V, self.labels = T, V, torch.tensor([labels])
+        self.weight = torch.randn(V, D, dtype=torch.float64)
+        self.states = torch.randn(1, T, D, dtype=torch.float64, requires_grad=True)
+        self.blank = torch.randn(1, T, dtype=torch.float64, requires_grad=True) if with_blank else None
+        self.transition = Transition(5, D, RANK, with_blank=with_blank).double()
+        for p in self.transition.parameters():
+            p.data.normal_()
+        self.mixed = Mixed(*(torch.randn(*s, dtype=torch.float64) for s in ((1, T, RANK), (1, RANK))))
+        self.context_VR = torch.randn(V, RANK, dtype=torch.float64)
+        self.token_VR = torch.randn(V, RANK, dtype=torch.float64, requires_grad=True)
+
+    def loss(self, shortlist, objective="prefix_ctc", lengths=None, **options):
+        known = Known(self.transition, self.mixed, self.context_VR[self.labels], self.token_VR, shortlist)
+        lengths = torch.tensor([self.labels.shape[1]]) if lengths is None else lengths
+        arguments = (self.states, self.weight, self.blank, self.labels, lengths)
+        return anchor_losses(*arguments, objective=objective, known=known, **options)
+
+    def p(self, t, u, shortlist):
+        """Slot t's distribution over tokens and blank behind u (None: the root), spelt out: [V (+ 1)]."""
+        z = self.weight @ self.states[0, t]
+        context = self.mixed.root_NR[0] if u is None else self.context_VR[u]
+        gate = torch.nn.functional.gelu(self.mixed.slot_NTR[0, t] + context, approximate="tanh")
+        held = set(z.topk(shortlist).indices.tolist())
+        moved = [z[v] + (gate @ self.token_VR[v] if v in held else 0.0) for v in range(self.V)]
+        if self.blank is not None:
+            moved.append(self.blank[0, t] + self.transition.to_blank.weight[0] @ gate)
+        return torch.stack(moved).softmax(0)
+
+    def outputs(self, shortlist):
+        """{collapsed tokens: probability}, alignment by alignment."""
+        found = {}
+
+        def go(t, output, before, p):
+            if t == self.T:
+                found[output] = found.get(output, 0.0) + p
+                return
+            q = self.p(t, output[-1] if output else None, shortlist)
+            go(t + 1, output, None, p * q[self.V])
+            for c in range(self.V):
+                go(t + 1, output if before == c else (*output, c), c, p * q[c])
+
+        go(0, (), None, 1.0)
+        return found
+
+
+def gradients(loss, case):
+    wanted = [case.states, case.token_VR, case.transition.to_blank.weight]
+    return torch.autograd.grad(loss, [*wanted, case.blank], retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@settings(max_examples=25, deadline=None)
+@given(
+    T=st.integers(1, 4),
+    labels=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    shortlist=st.integers(1, 3),
+    seed=st.integers(0, 9999),
+)
+def test_psi_and_gradients_equal_brute_force_over_all_alignments(implementation, T, labels, shortlist, seed):
+    case = Case(T, 3, labels, seed)
+    out = case.loss(shortlist, implementation=implementation)
+    found = case.outputs(shortlist)
+    want = []
+    for k in range(1, len(labels) + 1):
+        terms = [p for output, p in found.items() if output[:k] == tuple(labels[:k])]
+        if terms:
+            want.append(torch.stack(terms).sum().log())
+            assert abs(float((out.log_psi_NU[0, k - 1] - want[-1]).detach())) < 1e-9
+    if not want:
+        assert not out.feasible_N[0]
+        return
+    for got, truth in zip(gradients(out.loss_N.sum(), case), gradients(-torch.stack(want).mean(), case), strict=True):
+        assert torch.allclose(got, truth, atol=1e-9)
+
+
+def test_the_papers_objective_is_the_probability_of_exactly_the_labels():
+    case = Case(4, 3, [1, 1], seed=3)
+    got = case.loss(2, objective="ctc").loss_N[0]
+    assert torch.allclose(got, -case.outputs(2)[(1, 1)].log(), atol=1e-10)
+
+
+def test_slot_by_slot_each_label_stands_behind_the_one_before():
+    case = Case(4, 5, [2, 0, 2], seed=1, with_blank=False)
+    out = case.loss(2, objective="cross_entropy")
+    before, want = None, 0.0
+    for t, label in enumerate([2, 0, 2]):
+        want = want + case.p(t, before, 2)[label].log()
+        before = label
+        assert torch.allclose(out.log_psi_NU[0, t], want, atol=1e-10)
+
+
+def test_a_label_outside_the_shortlist_is_not_moved():
+    """It would tell in training what inference cannot know: which token is right."""
+    case = Case(1, 6, [0], seed=2)
+    outside = int((case.weight @ case.states[0, 0]).argmin())
+    case.labels = torch.tensor([[outside]])
+    before = case.loss(3).log_psi_NU[0, 0]
+    case.token_VR = case.token_VR.detach().clone()
+    case.token_VR[outside] += 10.0
+    assert torch.equal(case.loss(3).log_psi_NU[0, 0], before)
+    assert not torch.equal(case.loss(6).log_psi_NU[0, 0], before)  # with the whole vocabulary it is moved
+    assert case.loss(3).coverage_T[0] == 0.0
+    assert case.loss(6).coverage_T[0] == 1.0
+
+
+def test_content_of_slots_and_labels_past_their_length_has_no_effect():
+    case = Case(5, 4, [1, 2, 3], seed=5)
+    lengths, slots = torch.tensor([2]), torch.tensor([3])
+    clean = case.loss(2, lengths=lengths, slot_lengths_N=slots)
+    case.mixed.slot_NTR[:, 3:] = torch.nan
+    case.states.data[:, 3:] = torch.nan
+    dirty = case.loss(2, lengths=lengths, slot_lengths_N=slots)
+    assert torch.equal(clean.loss_N, dirty.loss_N)
+    (grad,) = torch.autograd.grad(dirty.loss_N.sum(), case.states)
+    assert grad.isfinite().all()
+    assert not grad[:, 3:].any()
+
+
+def test_a_fresh_transition_changes_nothing(base):
+    """Training begins where the head without one would."""
+    torch.manual_seed(0)
+    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist"), base.hidden_size).double()
+    hidden, root = torch.randn(1, 6, base.hidden_size).double(), torch.randn(1, 6, base.hidden_size).double()
+    slots = head.step(hidden, root, [6], head.new_cache(1, 32))
+    (moved,) = candidates(slots, head, base, 5, head.tables(base)).lattices()
+    (plain,) = candidates(slots, head, base, 5, None).lattices()
+    assert np.allclose(moved.emission, plain.emission, atol=1e-6)
+    assert np.allclose(moved.blank, plain.blank, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ctc", "parallel"])
+@pytest.mark.parametrize("form", ["shortlist", "full"])
+def test_the_tree_has_the_psi_that_training_computes(base, kind, form):
+    config = HeadConfig(kind, slots=5, width=32, mixer_width=16, transition=form, shortlist=12, rank=8)
+    head = random_head(config, base)
+    hidden, root = torch.randn(3, 4, base.hidden_size).double(), torch.randn(3, 4, base.hidden_size).double()
+    slots = head.step(hidden, root, [4, 4, 4], head.new_cache(3, 32))
+    top_k = 12 if form == "shortlist" else base.vocab_size
+    checked = 0
+    for n, lattice in enumerate(candidates(slots, head, base, top_k, head.tables(base)).lattices()):
+        tree = search(lattice, 40)
+        for node in range(len(tree)):
+            path, at = [], node
+            while at >= 0:
+                path.insert(0, int(tree.tokens[at]))
+                at = int(tree.parents[at])
+            want = float(training_psi(head, base, slots, n, path).detach())
+            assert abs(want - float(tree.psi[node])) < 1e-5 * max(1.0, want)
+            checked += len(path) > 1
+    assert checked > 20
+
+
+def training_psi(head, base, slots, n, path):
+    label_NUR = head.transition.contexts(base.embed(torch.tensor([path])))
+    mixed = Mixed(*(part[n : n + 1] for part in slots.mixed))
+    known = Known(head.transition, mixed, label_NUR, head.transition.tokens(base), head.shortlist(base.vocab_size))
+    blank = None if slots.blank_NT is None else slots.blank_NT[n : n + 1]
+    out = anchor_losses(
+        slots.states_NTD[n : n + 1],
+        base.lm_weight,
+        blank,
+        torch.tensor([path]),
+        torch.tensor([len(path)]),
+        objective="cross_entropy" if blank is None else "prefix_ctc",
+        known=known,
+    )
+    return out.log_psi_NU[0, len(path) - 1].exp()
+
+
+def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
+    case = Case(4, 3, [0, 2], seed=8)
+    case.token_VR = torch.zeros_like(case.token_VR)
+    case.transition.to_blank.weight.data.zero_()
+    table = torch.cat([case.states[0] @ case.weight.T, case.blank[0].unsqueeze(1)], 1).log_softmax(1)
+    want = oracle.log_psi(oracle.outputs(table), (0, 2))
+    assert torch.allclose(case.loss(2).log_psi_NU[0, 1], want, atol=1e-9)
