@@ -119,7 +119,7 @@ def moved_candidates_of(
     tokens_NX = top.indices[:, :, :top_k].flatten(1)
     context_NCR = torch.cat([mixed.root_NR.unsqueeze(1), F.embedding(tokens_NX, tables.context_VR)], dim=1)
     blank_NT = None if blank_NT is None else blank_NT.float()
-    behind = transition(mixed.slot_NTR, context_NCR.unsqueeze(1), tables.token_VR, found, blank_NT)
+    behind = transition.behind(mixed, context_NCR, tables.token_VR, found, blank_NT)
     total_NTC = behind.total_NTC
     moved = Moved(
         (found.lse_NT.unsqueeze(2) - total_NTC).exp(),
@@ -158,10 +158,7 @@ def lattice_of(
 
 
 @njit(cache=True)
-def _spread(
-    tokens: NDArray[Any], emission: NDArray[Any], scale: NDArray[Any], contexts: NDArray[Any],
-    ids: NDArray[Any], moved: NDArray[Any],
-) -> NDArray[Any]:  # fmt: skip
+def _spread(tokens, emission, scale, contexts, ids, moved):
     """emission[t, c] * scale[t, u], and where c is in the slot's shortlist what it was moved to."""
     T, C = emission.shape
     out = np.empty((T, len(contexts), C), np.float32)

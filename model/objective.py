@@ -249,7 +249,7 @@ def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -
         emissions = plain_emissions(shortlist.lse_NT, logits, blank)
     else:
         known = rows.known if rows.valid_NT is None else rows.known.masked(rows.valid_NT)
-        emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank)
+        emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank, rows.implementation)
     loss, log_psi = ctc_losses(
         emissions,
         rows.labels_NU,
@@ -273,7 +273,8 @@ def _slot_losses(rows: _Rows, decay: float) -> tuple[Tensor, Tensor, Tensor]:
     if rows.known is None:
         log_p_NK = logits_NK - shortlist.lse_NT
     else:
-        log_p_NK, coverage_K = slot_by_slot(rows.known.masked(valid_NK), shortlist, logits_NK, labels_NK)
+        known = rows.known.masked(valid_NK)
+        log_p_NK, coverage_K = slot_by_slot(known, shortlist, logits_NK, labels_NK, rows.implementation)
     return *cross_entropy_losses(log_p_NK, lengths_N, decay=decay), coverage_K
 
 

@@ -2,10 +2,10 @@
 
 A slot's shortlist S_t is its k likeliest tokens; they alone are moved, and what is outside keeps its logit:
 
-    p_t(v | u) ~ exp(z_t(v) + [v in S_t] delta_t(u, v)),   delta_t(u, v) = <P w_v, gelu(A s_t + B e(u))>
+    p_t(v | u) ~ exp(z_t(v) + [v in S_t] delta_t(u, v)),   delta_t(u, v) = <P w_v, hardswish(A s_t + B e(u))>
 
 so the normaliser is exact at any vocabulary: what lies outside the shortlist, as one number, plus the shortlist. With
-the whole vocabulary as shortlist it is the full transition. Training and drafting both go through `conditional`.
+the whole vocabulary as shortlist it is the full transition. hardswish, not gelu, since it costs no exponential.
 
 Shape suffixes: N anchors, T slots, K shortlist, C contexts (values of u), R rank, V vocabulary, D hidden of the base.
 """
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
+from ctcdraft.model.kernels import moved_shortlist
+from ctcdraft.model.kernels.reference import shortlist_delta
 
 
 class Shortlist(NamedTuple):
@@ -80,7 +82,7 @@ class Conditional(NamedTuple):
 
 
 class Transition(nn.Module):
-    """A, B, P, and the blank's share. It begins as none: P and the blank's vector start at 0.
+    """A, B, P, and the blank's vector. It begins as none: P and the blank's vector start at 0.
 
     Embeddings and rows of the LM head come in at the scale of 1, since bases differ in theirs by orders of magnitude.
     """
@@ -91,9 +93,7 @@ class Transition(nn.Module):
         self.from_context = nn.Linear(hidden_size, rank, bias=False)
         self.to_token = nn.Linear(hidden_size, rank, bias=False)
         nn.init.zeros_(self.to_token.weight)
-        self.to_blank = nn.Linear(rank, 1, bias=False) if with_blank else None
-        if self.to_blank is not None:
-            nn.init.zeros_(self.to_blank.weight)
+        self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
 
     def mixed(self, slot_NTM: Tensor, root_ND: Tensor) -> Mixed:
         """A s_t and B e(root)."""
@@ -115,67 +115,85 @@ class Transition(nn.Module):
         return Tables(self.contexts(base.embed(every_V).to(self.to_token.weight.dtype)), self.tokens(base))
 
     def forward(
-        self,
-        slot_NTR: Tensor,
-        context_NTCR: Tensor,
-        token_VR: Tensor,
-        shortlist: Shortlist,
-        blank_NT: Tensor | None,
+        self, known: Known, shortlist: Shortlist, place_NTU: Tensor, diagonal: bool, implementation: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`moved_shortlist` along known labels, in the precision of the logits."""
+        slot_NTR, root_NR = known.mixed
+        dtype = shortlist.logits_NTK.dtype
+        blank_R = slot_NTR.new_zeros(slot_NTR.shape[2]) if self.blank_R is None else self.blank_R
+        context_NSR = torch.cat([root_NR.unsqueeze(1), known.label_NUR], dim=1)
+        return moved_shortlist(
+            slot_NTR.to(dtype),
+            context_NSR.to(dtype),
+            known.token_VR.to(dtype),
+            blank_R.to(dtype),
+            shortlist.index_NTK,
+            shortlist.logits_NTK,
+            place_NTU,
+            diagonal,
+            implementation,
+        )
+
+    @torch.no_grad()
+    def behind(
+        self, mixed: Mixed, context_NCR: Tensor, token_VR: Tensor, shortlist: Shortlist, blank_NT: Tensor | None
     ) -> Conditional:
-        """Every slot in every context; context_NTCR may have 1 in the place of T."""
-        gate_NTCR = F.gelu(slot_NTR.unsqueeze(2) + context_NTCR, approximate="tanh")
-        key_NTKR = F.embedding(shortlist.index_NTK, token_VR)
-        delta_NTCK = (gate_NTCR @ key_NTKR.transpose(2, 3)).to(shortlist.logits_NTK.dtype)
+        """Every slot in any context, for drafting."""
+        delta_NTCK, gate_NTCR = shortlist_delta(mixed.slot_NTR, context_NCR, token_VR, shortlist.index_NTK)
+        delta_NTCK = delta_NTCK.to(shortlist.logits_NTK.dtype)
+        moved_NTC = (shortlist.logits_NTK.unsqueeze(2) + delta_NTCK).logsumexp(dim=3)
         blank_NTC = None
-        if blank_NT is not None and self.to_blank is not None:
-            blank_NTC = blank_NT.unsqueeze(2) + self.to_blank(gate_NTCR).squeeze(3).to(blank_NT.dtype)
-        return conditional(delta_NTCK, shortlist, blank_NTC)
-
-
-def conditional(delta_NTCK: Tensor, shortlist: Shortlist, blank_NTC: Tensor | None) -> Conditional:
-    """The normaliser of every slot in every context: rest of the vocabulary, moved shortlist, blank."""
-    logits_NTK, lse_NT = shortlist.logits_NTK, shortlist.lse_NT
-    least = torch.finfo(lse_NT.dtype).eps  # a shortlist that holds all there is leaves nothing
-    share_NT = (logits_NTK.logsumexp(dim=2) - lse_NT).clamp(max=-least)
-    rest_NT = lse_NT + torch.log(-torch.expm1(share_NT))
-    moved_NTC = (logits_NTK.unsqueeze(2) + delta_NTCK).logsumexp(dim=3)
-    total_NTC = torch.logaddexp(rest_NT.unsqueeze(2), moved_NTC)
-    if blank_NTC is not None:
-        total_NTC = torch.logaddexp(total_NTC, blank_NTC)
-    return Conditional(delta_NTCK, total_NTC, blank_NTC)
+        if blank_NT is not None and self.blank_R is not None:
+            blank_NTC = blank_NT.unsqueeze(2) + (gate_NTCR @ self.blank_R).to(blank_NT.dtype)
+        return Conditional(delta_NTCK, normaliser(moved_NTC, shortlist, blank_NTC), blank_NTC)
 
 
 def along_labels(
-    known: Known, shortlist: Shortlist, logits_NTU: Tensor, labels_NU: Tensor, blank_NT: Tensor
+    known: Known,
+    shortlist: Shortlist,
+    logits_NTU: Tensor,
+    labels_NU: Tensor,
+    blank_NT: Tensor,
+    implementation: str = "auto",
 ) -> Emissions:
     """Every slot behind every prefix of the labels: the context of label k + 1 is label k, of the first the root."""
     U = labels_NU.shape[1]
-    context_NSR = torch.cat([known.mixed.root_NR.unsqueeze(1), known.label_NUR], dim=1)
-    found = known.transition(known.mixed.slot_NTR, context_NSR.unsqueeze(1), known.token_VR, shortlist, blank_NT)
-    assert found.blank_NTC is not None
-    place_NTU, inside_NTU = _places(shortlist.index_NTK, labels_NU.unsqueeze(1))
-    delta_NTSK, total_NTS = found.delta_NTCK, found.total_NTC
-    emit_NTU = logits_NTU + _of_labels(delta_NTSK[:, :, :U], place_NTU, inside_NTU) - total_NTS[:, :, :U]
-    stay_NTU = logits_NTU + _of_labels(delta_NTSK[:, :, 1:], place_NTU, inside_NTU) - total_NTS[:, :, 1:]
-    coverage_T = inside_NTU.diagonal(dim1=1, dim2=2).float().mean(dim=0)
-    return Emissions(emit_NTU, stay_NTU, found.blank_NTC - total_NTS, coverage_T)
+    place_NTU = _places(shortlist.index_NTK, labels_NU.unsqueeze(1))
+    moved_NTS, emit_NTU, stay_NTU, share_NTS = known.transition(known, shortlist, place_NTU, False, implementation)
+    blank_NTS = blank_NT.unsqueeze(2) + share_NTS
+    total_NTS = normaliser(moved_NTS, shortlist, blank_NTS)
+    return Emissions(
+        logits_NTU + emit_NTU - total_NTS[:, :, :U],
+        logits_NTU + stay_NTU - total_NTS[:, :, 1:],
+        blank_NTS - total_NTS,
+        (place_NTU.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0),
+    )
 
 
-def slot_by_slot(known: Known, shortlist: Shortlist, logits_NT: Tensor, labels_NT: Tensor) -> tuple[Tensor, Tensor]:
+def slot_by_slot(
+    known: Known, shortlist: Shortlist, logits_NT: Tensor, labels_NT: Tensor, implementation: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Where slot k writes label k: log p_k(y_k | y_{k-1}) [N, T], the root before the first; and the coverage [T]."""
-    context_NTR = torch.cat([known.mixed.root_NR.unsqueeze(1), known.label_NUR[:, : labels_NT.shape[1] - 1]], dim=1)
-    found = known.transition(known.mixed.slot_NTR, context_NTR.unsqueeze(2), known.token_VR, shortlist, None)
-    place_NT1, inside_NT1 = _places(shortlist.index_NTK, labels_NT.unsqueeze(2))
-    moved_NT1 = logits_NT.unsqueeze(2) + _of_labels(found.delta_NTCK, place_NT1, inside_NT1)
-    return (moved_NT1 - found.total_NTC).squeeze(2), inside_NT1.squeeze(2).float().mean(dim=0)
+    T = labels_NT.shape[1]
+    known = known._replace(label_NUR=known.label_NUR[:, :T])
+    place_NTT = _places(shortlist.index_NTK, labels_NT.unsqueeze(1))
+    moved_NTS, emit_NTT, _, _ = known.transition(known, shortlist, place_NTT, True, implementation)
+    total_NTS = normaliser(moved_NTS, shortlist, None)
+    log_p_NT = logits_NT + (emit_NTT - total_NTS[:, :, :T]).diagonal(dim1=1, dim2=2)
+    return log_p_NT, (place_NTT.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0)
 
 
-def _places(index_NTK: Tensor, labels_NTU: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in its slot's shortlist each label stands, and if it does; labels [N, T or 1, U]."""
-    match_NTUK = index_NTK.unsqueeze(2) == labels_NTU.unsqueeze(3)
-    inside, place = match_NTUK.to(torch.uint8).max(dim=3)
-    return place, inside.bool()
+def normaliser(moved_NTC: Tensor, shortlist: Shortlist, blank_NTC: Tensor | None) -> Tensor:
+    """Log of all there is of a slot in each context: rest of the vocabulary, moved shortlist, blank."""
+    lse_NT = shortlist.lse_NT
+    least = torch.finfo(lse_NT.dtype).eps  # a shortlist that holds all there is leaves nothing
+    share_NT = (shortlist.logits_NTK.logsumexp(dim=2) - lse_NT).clamp(max=-least)
+    rest_NT = lse_NT + torch.log(-torch.expm1(share_NT))
+    total_NTC = torch.logaddexp(rest_NT.unsqueeze(2), moved_NTC)
+    return total_NTC if blank_NTC is None else torch.logaddexp(total_NTC, blank_NTC)
 
 
-def _of_labels(delta_NTUK: Tensor, place_NTU: Tensor, inside_NTU: Tensor) -> Tensor:
-    return delta_NTUK.gather(3, place_NTU.unsqueeze(3)).squeeze(3) * inside_NTU
+def _places(index_NTK: Tensor, labels_NTU: Tensor) -> Tensor:
+    """Where in its slot's shortlist each label stands, -1 where it does not: [N, T, U]; labels [N, 1, U]."""
+    inside, place = (index_NTK.unsqueeze(2) == labels_NTU.unsqueeze(3)).to(torch.uint8).max(dim=3)
+    return place.masked_fill(inside == 0, -1)

@@ -1,4 +1,4 @@
-"""The linear-lse-gather primitive and the prefix lattice, and who computes them.
+"""The linear-lse-gather primitive, the prefix lattice and the transition's shortlist, and who computes them.
 
 `reference` (plain torch, the oracle) | `chunked` (torch GEMMs over a reused tile of logits) | `triton` (the same
 GEMMs with fused passes between them, and no logits at all where no gradient is asked) | `autograd` glue.
@@ -12,8 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked, reference
-from ctcdraft.model.kernels.autograd import LinearLseGather, PrefixLattice
+from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
+from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
@@ -74,6 +74,29 @@ def prefix_lattice(
     return PrefixLattice.apply(*arguments, _triton("triton_lattice"))
 
 
+def moved_shortlist(
+    slot_NTR: Tensor,
+    context_NSR: Tensor,
+    token_VR: Tensor,
+    blank_R: Tensor,
+    index_NTK: Tensor,
+    logits_NTK: Tensor,
+    place_NTU: Tensor,
+    diagonal: bool = False,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A transition along known labels: see `reference.moved_shortlist`.
+
+    Compiled on a CPU; on a GPU the reference, whose [N, T, S, K] is small beside a tile of logits.
+    """
+    arguments = (slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU, diagonal)
+    alike = {part.dtype for part in (slot_NTR, context_NSR, token_VR, blank_R, logits_NTK)}
+    compiled = slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
+    if _choose(implementation, slot_NTR) == "reference" or not compiled:
+        return reference.moved_shortlist(*arguments)
+    return MovedShortlist.apply(*arguments, cpu_shortlist)
+
+
 def _choose(implementation: str, tensor: Tensor) -> str:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown: choose one of {IMPLEMENTATIONS}")
@@ -106,4 +129,4 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
         raise ValueError(f"top_k={top_k} must lie in [0, {len(weight_VD)}]")
 
 
-__all__ = ["IMPLEMENTATIONS", "linear_lse_gather", "linear_lse_top", "prefix_lattice"]
+__all__ = ["IMPLEMENTATIONS", "linear_lse_gather", "linear_lse_top", "moved_shortlist", "prefix_lattice"]

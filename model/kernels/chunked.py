@@ -283,6 +283,8 @@ def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor, scale: float =
 
 def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int) -> tuple[Tensor, Tensor]:
     here_RS, here_index_RS = z_RC.topk(min(top_k, z_RC.shape[1]), dim=1)
+    if not top_RS.shape[1]:
+        return here_RS.to(top_RS.dtype), here_index_RS + first_column
     both_RS = torch.cat([top_RS, here_RS.to(top_RS.dtype)], dim=1)
     both_index_RS = torch.cat([index_RS, here_index_RS + first_column], dim=1)
     top_RS, order_RS = both_RS.topk(min(top_k, both_RS.shape[1]), dim=1)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import candidates
+from ctcdraft.model.kernels import moved_shortlist
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.transition import Known, Mixed, Transition
 from ctcdraft.model.tree import search
@@ -43,11 +44,11 @@ class Case:
         """Slot t's distribution over tokens and blank behind u (None: the root), spelt out: [V (+ 1)]."""
         z = self.weight @ self.states[0, t]
         context = self.mixed.root_NR[0] if u is None else self.context_VR[u]
-        gate = torch.nn.functional.gelu(self.mixed.slot_NTR[0, t] + context, approximate="tanh")
+        gate = torch.nn.functional.hardswish(self.mixed.slot_NTR[0, t] + context)
         held = set(z.topk(shortlist).indices.tolist())
         moved = [z[v] + (gate @ self.token_VR[v] if v in held else 0.0) for v in range(self.V)]
         if self.blank is not None:
-            moved.append(self.blank[0, t] + self.transition.to_blank.weight[0] @ gate)
+            moved.append(self.blank[0, t] + self.transition.blank_R @ gate)
         return torch.stack(moved).softmax(0)
 
     def outputs(self, shortlist):
@@ -68,7 +69,7 @@ class Case:
 
 
 def gradients(loss, case):
-    wanted = [case.states, case.token_VR, case.transition.to_blank.weight]
+    wanted = [case.states, case.token_VR, case.transition.blank_R]
     return torch.autograd.grad(loss, [*wanted, case.blank], retain_graph=True, allow_unused=True)
 
 
@@ -194,7 +195,34 @@ def training_psi(head, base, slots, n, path):
 def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     case = Case(4, 3, [0, 2], seed=8)
     case.token_VR = torch.zeros_like(case.token_VR)
-    case.transition.to_blank.weight.data.zero_()
+    case.transition.blank_R.data.zero_()
     table = torch.cat([case.states[0] @ case.weight.T, case.blank[0].unsqueeze(1)], 1).log_softmax(1)
     want = oracle.log_psi(oracle.outputs(table), (0, 2))
     assert torch.allclose(case.loss(2).log_psi_NU[0, 1], want, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    N=st.integers(0, 5),
+    T=st.integers(1, 5),
+    U=st.integers(1, 6),
+    K=st.integers(1, 9),
+    diagonal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, diagonal, seed):
+    g = torch.Generator().manual_seed(seed)
+    R, V = 5, 11
+    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,)]
+    inputs = [torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in floats]
+    logits = torch.randn(N, T, K, generator=g, dtype=torch.float64).requires_grad_()
+    index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
+    place = torch.randint(-1, K, (N, T, U), generator=g)
+    arguments = (*inputs, index, logits, place, diagonal)
+    want, got = (moved_shortlist(*arguments, implementation=name) for name in ("reference", "chunked"))
+    weights = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in want]
+    for a, b in zip(want, got, strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+    sums = [sum((w * part).sum() for w, part in zip(weights, out, strict=True)) for out in (want, got)]
+    for a, b in zip(*(torch.autograd.grad(total, [*inputs, logits]) for total in sums), strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
