@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.kernels import moved_shortlist
-from ctcdraft.model.kernels.reference import shortlist_delta
 
 
 class Shortlist(NamedTuple):
@@ -73,14 +72,6 @@ class Emissions(NamedTuple):
     coverage_T: Tensor
 
 
-class Conditional(NamedTuple):
-    """delta of the shortlist [N, T, C, K], log of the normaliser and logit of the blank [N, T, C] (None: no blank)."""
-
-    delta_NTCK: Tensor
-    total_NTC: Tensor
-    blank_NTC: Tensor | None
-
-
 class Transition(nn.Module):
     """A, B, P, and the blank's vector. It begins as none: P and the blank's vector start at 0.
 
@@ -133,19 +124,6 @@ class Transition(nn.Module):
             diagonal,
             implementation,
         )
-
-    @torch.no_grad()
-    def behind(
-        self, mixed: Mixed, context_NCR: Tensor, token_VR: Tensor, shortlist: Shortlist, blank_NT: Tensor | None
-    ) -> Conditional:
-        """Every slot in any context, for drafting."""
-        delta_NTCK, gate_NTCR = shortlist_delta(mixed.slot_NTR, context_NCR, token_VR, shortlist.index_NTK)
-        delta_NTCK = delta_NTCK.to(shortlist.logits_NTK.dtype)
-        moved_NTC = (shortlist.logits_NTK.unsqueeze(2) + delta_NTCK).logsumexp(dim=3)
-        blank_NTC = None
-        if blank_NT is not None and self.blank_R is not None:
-            blank_NTC = blank_NT.unsqueeze(2) + (gate_NTCR @ self.blank_R).to(blank_NT.dtype)
-        return Conditional(delta_NTCK, normaliser(moved_NTC, shortlist, blank_NTC), blank_NTC)
 
 
 def along_labels(

@@ -1,7 +1,7 @@
 """Plain torch: the oracle of every fast path, with the same signatures, in any float dtype.
 
 Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered and S top columns, V vocabulary, D hidden; of a
-transition: C contexts, of which labels make S = U + 1, K tokens of a shortlist, R rank.
+transition: S = U + 1 contexts, K tokens of a shortlist, R rank.
 """
 
 import torch
@@ -67,15 +67,6 @@ def prefix_lattice(
     return log_psi, torch.logaddexp(log_pb, log_pn)
 
 
-def shortlist_delta(
-    slot_NTR: Tensor, context_NCR: Tensor, token_VR: Tensor, index_NTK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What a transition adds to the logits of every slot's shortlist in every context, delta [N, T, C, K], and the gate
-    [N, T, C, R] behind it: delta = <P w_v, hardswish(A s_t + B e(u))> of slot A s_t, context B e(u), token P w_v."""
-    gate_NTCR = F.hardswish(slot_NTR.unsqueeze(2) + context_NCR.unsqueeze(1))
-    return gate_NTCR @ F.embedding(index_NTK, token_VR).transpose(2, 3), gate_NTCR
-
-
 def moved_shortlist(
     slot_NTR: Tensor,
     context_NSR: Tensor,
@@ -88,6 +79,7 @@ def moved_shortlist(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The transition of every slot behind every prefix of known labels (docs/method.md, "The transition").
 
+    A token v of the shortlist is moved by delta = <P w_v, hardswish(A s_t + B e(u))>, of slot, context and token.
     context[n, s] belongs to the prefix of s labels, index and logits are a slot's shortlist, place[n, t, k] says where
     in it label k + 1 stands (-1: it does not). Returns the lse of the moved shortlist [N, T, S], the delta of
     label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0 outside the shortlist, and the blank's
@@ -95,7 +87,8 @@ def moved_shortlist(
     nothing is moved.
     """
     T, U = place_NTU.shape[1:]
-    delta_NTSK, gate_NTSR = shortlist_delta(slot_NTR, context_NSR, token_VR, index_NTK)
+    gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1))
+    delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
     t_T1, s_S = torch.arange(T, device=place_NTU.device).unsqueeze(1), torch.arange(U + 1, device=place_NTU.device)
     reached_TS1 = ((t_T1.clamp(max=U) == s_S) if diagonal else (s_S <= t_T1)).unsqueeze(2)
     delta_NTSK = delta_NTSK.masked_fill(~reached_TS1, 0.0)
