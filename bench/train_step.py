@@ -19,7 +19,7 @@ from ctcdraft.data.batches import Batch
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.base import Base
-from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
+from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses, embedded_labels
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = 8
@@ -103,7 +103,8 @@ class Step:
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
         with self.timed("loss"):
-            out = draft_losses(self.head, OBJECTIVE, self.base, slots, batch)
+            labels = embedded_labels(self.base, batch, self.dtype)
+            out = draft_losses(self.head, OBJECTIVE, self.base, slots, batch, labels)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):

@@ -14,6 +14,7 @@ from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.request import Request
 from ctcdraft.model.sampling import Sampling
 from ctcdraft.model.static import StaticDecoder
+from ctcdraft.model.tree import Tree
 
 
 class Clock:
@@ -33,7 +34,7 @@ class Clock:
 class Batch:
     """The requests that have not ended, and sequence b of both caches for `active[b]`.
 
-    ends: tokens that end a request. static: the fixed-shape steps, where they apply; `lattices` then holds what the
+    ends: tokens that end a request. static: the fixed-shape steps, where they apply; `drafted` then holds what the
     last of them drafted.
     """
 
@@ -43,7 +44,7 @@ class Batch:
     sampling: Sampling
     ends: NDArray[np.int64]
     static: StaticDecoder | None = None
-    lattices: list[Lattice] | None = None
+    drafted: list[Lattice | Tree] | None = None
     clock: Clock = field(default_factory=Clock)
 
     def release(self) -> None:

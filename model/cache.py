@@ -42,8 +42,8 @@ class TreeCache(Cache):
         self._alone, self._index = sequence, None
 
     def at(self, slots_Q: Tensor | None, width: int = 0) -> None:
-        """The next forwards write the only sequence's entries `slots` [Q] and give back all entries below `width`, for
-        a mask to choose from. None ends that."""
+        """The next forwards write entries `slots` [Q] of the only sequence, or of the one alone, and give back those
+        below `width`, for a mask to choose from. None ends that."""
         self._static = None if slots_Q is None else (slots_Q, width)
 
     def sight(self, rows: int, device: torch.device) -> Sight:
@@ -64,10 +64,10 @@ class TreeCache(Cache):
         block = self._blocks[number][row]
         Q = key_states.shape[2]
         if self._static is not None:
-            slots_Q, width = self._static
-            block[0, 0].index_copy_(1, slots_Q, key_states[0])
-            block[1, 0].index_copy_(1, slots_Q, value_states[0])
-            return block[0, :1, :, :width], block[1, :1, :, :width]
+            (slots_Q, width), b = self._static, self._alone or 0
+            block[0, b].index_copy_(1, slots_Q, key_states[0])
+            block[1, b].index_copy_(1, slots_Q, value_states[0])
+            return block[0, b : b + 1, :, :width], block[1, b : b + 1, :, :width]
         if self._alone is not None or self.batch == 1:
             b = self._alone or 0
             start, end = int(self.lengths[b]), int(self.lengths[b]) + Q

@@ -22,7 +22,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.batch import Batch
 from ctcdraft.model.budget import SIZES, Budget, chain_of, step_seconds
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import Head, candidates
+from ctcdraft.model.head import Head
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.request import Asked, Generation, Prompt, Request, Settings, Span, asked_of, requests_of
@@ -45,7 +45,7 @@ class DraftConfig:
 
     kind: str = "tree"
     nodes: int = 32
-    top_k: int = 16
+    top_k: int = 32
     budget: str = "fixed"
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Decoder:
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
         self.mask = TreeMask(base, self.draft.nodes + 1)
         self.lazy = base.device.type == "cpu"
-        self.graphs = base.device.type == "cuda"
+        self.graphs = base.device.type == "cuda" and (self.head is None or self.head.one_pass)
         self.budget: Budget | None = None
         self._tables: Tables | None = None
         self._static: StaticDecoder | None = None
@@ -120,11 +120,15 @@ class Decoder:
             yield Span(tokens, text.take(final))
         yield request.finished(self.base)
 
-    def tree_of(self, lattice: Lattice, max_depth: int | None = None, eos: NDArray[np.int64] | None = None) -> Tree:
-        """The draft tree of a lattice under this decoder's draft settings."""
+    def tree_of(
+        self, drafted: Lattice | Tree, max_depth: int | None = None, eos: NDArray[np.int64] | None = None
+    ) -> Tree:
+        """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings."""
         leaves = np.array(self.base.eos_ids, np.int64) if eos is None else eos
         chain = self.draft.kind == "chain"
-        return trees.search(lattice, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        if isinstance(drafted, Tree):
+            return trees.chosen(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        return trees.search(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
 
     # -- one batch ------------------------------------------------------------------------------------------
 
@@ -257,9 +261,9 @@ class Decoder:
 
         def draft() -> None:
             request.hidden, request.following = hidden[:, -1:], following[-1:]
-            drafted = batch.lattices  # in fixed shapes a part of `verify`: then only the tree is left to time
+            drafted = batch.drafted  # in fixed shapes a part of `verify`: then only the tree is left to time
             self._draft(batch)
-            batch.lattices = drafted
+            batch.drafted = drafted
             rewind()
 
         return step_seconds(self.draft.nodes, verify, draft)
@@ -270,17 +274,17 @@ class Decoder:
     def _draft(self, batch: Batch) -> list[Tree]:
         if self.head is None:
             return [trees.EMPTY] * len(batch.active)
-        lattices, batch.lattices = batch.lattices, None
-        if lattices is None:
+        drafted, batch.drafted = batch.drafted, None
+        if drafted is None:
             with batch.clock("draft"):
-                lattices = self._lattices(batch, self.head)
+                drafted = self._drafted(batch, self.head)
         with batch.clock("tree"):
-            drafts = [self._propose(r, lattice, batch.ends) for r, lattice in zip(batch.active, lattices, strict=True)]
+            drafts = [self._propose(r, one, batch.ends) for r, one in zip(batch.active, drafted, strict=True)]
             if self.budget is not None and len(drafts) == 1:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
             return drafts
 
-    def _lattices(self, batch: Batch, head: Head) -> list[Lattice]:
+    def _drafted(self, batch: Batch, head: Head) -> list[Lattice | Tree]:
         """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
         assert batch.head_cache is not None
         counts = [len(request.following) for request in batch.active]
@@ -290,11 +294,11 @@ class Decoder:
         hidden_BLD = pad_sequence([request.hidden[0] for request in batch.active if request.hidden is not None], True)
         dtype = next(head.parameters()).dtype
         root_BLD = self.base.embed(following_BL.to(self.base.device))
-        slots = head.step(hidden_BLD.to(dtype), root_BLD.to(dtype), counts, batch.head_cache)
-        return candidates(slots, head, self.base, self.draft.top_k, self.tables).lattices()
+        read = hidden_BLD.to(dtype), root_BLD.to(dtype), counts, batch.head_cache
+        return head.drafts(*read, self.base, self.draft.top_k, self.tables)
 
-    def _propose(self, request: Request, lattice: Lattice, ends: NDArray[np.int64]) -> Tree:
-        return self.tree_of(lattice, request.room, ends)
+    def _propose(self, request: Request, drafted: Lattice | Tree, ends: NDArray[np.int64]) -> Tree:
+        return self.tree_of(drafted, request.room, ends)
 
     # -- verification ---------------------------------------------------------------------------------------
 
@@ -332,7 +336,7 @@ class Decoder:
             found = static.step(tree, 1 + bucket, batch.sampling, request.seed, request.length)
         batch.clock.seconds["verify"] -= found.draft_seconds
         batch.clock.seconds["draft"] += found.draft_seconds
-        batch.lattices = None if found.lattice is None else [found.lattice]
+        batch.drafted = None if found.lattice is None else [found.lattice]
         return found.path, found.bonus
 
     def _walks(

@@ -1,4 +1,4 @@
-"""The draft heads: `ctc`, and its controls `parallel` and `medusa`, behind one interface.
+"""The draft heads: `ctc`, and its controls `parallel` and `medusa` (here) and `eagle` (eagle.py), behind one interface.
 
 At position t the base has produced hidden state h_t and the root x_{t+1}; a head fills T slots from which
 a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positions, N anchors, T slots,
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.lattice import Candidates, candidates_of, moved_candidates_of
+from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, moved_candidates_of
 from ctcdraft.model.layers import Block, Sight
 from ctcdraft.model.transition import Mixed, Tables, Transition
+from ctcdraft.model.tree import Tree
 
-KINDS = ("ctc", "parallel", "medusa")
+KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
+TABLED = ("transition.to_token", "transition.from_context")  # computed once for the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class HeadConfig:
     """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
 
     transition: what a slot emits depends on the last token collapsed, in the `shortlist` of its likeliest tokens or in
-    the `full` vocabulary (a reference for small ones), by a product of that `rank`; or `none`.
+    the `full` vocabulary (a reference for small ones), by a product of that `rank`; or `none`. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -44,15 +46,16 @@ class HeadConfig:
     mixer_layers: int = 1
     transition: str = "none"
     shortlist: int = 32
-    rank: int = 64
+    rank: int = 32
+    beam: int = 8
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
         if self.transition not in TRANSITIONS:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
-        if self.kind == "medusa" and self.transition != "none":
-            raise ValueError("head=medusa has no transition: leave head.transition at none")
+        if self.kind in ("medusa", "eagle") and self.transition != "none":
+            raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
         for name, value in asdict(self).items():
             if name not in ("kind", "transition") and value < 1:
                 raise ValueError(f"head.{name}={value} must be at least 1")
@@ -71,12 +74,14 @@ class Slots(NamedTuple):
 
 
 class Head(nn.Module, ABC):
-    """One forward per draft. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
+    """What drafts. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
 
+    one_pass: a draft is one forward, in fixed shapes.
     transition: None where slots do not depend on what was collapsed before.
     calibration: what its psi was seen to be worth on held-out text, if that was measured.
     """
 
+    one_pass = True
     calibration: Calibration | None = None
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
@@ -91,10 +96,12 @@ class Head(nn.Module, ABC):
         batch_N: Tensor,
         position_N: Tensor,
         sight: Sight | None = None,
+        label_NUD: Tensor | None = None,
     ) -> Slots:
         """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position.
 
         sight: where rows hold several documents, which positions belong together; None: rows are one each.
+        label_NUD embeds the labels, for a head that is trained along them.
         """
         context_BLW = self.encode(hidden_BLD, root_BLD, sight=sight)
         return self.fill(context_BLW[batch_N, position_N], root_BLD[batch_N, position_N])
@@ -110,6 +117,39 @@ class Head(nn.Module, ABC):
         last = torch.tensor(counts, device=context_BLW.device) - 1
         at = torch.arange(len(counts), device=last.device), last
         return self.fill(context_BLW[at], root_BLD[at])
+
+    @torch.no_grad()
+    def drafts(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        counts: Sequence[int],
+        cache: TreeCache,
+        base: Base,
+        top_k: int,
+        tables: Tables | None,
+    ) -> list[Lattice | Tree]:
+        """`step`, and what each sequence's slots make of the base's vocabulary; tables: `self.tables(base)`.
+
+        A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
+        """
+        return [*candidates(self.step(hidden_BLD, root_BLD, counts, cache), self, base, top_k, tables).lattices()]
+
+    @torch.no_grad()
+    def drafts_at(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        sight: Sight | None,
+        base: Base,
+        top_k: int,
+        tables: Tables | None,
+    ) -> list[Lattice | Tree]:
+        """The same at anchors within whole sequences."""
+        slots = self(hidden_BLD, root_BLD, batch_N, position_N, sight)
+        return [*candidates(slots, self, base, top_k, tables).lattices()]
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included."""
@@ -177,12 +217,12 @@ class SlotHead(Head):
 
 
 class MedusaHead(Head):
-    """T independent residual blocks on h_t: no root, no context (Cai et al. 2024, section 2.1.1)."""
+    """T independent stacks of `layers` residual blocks on h_t: no root, no context (Cai et al. 2024, section 2.1.1)."""
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        self.weight = nn.Parameter(torch.zeros(config.slots, hidden_size, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(config.slots, 1, hidden_size))
+        self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, hidden_size))
 
     def encode(
         self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
@@ -191,13 +231,17 @@ class MedusaHead(Head):
 
     def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
         rows_TND = context_NW.expand(self.config.slots, -1, -1)
-        moved_TND = torch.baddbmm(self.bias, rows_TND, self.weight)
-        return Slots((rows_TND + F.silu(moved_TND)).transpose(0, 1), None)
+        for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
+            rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
+        return Slots(rows_TND.transpose(0, 1), None)
 
 
 def build_head(config: HeadConfig, hidden_size: int) -> Head:
     """A freshly initialised head on a base of that hidden size."""
-    return (MedusaHead if config.kind == "medusa" else SlotHead)(config, hidden_size)
+    from ctcdraft.model.eagle import EagleHead  # which is built on this module
+
+    kinds = {"medusa": MedusaHead, "eagle": EagleHead}
+    return kinds.get(config.kind, SlotHead)(config, hidden_size)
 
 
 def parameters_of(head: Head) -> int:
@@ -206,13 +250,15 @@ def parameters_of(head: Head) -> int:
 
 
 def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
-    """(body, LM head) multiply-adds of one draft, the attention over the context left out."""
-    slots, body = head.config.slots, 0
-    once = {"enter", "context", "to_slot", "weight"}
+    """(body, LM head) multiply-adds of one draft, the attention over the context and a transition's products left
+    out."""
+    config, body = head.config, 0
+    rows = config.slots if head.one_pass else 1 + (config.slots - 1) * config.beam  # of the LM head
+    once = {"enter", "context", "to_slot", "weight"} if head.one_pass else set()
     for name, p in head.named_parameters():
-        if p.dim() >= 2 and name.endswith("weight"):
-            body += p.numel() * (1 if name.split(".")[0] in once else slots)
-    return body, slots * base.vocab_size * base.hidden_size
+        if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
+            body += p.numel() * (1 if name.split(".")[0] in once else rows)
+    return body, rows * base.vocab_size * base.hidden_size
 
 
 @torch.no_grad()

@@ -84,6 +84,44 @@ def search(
     return Tree(*found)
 
 
+def chosen(
+    scored: Tree,
+    nodes: int,
+    *,
+    max_depth: int | None = None,
+    leaves: NDArray[np.int64] | None = None,
+    chain: bool = False,
+) -> Tree:
+    """The best `nodes` nodes by psi of a tree whose psi never grows along a path: what `search` is for a lattice."""
+    ends = NO_TOKENS if leaves is None else leaves
+    deepest = int(scored.depths.max(initial=0)) if max_depth is None else max_depth
+    kept = _chosen(scored.tokens, scored.parents, scored.depths, scored.psi, ends, nodes, deepest, chain)
+    number = np.full(len(scored) + 1, -1)
+    number[kept] = np.arange(len(kept))
+    return Tree(scored.tokens[kept], number[scored.parents[kept]], scored.depths[kept], scored.psi[kept])
+
+
+@njit(cache=True)
+def _chosen(tokens, parents, depths, psi, ends, nodes, max_depth, chain):
+    order = np.argsort(-psi, kind="mergesort")  # stable: parents come before children of the same psi
+    taken = np.zeros(len(tokens) + 1, np.bool_)
+    taken[-1] = True  # the root
+    kept = np.empty(min(nodes, len(tokens)), np.int64)
+    count, last = 0, -1
+    for i in order:
+        if count == len(kept):
+            break
+        parent = parents[i]
+        ended = False
+        for end in ends:
+            ended |= parent >= 0 and tokens[parent] == end
+        if taken[parent] and not ended and depths[i] <= max_depth and psi[i] > 0 and (not chain or parent == last):
+            taken[i] = True
+            kept[count] = i
+            count, last = count + 1, i
+    return kept[:count]
+
+
 @njit(cache=True, fastmath=True)
 def _largest(values):
     """The position of the largest value, the first of several."""

@@ -10,13 +10,14 @@ from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
 from ctcdraft.model.tree import Tree
 
 HEADS = [
-    HeadConfig(kind, slots=5, width=32, mixer_width=16, transition=transition, shortlist=7, rank=8)
+    HeadConfig(kind, slots=5, width=32, mixer_width=16, transition=transition, shortlist=7, rank=8, beam=3)
     for kind, transition in (
         ("ctc", "none"),
         ("ctc", "shortlist"),
         ("parallel", "none"),
         ("parallel", "shortlist"),
         ("medusa", "none"),
+        ("eagle", "none"),
     )
 ]
 

@@ -20,14 +20,14 @@ from ctcdraft.data.store import Corpus, Example
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, Slots, build_head, candidates
+from ctcdraft.model.head import HeadConfig, Slots, build_head
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes
 from ctcdraft.model.tree import Tree
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.shards import DataConfig
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, embedded_labels
 
 RELABELLINGS = 16
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1}  # relative error that two ways may differ by
@@ -239,7 +239,7 @@ class _Gate:
         logits = (slots.states_NTD.reshape(N * T, D).to(self.base.dtype) @ self.base.lm_weight.T).float()
         whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
         want_NT = whole[:, -1].view(N, T)
-        lattices = self._lattices(slots)
+        lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
         drafted = torch.tensor(np.stack([lattice.blank[:, 0] for lattice in lattices]), device=want_NT.device)
         emitted = torch.tensor(lattices[0].emission[:, 0], device=want_NT.device)
         tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
@@ -252,13 +252,18 @@ class _Gate:
 
     def _slots(self) -> Slots:
         hidden, roots = base_features(self.base, self.batch, torch.float32)
-        return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N)
+        return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N, None, self._labels())
+
+    def _labels(self) -> Tensor:
+        return embedded_labels(self.base, self.batch, torch.float32)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
-        return draft_losses(self.head, self.objective, self.base, slots, self.batch)
+        return draft_losses(self.head, self.objective, self.base, slots, self.batch, self._labels())
 
-    def _lattices(self, slots: Slots) -> list[Lattice]:
-        return candidates(slots, self.head, self.base, self.draft.top_k, self.head.tables(self.base)).lattices()
+    def _drafted(self) -> list[Lattice | Tree]:
+        hidden, roots = base_features(self.base, self.batch, torch.float32)
+        anchors, tables = (self.batch.batch_N, self.batch.position_N, None), self.head.tables(self.base)
+        return self.head.drafts_at(hidden, roots, *anchors, self.base, self.draft.top_k, tables)
 
     # -- training and decoding ------------------------------------------------------------------------------
 
@@ -309,8 +314,8 @@ class _Gate:
         slots, decoder = self._slots(), Decoder(self.base, self.head, self.draft)
         psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
         worst, held, able = 0.0, 0, 0
-        for n, lattice in enumerate(self._lattices(slots)):
-            tree, count = decoder.tree_of(lattice), int(can_NU[n].sum())
+        for n, drafted in enumerate(self._drafted()):
+            tree, count = decoder.tree_of(drafted), int(can_NU[n].sum())
             path = tree.path_of(self.batch.labels_NU[n, :count].tolist())
             held, able = held + len(path), able + min(count, self.draft.nodes)
             for k, node in enumerate(path):

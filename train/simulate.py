@@ -9,7 +9,7 @@ from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head, candidates
+from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features, document_sight
@@ -77,7 +77,7 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     assert head is not None
     batch = batch.to(base.device)
     hidden, roots = base_features(base, batch, torch.float32)
-    slots = head(hidden, roots, batch.batch_N[:most], batch.position_N[:most], document_sight(batch))
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
-    lattices = candidates(slots, head, base, decoder.draft.top_k, head.tables(base)).lattices()
-    return [(decoder.tree_of(lattice), row[:length]) for lattice, (row, length) in zip(lattices, known, strict=True)]
+    anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
+    drafted = head.drafts_at(hidden, roots, *anchors, base, decoder.draft.top_k, head.tables(base))
+    return [(decoder.tree_of(one), row[:length]) for one, (row, length) in zip(drafted, known, strict=True)]

@@ -62,8 +62,11 @@ class DraftTask(nn.Module):
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
-        slots = self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N, document_sight(batch))
-        out = draft_losses(self.head, self.objective, self._frozen[0], slots, batch)
+        base = self._frozen[0]
+        label_NUD = embedded_labels(base, batch, hidden_BLD.dtype)
+        anchors = batch.batch_N, batch.position_N, document_sight(batch)
+        slots = self.head(hidden_BLD, root_BLD, *anchors, label_NUD)
+        out = draft_losses(self.head, self.objective, base, slots, batch, label_NUD)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             psi_NU = out.log_psi_NU.exp() * (columns < batch.lengths_N.unsqueeze(1))
@@ -79,12 +82,18 @@ class DraftTask(nn.Module):
         return out.loss_N.sum(), sums
 
 
-def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch) -> AnchorLoss:
-    """The loss of a batch's anchors from their slots."""
+@torch.no_grad()
+def embedded_labels(base: Base, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """The labels as the base's first layer gets them, [N, U, D]."""
+    return base.embed(batch.labels_NU).to(dtype)
+
+
+def draft_losses(
+    head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch, label_NUD: Tensor
+) -> AnchorLoss:
+    """The loss of a batch's anchors from their slots; label_NUD: `embedded_labels`."""
     dtype, known = slots.states_NTD.dtype, None
     if head.transition is not None and slots.mixed is not None:
-        with torch.no_grad():
-            label_NUD = base.embed(batch.labels_NU).to(dtype)
         label_NUR, token_VR = head.transition.contexts(label_NUD), head.transition.tokens(base)
         known = Known(head.transition, slots.mixed, label_NUR, token_VR, head.shortlist(base.vocab_size))
     return anchor_losses(
