@@ -1,0 +1,253 @@
+"""Every variant of head and objective, trained on the same data, decoded side by side on what training never saw.
+
+python bench/ablation.py [--steps N] [--seeds N] [--only a,b] [--out FOLDER] [base=... data=... any option of train.py]
+
+First all variants train for the same steps. Then what a step of each costs is measured, interleaved, and each trains
+anew for as many steps as fit into the time of the dearest. What is there already is reused, so an interrupted command
+goes on where it was. Checkpoints are chosen on the development split, figures are those of the test split.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import matplotlib
+import numpy as np
+import torch
+from measure import interleaved, machine
+from tqdm import tqdm
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from ctcdraft.data.batches import Sampler
+from ctcdraft.data.store import read_jsonl
+from ctcdraft.eval.report import markdown_table
+from ctcdraft.eval.results import bootstrap
+from ctcdraft.launch import stages
+from ctcdraft.launch.door import compose, typed
+from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.model import build_head
+from ctcdraft.model.head import parameters_of
+from ctcdraft.train.task import DraftTask, base_features
+
+ROOT = Path(__file__).resolve().parents[1]
+CROSS_ENTROPY = ("objective=cross_entropy",)
+VARIANTS = {
+    "default": (),
+    "ctc, no transition": ("head.transition=none",),
+    "exact ctc, no transition": ("head.transition=none", "objective=ctc"),
+    "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
+    "parallel 0.8^k, transition": ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY),
+    "parallel uniform": ("head=parallel", *CROSS_ENTROPY, "objective.decay=1.0"),
+    "medusa": ("head=medusa", *CROSS_ENTROPY),
+    "medusa, as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
+    "eagle": ("head=eagle", *CROSS_ENTROPY),
+}
+SETTINGS = {
+    "chain": ("draft=chain",),
+    "N=16": ("draft=tree", "draft.nodes=16"),
+    "N=64": ("draft=tree", "draft.nodes=64"),
+}
+ROUNDS = 9
+
+
+class Study:
+    """One base and its data, prepared once; runs are named after what makes them."""
+
+    def __init__(self, given, overrides):
+        self.given, self.overrides = given, overrides
+        config = self.config("default")
+        stages.ds.init_distributed()
+        self.base = stages.get_base(config.base, Path(config.cache_dir))
+        self.data = stages.get_data(config, self.base)
+        chosen = given.only.split(",") if given.only else list(VARIANTS)
+        self.variants = {name: self._options(name) for name in VARIANTS if name in {"default", *chosen}}
+
+    def config(self, variant, options=None):
+        words = [*self.overrides, *(VARIANTS[variant] if options is None else options), "logger=none"]
+        return typed(compose("train", words), TrainEntry)
+
+    def _options(self, name):
+        options = VARIANTS[name]
+        if name != "medusa, as many parameters":
+            return options
+        size = {n: self.parameters(self.config(n)) for n in ("default", "medusa")}
+        return (*options, f"head.layers={max(1, round(size['default'] / size['medusa']))}")
+
+    def parameters(self, config):
+        return parameters_of(build_head(config.head, self.base.hidden_size))
+
+    def step_seconds(self):
+        """Seconds of a training step of each variant (forward and backward, without DeepSpeed), interleaved."""
+        train = self.config("default").train
+        calls = {}
+        for name, options in self.variants.items():
+            config = self.config(name, options)
+            task = DraftTask(build_head(config.head, self.base.hidden_size), config.objective, self.base)
+            optimizer = torch.optim.AdamW(task.parameters(), lr=0.0)
+            sampler = Sampler(
+                stages.load_corpus(self.data, "train"),
+                batch=train.batch,
+                anchors=train.anchors,
+                labels=config.objective.labels,
+                max_length=train.max_length,
+                seed=0,
+            )
+            calls[name] = Stepper(self.base, task, optimizer, sampler)
+        return {name: median(seconds) for name, seconds in interleaved(calls, ROUNDS).items()}
+
+    def train(self, variant, steps, seed):
+        """The run's name."""
+        slug = variant.replace(", ", "-").replace(" ", "-").replace("^", "")
+        name = f"{self.given.name}-{slug}-{steps}-s{seed}"
+        words = [*self.overrides, *self.variants[variant], f"name={name}", f"seed={seed}", f"train.steps={steps}"]
+        self._run("train.py", *words, "bench=heldout", "bench.questions=1", "logger=none")
+        return name
+
+    def decode(self, names, setting):
+        """Per run its answers on the test questions, and the figures of the comparison."""
+        heads = f"heads=[{','.join(names)}]"
+        count = "null" if self.given.questions is None else self.given.questions
+        runs_dir = self.config("default").runs_dir
+        words = (*SETTINGS[setting], "bench=heldout", f"bench.questions={count}", "logger=none")
+        self._run("eval.py", heads, *words, f"runs_dir={runs_dir}")
+        folder = Path(runs_dir) / names[0] / "eval" / "heldout-heads"
+        places = [folder / name for name in names]
+        return [(read_jsonl(p / "answers.jsonl"), json.loads((p / "results.json").read_text())) for p in places]
+
+    def _run(self, entry, *words):
+        done = subprocess.run([sys.executable, ROOT / "launch" / entry, *words], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{entry} {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+
+
+class Stepper:
+    """One training step after the other."""
+
+    def __init__(self, base, task, optimizer, sampler):
+        self.base, self.task, self.optimizer, self.sampler, self.step = base, task, optimizer, sampler, 0
+
+    def __call__(self):
+        batch = self.sampler.collate(self.step, slice(None)).to(self.base.device)
+        self.step += 1
+        loss, sums = self.task(*base_features(self.base, batch, torch.float32), batch)
+        (loss / sums.anchors).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def totals(seeds):
+    """[questions] grown tokens and steps, tokens and seconds of one variant, its seeds added up."""
+    found = defaultdict(lambda: np.zeros(4))
+    for answers, _ in seeds:
+        for row in answers:
+            grown = row["tokens_per_step"] * row["steps"]
+            found[row["question_id"]] += [grown, row["steps"], row["tokens"], row["speculative_seconds"]]
+    return np.array(list(found.values()))
+
+
+def tau(sums, i):
+    return float(sums[i, 0].sum() / sums[i, 1].sum())
+
+
+def cell(sums):
+    low, high = bootstrap(lambda i: tau(sums, i), len(sums), 0)
+    return f"{tau(sums, np.arange(len(sums))):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def against(sums, first):
+    """The paired difference from the default."""
+    every = np.arange(len(sums))
+    low, high = bootstrap(lambda i: tau(sums, i) - tau(first, i), len(sums), 0)
+    return f"{tau(sums, every) - tau(first, every):+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def table(study, runs, costs, given):
+    """The Markdown tables of one budget: runs {variant: [names of its seeds]}."""
+    found = {
+        setting: [study.decode([names[seed] for names in runs.values()], setting) for seed in range(given.seeds)]
+        for setting in tqdm(SETTINGS, "decoding", mininterval=1)
+    }
+    figures, calibration, same = defaultdict(dict), {}, [0, 0]
+    for setting, seeds in found.items():
+        for place, variant in enumerate(runs):
+            figures[variant][setting] = totals([seed[place] for seed in seeds])
+            results = [seed[place][1] for seed in seeds]
+            calibration[variant] = results[0]["calibration"]
+            for result in results:
+                same[0] += result["identical"]["identical"]
+                same[1] += result["identical"]["compared"]
+    taus, paired = [], []
+    for variant, names in runs.items():
+        config = study.config(variant, study.variants[variant])
+        steps = int(names[0].split("-")[-2])
+        fast = {s: sums[:, 2].sum() / sums[:, 3].sum() for s, sums in figures[variant].items()}
+        fit = calibration[variant]
+        cells = [cell(figures[variant][setting]) for setting in SETTINGS]
+        rates = [f"{fast[setting]:.0f}" for setting in SETTINGS]
+        believed = f"{fit['expected']:.2f} / {fit['accepted']:.2f}"
+        size, cost = f"{study.parameters(config):,}", f"{costs[variant] / costs['default']:.2f}"
+        taus.append((variant, size, steps, cost, *cells, " / ".join(rates), believed))
+        if variant != "default":
+            first = figures["default"]
+            paired.append((variant, *(against(figures[variant][s], first[s]) for s in SETTINGS)))
+    header = ("variant", "parameters", "steps", "cost of a step", *SETTINGS, "tokens/s", "psi / accepted, N=64")
+    identical = f"Greedy output identical to plain decoding: {same[0]} of {same[1]}."
+    return "\n\n".join(
+        [
+            markdown_table(header, taus),
+            "Differences from the default, on the same resampled questions:",
+            markdown_table(("variant", *SETTINGS), paired),
+            identical,
+        ]
+    )
+
+
+def curves(study, runs, path):
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for variant, names in runs.items():
+        rows = read_jsonl(Path(study.config("default").runs_dir) / names[0] / "metrics.jsonl")
+        points = [(row["step"], row["dev/tokens_per_step"]) for row in rows if "dev/tokens_per_step" in row]
+        axes.plot(*zip(*points, strict=True), label=variant)
+    axes.set(xlabel="steps", ylabel="simulated tokens per step, development split")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--questions", type=int, help="of the test split; all")
+    parser.add_argument("--name", default="ablation", help="what the runs and the report are called")
+    parser.add_argument("--only", help="variants, separated by commas; all: " + ", ".join(VARIANTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    given, overrides = parser.parse_known_args()
+    study = Study(given, overrides)
+    costs = study.step_seconds()
+    budgets = {
+        "At equal steps": dict.fromkeys(study.variants, given.steps),
+        "At equal training time": {v: round(given.steps * max(costs.values()) / costs[v]) for v in study.variants},
+    }
+    parts = []
+    for title, steps in budgets.items():
+        work = [(variant, seed) for variant in study.variants for seed in range(given.seeds)]
+        runs = defaultdict(list)
+        for variant, seed in tqdm(work, title, mininterval=1):
+            runs[variant].append(study.train(variant, steps[variant], seed))
+        parts.append(f"## {title}\n\n{table(study, runs, costs, given)}")
+        if title == "At equal steps":
+            curves(study, runs, given.out / f"{given.name}.png")
+    command = " ".join(["python bench/ablation.py", *sys.argv[1:]])
+    text = f"# Ablation on {study.base.name}\n\n`{command}`\n\n{machine()}\n\n" + "\n\n".join(parts)
+    (given.out / f"{given.name}.md").write_text(text + f"\n\n![learning curves]({given.name}.png)\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
