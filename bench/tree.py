@@ -27,7 +27,8 @@ def main():
         lattice = candidates_of(torch.randn(1, 8, 2048) * 3, torch.zeros(1, 8), top_k).lattices()[0]
         ends = np.array([2])
         for nodes in (16, 64):
-            arguments = (lattice.emission, lattice.blank, lattice.tokens, ends, True, nodes, 8, False)
+            plain = (lattice.emission, lattice.blank, lattice.tokens, ends, True, nodes, 8, False)
+            arguments = (*plain, False, *tree.NOT_MOVED)
             tree._search(*arguments)
             fast = timed(lambda arguments=arguments: tree._search(*arguments), 300)
             slow = timed(lambda arguments=arguments: tree._search.py_func(*arguments), 3)

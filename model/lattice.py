@@ -1,7 +1,7 @@
 """What a head believes about the next tokens, cut down to the candidates that a draft can use.
 
 Shape suffixes: N anchors, T slots, V vocabulary, X = T * k put forward (the same token by several slots), K a slot's
-shortlist, C contexts (the last token collapsed so far), R rank of the transition, Y distinct candidates.
+shortlist, R rank of the transition, Y distinct candidates.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ctcdraft.model.transition import Mixed, Tables, Transition
+
+
+class Behind(NamedTuple):
+    """A transition, cut down to the candidates of one anchor: what slots emit behind a prefix (transition.py).
+
+    root [R]            state of the empty prefix, B e(root)
+    step [Y, R]         B e(y) of the candidates: the state behind gy is step[y] + carry @ hardswish(state behind g)
+    carry [R, R]
+    slot [T, R]         A s_t
+    place [T, K]        which candidate a slot's shortlist holds (-1: none of them)
+    log_p, token [T, K], [T, K, R]  its log-probabilities without the transition, and P w_v
+    rest [T]            probability of the vocabulary outside of it
+    log_blank, blank_R  the blank's log-probability [T] and vector [R]; -inf: no blank
+    """
+
+    root: NDArray[np.float32]
+    step: NDArray[np.float32]
+    carry: NDArray[np.float32]
+    slot: NDArray[np.float32]
+    place: NDArray[np.int64]
+    log_p: NDArray[np.float32]
+    token: NDArray[np.float32]
+    rest: NDArray[np.float32]
+    log_blank: NDArray[np.float32]
+    blank_R: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -22,16 +46,17 @@ class Lattice:
     """Per-slot probabilities over candidate tokens and the blank.
 
     tokens [Y]       candidate token ids, ascending
-    emission [T, C, Y]  p_t(c | u); C = 1 where the last token u does not matter, else C = Y + 1:
-                        row 0 before the first token, row 1 + i after tokens[i]
-    blank [T, C]     p_t(blank | u)
+    emission [T, Y]  p_t(y); behind: without the transition, over the vocabulary alone
+    blank [T]        p_t(blank), not used with `behind`
     merge            True: CTC, equal neighbours collapse. False: slot k writes token k, no blank.
+    behind           how the prefix collapsed so far moves them, or None: it does not
     """
 
     tokens: NDArray[np.int64]
     emission: NDArray[np.float32]
     blank: NDArray[np.float32]
     merge: bool
+    behind: Behind | None = None
 
     @property
     def slots(self) -> int:
@@ -39,11 +64,12 @@ class Lattice:
 
 
 class Moved(NamedTuple):
-    """What a transition needs to move the candidates: contexts B e(u) [N, C, R], C = X + 1 (the root first, then the
-    candidates), slots A s_t [N, T, R], and of each slot's shortlist the ids and log-probabilities [N, T, K] and tokens
-    P w_v [N, T, K, R]; logit of the blank over the vocabulary's lse [N, T] and its vector [N, R] (None: no blank)."""
+    """What a transition needs to move the candidates, as tensors of all anchors: see `Behind`. ids: of the shortlists.
+    blank: its logit over the vocabulary's lse."""
 
-    context_NCR: Tensor
+    root_NR: Tensor
+    step_NXR: Tensor
+    carry_NRR: Tensor
     slot_NTR: Tensor
     ids_NTK: Tensor
     log_p_NTK: Tensor
@@ -126,7 +152,9 @@ def moved_candidates_of(
     N = len(tokens_NX)
     lse_NT1 = logits_NTV.logsumexp(dim=2, keepdim=True)
     moved = Moved(
-        torch.cat([mixed.root_NR.unsqueeze(1), F.embedding(tokens_NX, tables.context_VR)], dim=1),
+        mixed.root_NR,
+        F.embedding(tokens_NX, tables.context_VR),
+        transition.carry.weight.expand(N, -1, -1),
         mixed.slot_NTR,
         top.indices,
         top.values - lse_NT1,
@@ -147,73 +175,13 @@ def lattice_of(tokens_X: Any, emission_TX: Any, blank_T: NDArray[np.float32] | N
     emission = np.ascontiguousarray(emission_TX[:, first])
     if not moved:
         blank = np.zeros(len(emission), np.float32) if blank_T is None else blank_T
-        return Lattice(tokens, emission[:, None], blank[:, None], blank_T is not None)
-    context_CR, slot_TR, ids_TK, log_p_TK, token_TKR, blank_T, blank_R = moved
-    merge = blank_T is not None
-    if blank_T is None or blank_R is None:
-        blank_T, blank_R = np.full(len(slot_TR), -np.inf, np.float32), np.zeros(slot_TR.shape[1], np.float32)
-    context_YR = np.concatenate([context_CR[:1], context_CR[1 + first]])
-    p_TCY, blank_TC = _moved(tokens, emission, context_YR, slot_TR, ids_TK, log_p_TK, token_TKR, blank_T, blank_R)
-    return Lattice(tokens, p_TCY, blank_TC, merge)
-
-
-@njit(cache=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
-def _moved(tokens, emission, context, slot, ids, log_p, token, blank, blank_vector):
-    """p_t(y | u) [T, C, Y] and p_t(blank | u) [T, C]: the transition, one slot and context after the other."""
-    T, Y = emission.shape
-    C, R = context.shape
-    K = ids.shape[1]
-    out, blanks = np.empty((T, C, Y), np.float32), np.empty((T, C), np.float32)
-    gate, moved, scale = np.empty(R, np.float32), np.empty(K, np.float32), np.empty(K, np.int32)
-    place = np.empty(K, np.int64)
-    for t in range(T):
-        rest = np.float32(1.0)
-        for k in range(K):
-            at = np.searchsorted(tokens, ids[t, k])
-            place[k] = at if at < Y and tokens[at] == ids[t, k] else -1
-            rest -= np.exp(log_p[t, k])
-        rest = max(rest, np.float32(0.0))
-        for c in range(C):
-            share = np.float32(0.0)
-            for r in range(R):
-                x = slot[t, r] + context[c, r]
-                gate[r] = x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)
-                share += gate[r] * blank_vector[r]
-            for k in range(K):
-                delta = np.float32(0.0)
-                for r in range(R):
-                    delta += gate[r] * token[t, k, r]
-                moved[k] = log_p[t, k] + delta
-            _exp(moved, scale)
-            total = rest
-            for k in range(K):
-                total += moved[k]
-            p_blank = np.exp(min(blank[t] + share, np.float32(80.0)))
-            inverse = np.float32(1.0) / (total + p_blank)
-            blanks[t, c] = p_blank * inverse
-            for y in range(Y):
-                out[t, c, y] = emission[t, y] * inverse
-            for k in range(K):
-                if place[k] >= 0:
-                    out[t, c, place[k]] = moved[k] * inverse
-    return out, blanks
-
-
-@njit(cache=True, fastmath={"contract"})
-def _exp(x, scale):
-    """exp in place, to 1e-7 of its value, |log2| up to 126: a polynomial and an exponent, which the compiler can
-    write for 8 numbers at once (Cephes' coefficients of 2^f)."""
-    for k in range(len(x)):
-        power = min(max(x[k] * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
-        whole = np.floor(power + np.float32(0.5))
-        f = power - whole
-        scale[k] = (np.int32(whole) + 127) << 23
-        p = np.float32(1.535336188319500e-4) * f + np.float32(1.339887440266574e-3)
-        p = p * f + np.float32(9.618437357674640e-3)
-        p = p * f + np.float32(5.550332471162809e-2)
-        p = p * f + np.float32(2.402264791363012e-1)
-        p = p * f + np.float32(6.931472028550421e-1)
-        x[k] = p * f + np.float32(1.0)
-    powers = scale.view(np.float32)
-    for k in range(len(x)):
-        x[k] *= powers[k]
+        return Lattice(tokens, emission, blank, blank_T is not None)
+    root_R, step_XR, carry_RR, slot_TR, ids_TK, log_p_TK, token_TKR, log_blank_T, blank_R = moved
+    at_TK = np.searchsorted(tokens, ids_TK).clip(max=len(tokens) - 1)
+    place_TK = np.where(tokens[at_TK] == ids_TK, at_TK, -1)
+    rest_T = (1.0 - np.exp(log_p_TK).sum(axis=1)).clip(min=0.0)
+    merge, none_T = log_blank_T is not None, np.zeros(len(slot_TR), np.float32)
+    if log_blank_T is None:
+        log_blank_T, blank_R = none_T - np.inf, np.zeros_like(root_R)
+    parts = root_R, step_XR[first], carry_RR, slot_TR, place_TK, log_p_TK, token_TKR, rest_T, log_blank_T, blank_R
+    return Lattice(tokens, emission, none_T, merge, Behind(*parts))

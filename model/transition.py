@@ -1,9 +1,12 @@
-"""The transition: what a slot emits depends on u, the last token collapsed so far (docs/method.md).
+"""The transition: what a slot emits depends on g, what has been collapsed so far (docs/method.md).
 
 A slot's shortlist S_t is its k likeliest tokens; they alone are moved, and what is outside keeps its logit:
 
-    p_t(v | u) ~ exp(z_t(v) + [v in S_t] delta_t(u, v)),   delta_t(u, v) = <P w_v, hardswish(A s_t + B e(u))>
+    p_t(v | g) ~ exp(z_t(v) + [v in S_t] delta_t(g, v)),   delta_t(g, v) = <P w_v, hardswish(A s_t + r(g))>
+    r(empty) = B e(root),   r(gu) = B e(u) + C hardswish(r(g))
 
+Along a known prefix g is known, so every recursion of the lattice stays exact. The state r(g) has the rank of the
+product, so that drafting carries it from node to node within the search: no network is called for a node.
 so the normaliser is exact at any vocabulary: what lies outside the shortlist, as one number, plus the shortlist. With
 the whole vocabulary as shortlist it is the full transition. hardswish, not gelu, since it costs no exponential.
 
@@ -73,7 +76,7 @@ class Emissions(NamedTuple):
 
 
 class Transition(nn.Module):
-    """A, B, P, and the blank's vector. It begins as none: P and the blank's vector start at 0.
+    """A, B, C, P, and the blank's vector. It begins as none: C, P and the blank's vector start at 0.
 
     Embeddings and rows of the LM head come in at the scale of 1, since bases differ in theirs by orders of magnitude.
     """
@@ -83,7 +86,9 @@ class Transition(nn.Module):
         self.from_slot = nn.Linear(slot_width, rank)
         self.from_context = nn.Linear(hidden_size, rank, bias=False)
         self.to_token = nn.Linear(hidden_size, rank, bias=False)
+        self.carry = nn.Linear(rank, rank, bias=False)
         nn.init.zeros_(self.to_token.weight)
+        nn.init.zeros_(self.carry.weight)
         self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
 
     def mixed(self, slot_NTM: Tensor, root_ND: Tensor) -> Mixed:
@@ -112,7 +117,10 @@ class Transition(nn.Module):
         slot_NTR, root_NR = known.mixed
         dtype = shortlist.logits_NTK.dtype
         blank_R = slot_NTR.new_zeros(slot_NTR.shape[2]) if self.blank_R is None else self.blank_R
-        context_NSR = torch.cat([root_NR.unsqueeze(1), known.label_NUR], dim=1)
+        states = [root_NR]
+        for label_NR in known.label_NUR.unbind(1):
+            states.append(label_NR + self.carry(F.hardswish(states[-1])))
+        context_NSR = torch.stack(states, dim=1)
         return moved_shortlist(
             slot_NTR.to(dtype),
             context_NSR.to(dtype),
@@ -134,7 +142,7 @@ def along_labels(
     blank_NT: Tensor,
     implementation: str = "auto",
 ) -> Emissions:
-    """Every slot behind every prefix of the labels: the context of label k + 1 is label k, of the first the root."""
+    """Every slot behind every prefix of the labels."""
     U = labels_NU.shape[1]
     place_NTU = _places(shortlist.index_NTK, labels_NU.unsqueeze(1))
     moved_NTS, emit_NTU, stay_NTU, share_NTS = known.transition(known, shortlist, place_NTU, False, implementation)
@@ -151,7 +159,7 @@ def along_labels(
 def slot_by_slot(
     known: Known, shortlist: Shortlist, logits_NT: Tensor, labels_NT: Tensor, implementation: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Where slot k writes label k: log p_k(y_k | y_{k-1}) [N, T], the root before the first; and the coverage [T]."""
+    """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and the coverage [T]."""
     T = labels_NT.shape[1]
     known = known._replace(label_NUR=known.label_NUR[:, :T])
     place_NTT = _places(shortlist.index_NTK, labels_NT.unsqueeze(1))

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from ctcdraft.model.lattice import Lattice
+from ctcdraft.model.lattice import Behind, Lattice
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class Tree:
 
 
 NO_TOKENS = np.zeros(0, np.int64)
+_ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
+NOT_MOVED = Behind(
+    _ROW, _TABLE, _TABLE, _TABLE, np.zeros((0, 0), np.int64), _TABLE, np.zeros((0, 0, 0), np.float32), _ROW, _ROW, _ROW
+)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -80,8 +84,20 @@ def search(
     if nodes < 1 or depth < 1:
         return EMPTY
     ends = NO_TOKENS if leaves is None else leaves
-    found = _search(lattice.emission, lattice.blank, lattice.tokens, ends, lattice.merge, nodes, depth, chain)
-    return Tree(*found)
+    plain = lattice.emission, lattice.blank, lattice.tokens, ends, lattice.merge, nodes, depth, chain
+    if lattice.behind is None:
+        return Tree(*_search(*plain, False, *NOT_MOVED))
+    return Tree(*_search(*plain, True, *lattice.behind))
+
+
+def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
+    if lattice.behind is None:
+        return lattice.emission, lattice.blank
+    p, blanks = np.empty_like(lattice.emission), np.empty_like(lattice.blank)
+    root, _, _, *rest = lattice.behind
+    _emit(p, blanks, 0, lattice.slots, root, lattice.emission, *rest)
+    return p, blanks
 
 
 def chosen(
@@ -135,16 +151,27 @@ def _largest(values):
 
 
 @njit(cache=True)
-def _search(emission, blank, tokens, ends, merge, nodes, max_depth, chain):
-    T, _, C = emission.shape
-    moving = emission.shape[1] > 1  # what a slot emits depends on the last token
+def _search(
+    emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving,
+    root, step, carry, slot, place, log_p, token, rest, log_blank, blank_vector,
+):  # fmt: skip
+    T, C = emission.shape
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
     # token. Index 0 is the empty prefix, index n + 1 is node n.
     pb = np.zeros((nodes + 1, T + 1), np.float32)
     pn = np.zeros((nodes + 1, T + 1), np.float32)
+    # p[i, t, c], blanks[i, t]: what slot t emits behind prefix i, from slot depths[i] on; one row where nothing moves
+    rows = nodes + 1 if moving else 1
+    p, blanks = np.empty((rows, T, C), np.float32), np.empty((rows, T), np.float32)
+    states = np.zeros((rows, len(root)), np.float32)
+    if moving:
+        states[0] = root
+        _emit(p[0], blanks[0], 0, T, states[0], emission, slot, place, log_p, token, rest, log_blank, blank_vector)
+    else:
+        p[0], blanks[0] = emission, blank
     pb[0, 0] = 1.0
     for t in range(T):
-        pb[0, t + 1] = pb[0, t] * blank[t, 0]
+        pb[0, t + 1] = pb[0, t] * blanks[0, t]
     # children[i, c]: psi of prefix i followed by candidate c, -1 once taken; best[i] the largest of row i
     children = np.zeros((nodes + 1, C), np.float32)
     best = np.zeros(nodes + 1, np.float32)
@@ -153,42 +180,123 @@ def _search(emission, blank, tokens, ends, merge, nodes, max_depth, chain):
     depths = np.zeros(nodes + 1, np.int64)
     psis = np.empty(nodes, np.float32)
     count = 0
+    grows = True
     while True:
         i = count  # the prefix that was found last
-        ended = False
-        for end in ends:
-            ended |= i > 0 and tokens[last[i]] == end
-        if depths[i] < max_depth and not ended:
-            row = last[i] + 1 if moving else 0
-            for t in range(T) if merge else range(depths[i], depths[i] + 1):
+        if grows:
+            row = i if moving else 0
+            for t in range(depths[i], T if merge else depths[i] + 1):
                 phi = pb[i, t] + pn[i, t]
                 for c in range(C):
-                    children[i, c] += phi * emission[t, row, c]
+                    children[i, c] += phi * p[row, t, c]
             if merge and i > 0:  # a repeat needs a blank before it
                 c, psi = last[i], np.float32(0.0)
-                for t in range(T):
-                    psi += pb[i, t] * emission[t, row, c]
+                for t in range(depths[i], T):
+                    psi += pb[i, t] * p[row, t, c]
                 children[i, c] = psi
             best[i] = children[i, _largest(children[i])]
         g = count if chain else _largest(best[: count + 1])
         if count == nodes or best[g] <= 0.0:
             break
         c = _largest(children[g])
-        n = count + 1
-        parents[count], depths[n], psis[count], last[n] = g - 1, depths[g] + 1, best[g], c
+        n, depth = count + 1, depths[g]
+        parents[count], depths[n], psis[count], last[n] = g - 1, depth + 1, best[g], c
         children[g, c] = -1.0
         best[g] = children[g, _largest(children[g])]
-        row, own = (last[g] + 1, c + 1) if moving else (0, 0)
-        for t in range(T):
-            phi = pb[g, t] if merge and c == last[g] else pb[g, t] + pn[g, t]
-            start = phi * emission[t, row, c]
-            if merge:
-                pn[n, t + 1] = pn[n, t] * emission[t, own, c] + start
-                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blank[t, own]
-            elif t == depths[g]:
-                pn[n, t + 1] = start
         count = n
+        grows = depth + 1 < max_depth and n < nodes
+        for end in ends:
+            grows &= tokens[c] != end
+        if not grows:
+            continue
+        row, own = 0, 0
+        if moving:
+            row, own = g, n
+            _advance(states[n], states[g], step[c], carry)
+            stop = T if merge else depth + 2
+            _emit(
+                p[n], blanks[n], depth + 1, stop, states[n],
+                emission, slot, place, log_p, token, rest, log_blank, blank_vector,
+            )  # fmt: skip
+        for t in range(depth, T):
+            phi = pb[g, t] if merge and c == last[g] else pb[g, t] + pn[g, t]
+            start = phi * p[row, t, c] if merge or t == depth else np.float32(0.0)
+            pn[n, t + 1] = start
+            if merge and t > depth:
+                pn[n, t + 1] += pn[n, t] * p[own, t, c]
+                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blanks[own, t]
     return tokens[last[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
+
+
+FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities stay what they are
+
+
+@njit(cache=True)
+def _hardswish(x):
+    return x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)
+
+
+@njit(cache=True, fastmath=FAST)
+def _advance(state, before, step, carry):
+    """The state behind a prefix that has grown by one token."""
+    R = len(state)
+    gate = np.empty(R, np.float32)
+    for r in range(R):
+        gate[r] = _hardswish(before[r])
+    for r in range(R):
+        carried = step[r]
+        for q in range(R):
+            carried += carry[r, q] * gate[q]
+        state[r] = carried
+
+
+@njit(cache=True, fastmath=FAST)
+def _emit(p, blanks, start, stop, state, emission, slot, place, log_p, token, rest, log_blank, blank_vector):
+    """p_t(y | prefix) and p_t(blank | prefix) of slots start..stop-1, from the prefix's state."""
+    C, R, K = emission.shape[1], len(state), log_p.shape[1]
+    gate, moved, scale = np.empty(R, np.float32), np.empty(K, np.float32), np.empty(K, np.int32)
+    for t in range(start, stop):
+        share = np.float32(0.0)
+        for r in range(R):
+            gate[r] = _hardswish(slot[t, r] + state[r])
+            share += gate[r] * blank_vector[r]
+        for k in range(K):
+            delta = np.float32(0.0)
+            for r in range(R):
+                delta += gate[r] * token[t, k, r]
+            moved[k] = log_p[t, k] + delta
+        _exp(moved, scale)
+        total = rest[t]
+        for k in range(K):
+            total += moved[k]
+        p_blank = np.exp(min(log_blank[t] + share, np.float32(80.0)))
+        inverse = np.float32(1.0) / (total + p_blank)
+        blanks[t] = p_blank * inverse
+        for c in range(C):
+            p[t, c] = emission[t, c] * inverse
+        for k in range(K):
+            if place[t, k] >= 0:
+                p[t, place[t, k]] = moved[k] * inverse
+
+
+@njit(cache=True, fastmath={"contract"})
+def _exp(x, scale):
+    """exp in place, to 1e-7 of its value, |log2| up to 126: a polynomial and an exponent, which the compiler can
+    write for 8 numbers at once (Cephes' coefficients of 2^f)."""
+    for k in range(len(x)):
+        power = min(max(x[k] * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
+        whole = np.floor(power + np.float32(0.5))
+        f = power - whole
+        scale[k] = (np.int32(whole) + 127) << 23
+        y = np.float32(1.535336188319500e-4) * f + np.float32(1.339887440266574e-3)
+        y = y * f + np.float32(9.618437357674640e-3)
+        y = y * f + np.float32(5.550332471162809e-2)
+        y = y * f + np.float32(2.402264791363012e-1)
+        y = y * f + np.float32(6.931472028550421e-1)
+        x[k] = y * f + np.float32(1.0)
+    powers = scale.view(np.float32)
+    for k in range(len(x)):
+        x[k] *= powers[k]
 
 
 @njit(cache=True)

@@ -24,7 +24,7 @@ from ctcdraft.model.head import HeadConfig, Slots, build_head
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes
-from ctcdraft.model.tree import Tree
+from ctcdraft.model.tree import Tree, first_emissions
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, embedded_labels
@@ -240,8 +240,9 @@ class _Gate:
         whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
         want_NT = whole[:, -1].view(N, T)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
-        drafted = torch.tensor(np.stack([lattice.blank[:, 0] for lattice in lattices]), device=want_NT.device)
-        emitted = torch.tensor(lattices[0].emission[:, 0], device=want_NT.device)
+        firsts = [first_emissions(lattice) for lattice in lattices]
+        drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)
+        emitted = torch.tensor(firsts[0][0], device=want_NT.device)
         tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
         if max(_error(drafted, want_NT), _error(emitted, whole[:T, tokens])) > self.near:
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")

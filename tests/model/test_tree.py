@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattices import lattice_from_logits
 
-from ctcdraft.model.lattice import Lattice
+from ctcdraft.model.lattice import Behind, Lattice
 from ctcdraft.model.tree import search
 
 
@@ -58,37 +58,75 @@ def test_without_merging_psi_is_the_product_of_the_slots(T, V, nodes, seed):
     assert len(tree) == min(nodes, sum(V**k for k in range(1, T + 1)))
 
 
-def transition_outputs(emission, blank):
-    """Enumerate alignments where slot t's distribution depends on the last token collapsed."""
-    T, _, C = emission.shape
-    found = {}
+def moving_lattice(T, Y, seed, R=4, K=2):
+    """Random slots over a vocabulary of Y candidates and others, with a transition over shortlists of K tokens."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    vocab = Y + 2
+    p = rng.dirichlet(np.ones(vocab), size=T).astype(np.float32)
+    ids = np.argsort(-p, axis=1)[:, : min(K, vocab)]
+    listed = np.take_along_axis(p, ids, axis=1)
+    place = np.where(ids < Y, ids, -1)
+    rest = (1 - listed.sum(axis=1)).clip(min=0)
+    parts = (normal(R), normal(Y, R), normal(R, R), normal(T, R), place, np.log(listed), normal(T, *ids.shape[1:], R))
+    behind = Behind(*parts, rest, normal(T), normal(R))
+    return Lattice(np.arange(Y), np.ascontiguousarray(p[:, :Y]), np.zeros(T, np.float32), True, behind)
+
+
+def emitted(lattice, t, prefix):
+    """p_t of all candidates and of the blank behind a prefix, in float64."""
+    b = lattice.behind
+
+    def hardswish(x):
+        return x * np.clip(x + 3, 0, 6) / 6
+
+    state = b.root.astype(float)
+    for token in prefix:
+        state = b.step[token] + b.carry.astype(float) @ hardswish(state)
+    gate = hardswish(b.slot[t] + state)
+    moved = np.exp(b.log_p[t] + b.token[t] @ gate)
+    blank = np.exp(b.log_blank[t] + b.blank_R @ gate)
+    p = lattice.emission[t].astype(float)
+    for k, c in enumerate(b.place[t]):
+        if c >= 0:
+            p[c] = moved[k]
+    return p / (b.rest[t] + moved.sum() + blank), blank / (b.rest[t] + moved.sum() + blank)
+
+
+def brute_starts(lattice):
+    """{prefix: psi}: the probability that a slot writes the prefix's last token, summed over slots."""
+    T, Y = lattice.emission.shape
+    psi = {}
 
     def go(t, output, previous, p):
         if t == T:
-            found[output] = found.get(output, 0.0) + p
             return
-        row = output[-1] + 1 if output else 0
-        go(t + 1, output, -1, p * blank[t, row])
-        for c in range(C):
-            grown = output if previous == c else (*output, c)
-            # A slot that repeats c collapses into it: the last token collapsed so far is c itself.
-            go(t + 1, grown, c, p * emission[t, row, c])
+        emission, blank = emitted(lattice, t, output)
+        go(t + 1, output, -1, p * blank)
+        for c in range(Y):
+            if previous == c:
+                go(t + 1, output, c, p * emission[c])
+            else:
+                grown = (*output, c)
+                psi[grown] = psi.get(grown, 0.0) + p * emission[c]
+                go(t + 1, grown, c, p * emission[c])
 
     go(0, (), -1, 1.0)
-    return found
+    return psi
 
 
-@settings(max_examples=30, deadline=None)
-@given(T=st.integers(1, 4), C=st.integers(1, 3), seed=st.integers(0, 9999))
-def test_a_transition_lattice_is_exact(T, C, seed):
-    rng = np.random.default_rng(seed)
-    raw = rng.dirichlet(np.ones(C + 1), size=(T, C + 1)).astype(np.float32)
-    lattice = Lattice(np.arange(C), raw[:, :, :C].copy(), raw[:, :, C].copy(), merge=True)
-    tree = search(lattice, 40)
-    outputs = transition_outputs(lattice.emission, lattice.blank)
+@settings(max_examples=40, deadline=None)
+@given(T=st.integers(1, 4), Y=st.integers(1, 3), K=st.integers(1, 5), seed=st.integers(0, 9999))
+def test_a_transition_lattice_is_exact(T, Y, K, seed):
+    lattice = moving_lattice(T, Y, seed, K=K)
+    tree, psi = search(lattice, 40), brute_starts(lattice)
     for path, value in zip(prefixes(tree), tree.psi, strict=True):
-        want = sum(p for output, p in outputs.items() if output[: len(path)] == path)
-        assert abs(value - want) < 1e-5
+        assert abs(value - psi[path]) < 1e-5
+    best = sorted(psi.values(), reverse=True)[: len(tree)]
+    assert np.allclose(sorted(tree.psi, reverse=True), best, atol=1e-5)
 
 
 def test_a_chain_has_one_leaf_and_follows_the_best_child():
@@ -144,5 +182,5 @@ def test_top_k_keeps_the_full_normaliser():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(7))
     lattice = lattice_from_logits(logits, torch.zeros(3), 4)
     full = torch.cat([logits, torch.zeros(3, 1)], 1).softmax(1)
-    assert np.allclose(lattice.emission[:, 0], full[:, lattice.tokens], atol=1e-6)
+    assert np.allclose(lattice.emission, full[:, lattice.tokens], atol=1e-6)
     assert len(lattice.tokens) <= 12
