@@ -24,6 +24,7 @@ from ctcdraft.model.tree import Tree
 
 KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
+MOST_FULL = 8192
 TABLED = ("transition.to_token", "transition.from_context")  # computed once for the whole vocabulary
 
 
@@ -166,7 +167,11 @@ class Head(nn.Module, ABC):
         """The T slots of each anchor, of its context and its embedded root."""
 
     def shortlist(self, vocab: int) -> int:
-        """How many tokens of each slot the transition moves."""
+        """How many tokens of each slot the transition moves. Raises ValueError where the full one would be too many."""
+        if self.config.transition == "full" and vocab > MOST_FULL:
+            raise ValueError(
+                f"head.transition=full is a reference for at most {MOST_FULL} tokens, not {vocab}: shortlist"
+            )
         return vocab if self.config.transition == "full" else min(self.config.shortlist, vocab)
 
     def tables(self, base: Base) -> Tables | None:
