@@ -132,6 +132,13 @@ class Base:
             "lm_head": _short_hash(weight.to(torch.bfloat16).view(torch.uint8).numpy().data),
         }
 
+    @cached_property
+    def weights(self) -> str:
+        """A short hash over every parameter: `identity` says which bases may share a head, this which have the same
+        hidden states. The bits of each are summed where they lie, so nothing large leaves a GPU."""
+        sums = [(name, list(p.shape), int(_bits(p).sum())) for name, p in self.model.named_parameters()]
+        return _short_hash(json.dumps(sums).encode())
+
 
 def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: str | None = None) -> Base:
     """Load a frozen base and its tokenizer from a local folder or the Hub.
@@ -242,6 +249,11 @@ def _tokenizer_bytes(tokenizer: Any) -> bytes:
         state.pop("truncation", None)
         return json.dumps(state, sort_keys=True).encode()
     return json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return parameter.detach().view(kinds[parameter.element_size()])
 
 
 def _short_hash(data: Any) -> str:

@@ -1,6 +1,6 @@
 """The base's own continuations of many prompts: transformers' `generate`, batched by length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 
 import torch
 from transformers import GenerationConfig
@@ -21,7 +21,7 @@ def continue_prompts(
         yield from zip(numbers, answers, strict=True)
 
 
-def batches_by_length(sequences: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
     """Numbers of the sequences in batches of like length, shortest first."""
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

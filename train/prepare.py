@@ -38,7 +38,7 @@ from ctcdraft.train.examples import ExampleMaker
 from ctcdraft.train.shards import SPLITS, DataConfig, Shard, asked_text, read_shards
 
 FORMAT = 2
-FREE = ("path", "batch_size", "show")  # options that do not change what is prepared (a path's content does)
+FREE = ("path", "batch_size", "features", "show")  # options that do not change what is prepared (a path's content does)
 FREE_REGENERATE = ("url", "concurrency", "retries", "timeout")
 
 
