@@ -25,7 +25,7 @@ from ctcdraft.train.embedded import embedded_base
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
-from ctcdraft.train.prepare import FREE_REGENERATE, prepare, prepared_folder
+from ctcdraft.train.prepare import FREE_REGENERATE, account_of, prepare, prepared_folder
 
 # What may differ between two commands that continue one run.
 FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
@@ -74,7 +74,7 @@ def get_data(config: TrainEntry, base: Base) -> Path:
         f"length {', '.join(f'{name} {tokens}' for name, tokens in train['lengths'].items())})"
     )
     if turns and not there:
-        say("turns: asked {asked} = answered {answered} + failed {failed} + skipped {skipped}".format(**turns))
+        say(f"turns: {account_of(turns)}")
     if count["near_duplicates"]:
         say(
             f"data: {count['near_duplicates']} training rows nearly repeat an evaluation question; they are in "
