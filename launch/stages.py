@@ -73,7 +73,7 @@ def get_data(config: TrainEntry, base: Base) -> Path:
         f"rejected {count['rejected']}; {train['sequences']} sequences, {train['answer_tokens']:,} answer tokens; "
         f"length {', '.join(f'{name} {tokens}' for name, tokens in train['lengths'].items())})"
     )
-    if turns and not there:
+    if any(turns.values()) and not there:
         say(f"turns: {account_of(turns)}")
     if count["near_duplicates"]:
         say(

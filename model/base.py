@@ -32,13 +32,13 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 
-VICUNA_TEMPLATE = (
+VICUNA_TEMPLATE = (  # FastChat's vicuna_v1.1
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-    "detailed, and polite answers to the user's questions.{% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'user' %} USER: {{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %} ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token }}"
-    "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+    "detailed, and polite answers to the user's questions.{% endif %}{{ ' ' }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% elif message['role'] == 'assistant' %}ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token }}"
+    "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 TEMPLATES = {"plain": PLAIN_TEMPLATE, "vicuna": VICUNA_TEMPLATE}
 
