@@ -190,7 +190,7 @@ def _message(turn: Any, index: int) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"turn {index} has the unknown role {role!r}")
     message = {"role": ROLES[role], "content": _content(turn.get("value", turn.get("content")), index)}
-    extra = {key: turn[key] for key in KEPT if turn.get(key)}
+    extra = {key: turn[key] for key in KEPT if turn.get(key)} if len(turn) > 2 else {}
     message |= extra
     if not message["content"].strip() and not (message["role"] == "assistant" and message.get("tool_calls")):
         raise RowError(f"turn {index} (from the {message['role']}) is empty")
@@ -226,6 +226,8 @@ def _tools(tools: Any) -> list[Any] | None:
 
 
 def _encodable(text: str, where: str) -> str:
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError as error:

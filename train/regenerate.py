@@ -142,7 +142,7 @@ class Dialogue:
         start = max((i + 1 for i in range(len(mask) - 1) if not mask[i] and mask[i + 1]), default=0)
         return [Example(ids, [m if i >= start else 0 for i, m in enumerate(mask)], labels)]
 
-    def _extend(self, ids: list[int], mask: list[int], message: Message) -> None:
+    def _extend(self, ids: list[int], mask: Sequence[int], message: Message) -> None:
         if ids[: len(self._ids)] != self._ids:
             self._flush()
         self._mask += mask[len(self._mask) :]
