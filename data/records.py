@@ -6,6 +6,7 @@ Conversations: ShareGPT rows (`conversations` with `from`/`value`), `messages` (
 
 import hashlib
 import json
+import marshal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +149,8 @@ def tokens_of(row: Any, name: str | int) -> Tokens:
 
 
 def _digest(content: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).digest()
+    """Of plain JSON types, to be compared within one process: marshal is several times as fast as json."""
+    return hashlib.blake2b(marshal.dumps(content, 0), digest_size=12).digest()
 
 
 def _object(row: Any) -> dict[str, Any]:
