@@ -80,9 +80,10 @@ class FeatureStore:
             shutil.rmtree(self._work, ignore_errors=True)  # what a process left that was killed at the very end
             return
         self.check_room()
-        for wait in (False, True):  # first what is free, then what another process may have left
-            for number in tqdm(range(len(self._shards)), "base states", unit="shard", mininterval=1):
-                self._store(number, wait=wait)
+        for number in tqdm(range(len(self._shards)), "base states", unit="shard", mininterval=1):
+            self._store(number, wait=False)
+        for number in range(len(self._shards)):  # what another process was at, or may have left
+            self._store(number, wait=True)
         with claimed(self.folder.with_name(f"{self.folder.name}.lock"), wait=True):
             if not self.done:
                 self._write_manifest()
