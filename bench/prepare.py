@@ -53,8 +53,9 @@ def conversations_of(path):
             record = conversation_of(row, number)
         except RowError:
             continue
-        if record.digest not in seen:
-            seen.add(record.digest)
+        digest = record.digest
+        if digest not in seen:
+            seen.add(digest)
             yield record
 
 

@@ -1,4 +1,5 @@
-"""Tokens per second of a whole training step beside the base's bare forward on the same batch, split by part.
+"""Tokens per second of a whole training step beside the base's bare forward on the same batch, split by part, and
+beside the same step from hidden states that were stored before (read from disk, checksums and all).
 
 python bench/train_step.py [--shape tiny|small|vicuna_7b] [--anchors N] [--rounds N]
 
@@ -6,16 +7,21 @@ The base has random weights: speed needs no trained ones. No DeepSpeed: the step
 """
 
 import argparse
+import json
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from measure import DEVICE, interleaved, spread, told, wait
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ctcdraft.data.batches import Batch
+from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard_tensors
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.base import Base
@@ -83,11 +89,21 @@ def random_batch(shape, anchors):
     return Batch(ids_BL, batch_N, position_N, labels_NU, torch.full((len(batch_N),), LABELS)).to(torch.device(DEVICE))
 
 
+def stored_states(base, batch, kind, folder):
+    """The batch's hidden states on disk, as training reads them."""
+    path, size = folder / shard_name(0), base.hidden_size
+    save_file(shard_tensors([encoded(hidden, kind).cpu() for hidden in base.hidden(batch.ids_BL)]), path)
+    facts = {"kind": kind, "size": size}
+    shards = [{"first": 0, "bytes": path.stat().st_size}]
+    (folder / "manifest.json").write_text(json.dumps({**facts, "shards": shards}))
+    return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
+
+
 class Step:
     """One optimizer step, and the seconds that its parts took."""
 
-    def __init__(self, base, shape, anchors):
-        self.base, self.batch = base, random_batch(shape, anchors)
+    def __init__(self, base, shape, anchors, features=None):
+        self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         self.dtype = getattr(torch, shape.dtype)
         config = HeadConfig(
             width=shape.width, heads=max(1, shape.width // 128), mixer_width=shape.mixer, mixer_heads=shape.mixer // 64
@@ -99,6 +115,9 @@ class Step:
     def __call__(self):
         batch = self.batch
         with self.timed("base"):
+            if self.features:
+                values, scale = self.features.rows([[row] for row in range(len(batch.ids_BL))], batch.ids_BL.shape[1])
+                batch = batch._replace(stored_BLD=values, stored_scale_BL=scale).to(torch.device(DEVICE))
             hidden, root = base_features(self.base, batch, self.dtype)
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
@@ -126,24 +145,31 @@ def measured(name, anchors, rounds):
     base = random_base(shape)
     rows = []
     for count in anchors or shape.anchors:
-        step = Step(base, shape, count)
-        seconds = interleaved({"step": step, "forward": lambda step=step: base.hidden(step.batch.ids_BL)}, rounds)
-        whole, bare = spread(seconds["step"]), spread(seconds["forward"])
-        tokens = shape.batch * shape.length
-        share = {part: sum(times[1:]) / sum(seconds["step"]) for part, times in step.seconds.items()}
-        rows.append(
-            {
-                "shape": name,
-                "anchors": count,
-                "parameters": sum(p.numel() for p in step.head.parameters()),
-                "tokens_per_second": tokens / whole["median"],
-                "bare_tokens_per_second": tokens / bare["median"],
-                "share_of_bare_forward": bare["median"] / whole["median"],
-                "time_share": share,
-            }
-        )
-        del step
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(compared(name, base, shape, count, rounds, Path(folder)))
     return rows
+
+
+def compared(name, base, shape, anchors, rounds, folder):
+    step = Step(base, shape, anchors)
+    calls = {"step": step, "forward": lambda: base.hidden(step.batch.ids_BL)}
+    for kind in FORMATS:
+        (folder / kind).mkdir()
+        calls[kind] = Step(base, shape, anchors, stored_states(base, step.batch, kind, folder / kind))
+    seconds = interleaved(calls, rounds)
+    middle = {call: spread(found)["median"] for call, found in seconds.items()}
+    tokens = shape.batch * shape.length
+    share = {part: sum(times[1:]) / sum(seconds["step"]) for part, times in step.seconds.items()}
+    return {
+        "shape": name,
+        "anchors": anchors,
+        "parameters": sum(p.numel() for p in step.head.parameters()),
+        "tokens_per_second": tokens / middle["step"],
+        "bare_tokens_per_second": tokens / middle["forward"],
+        "share_of_bare_forward": middle["forward"] / middle["step"],
+        "time_share": share,
+        "stored_step_time": {kind: middle[kind] / middle["step"] for kind in FORMATS},
+    }
 
 
 def table(rows):
@@ -155,10 +181,12 @@ def table(rows):
             f"{row['bare_tokens_per_second']:.0f}",
             f"{row['share_of_bare_forward']:.0%}",
             *(f"{row['time_share'][part]:.0%}" for part in PARTS),
+            *(f"{row['stored_step_time'][kind]:.0%}" for kind in FORMATS),
         )
         for row in rows
     ]
-    header = ("shape", "anchors per sequence", "tokens/s", "bare forward", "of it", *PARTS)
+    stored = (f"step from stored {kind}" for kind in FORMATS)
+    header = ("shape", "anchors per sequence", "tokens/s", "bare forward", "of it", *PARTS, *stored)
     return markdown_table(header, lines)
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ctcdraft.data.features import Features
 from ctcdraft.data.packing import first_fit
 from ctcdraft.data.store import Corpus, Example
 
@@ -22,7 +23,8 @@ class Batch(NamedTuple):
     positions up to it, the root follows, and labels_NU[n, : lengths_N[n]] follow the root.
 
     Where a row holds several documents, document_BL says which (from 0; -1 on padding), and place_BL counts
-    each document's positions from 0. Both are None where a row is one document.
+    each document's positions from 0. Both are None where a row is one document. stored_BLD: the base's hidden states
+    and stored_scale_BL their scale, where they were stored.
     """
 
     ids_BL: Tensor
@@ -32,6 +34,8 @@ class Batch(NamedTuple):
     lengths_N: Tensor
     document_BL: Tensor | None = None
     place_BL: Tensor | None = None
+    stored_BLD: Tensor | None = None
+    stored_scale_BL: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         return Batch._make(None if tensor is None else tensor.to(device) for tensor in self)
@@ -42,7 +46,7 @@ class Sampler:
 
     batch: rows per step, over all ranks. A row is one document, or with `pack` as many as fit, first-fit, into
     max_length tokens. anchors: at most so many per document. labels: U. max_length: rows, and so documents,
-    are cut after so many tokens.
+    are cut after so many tokens. features: the base's hidden states of every document, where they were stored.
     """
 
     def __init__(
@@ -55,10 +59,11 @@ class Sampler:
         max_length: int,
         seed: int,
         pack: bool = False,
+        features: Features | None = None,
     ) -> None:
         if len(corpus) < 1:
             raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
-        self.corpus, self.batch, self.anchors = corpus, batch, anchors
+        self.corpus, self.batch, self.anchors, self.features = corpus, batch, anchors, features
         self.labels, self.max_length, self.seed, self.pack = labels, max_length, seed, pack
         if not any(corpus.mask[start : start + max_length].any() for start in corpus.offsets[:-1]):
             raise ValueError(f"no answer lies within the first train.max_length={max_length} tokens of any sequence")
@@ -128,6 +133,9 @@ class Sampler:
                 start = span.stop
         arrays = [np.concatenate(column) for column in zip(*parts, strict=True)]
         batch = Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
+        if self.features:
+            stored = self.features.rows([row.tolist() for row in rows], self.max_length)
+            batch = batch._replace(stored_BLD=stored.values, stored_scale_BL=stored.scale)
         if not self.pack:
             return batch
         return batch._replace(document_BL=torch.from_numpy(document_BL), place_BL=torch.from_numpy(place_BL))

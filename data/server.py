@@ -10,12 +10,18 @@ import httpx
 
 from ctcdraft.data.records import Message
 
-PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed later
+PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed in a moment
+REFUSING = {400, 413, 422}  # it never will; of others (401, 404 ...) that is up to who runs the server
 LONGEST_WAIT = 30.0  # seconds between two tries
+FEWEST_FAILURES = 4  # in a row, and as many as may be asked at once: then the server is dead
 
 
 class ServerError(Exception):
     """Why a server gave no answer, after every try that made sense."""
+
+
+class Refusal(ServerError):
+    """The server will not answer this request, whenever it is asked."""
 
 
 class Answer(NamedTuple):
@@ -29,7 +35,8 @@ class ChatServer:
     """A server under `url` (as its clients get it, mostly ending in /v1). Use it in one `async with`.
 
     model: its name there; None takes the first that the server lists. retries: tries after the first, with
-    doubling waits of half a second up to 30; timeout: seconds that one answer may take.
+    doubling waits of half a second up to 30; timeout: seconds that one answer may take. When as many requests as may
+    run at once have failed in a row, all tries included, the rest fail without being sent.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class ChatServer:
         self.url = url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
         self.model, self.retries = model, retries
         self._slots = asyncio.Semaphore(concurrency)
+        self._failures, self._most_failures = 0, max(FEWEST_FAILURES, concurrency)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
             limits=httpx.Limits(max_connections=concurrency),
@@ -53,13 +61,24 @@ class ChatServer:
     async def answer(self, messages: list[Message], *, tools: list[Any] | None = None, **options: Any) -> Answer:
         """The next assistant turn. options: fields of the request (max_tokens, temperature, seed ...).
 
-        Raises ServerError when the server refuses the request, or fails at every try.
+        Raises Refusal when the server refuses the request, another ServerError when it fails at every try.
         """
         async with self._slots:
-            if self.model is None:
-                self.model = await self._tried("GET", "/models", None, _first_model)
-            body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **options}
-            return await self._tried("POST", "/chat/completions", body, _answer)
+            if self._failures >= self._most_failures:
+                raise ServerError(f"{self.url} failed {self._failures} requests in a row")
+            try:
+                if self.model is None:
+                    self.model = await self._tried("GET", "/models", None, _first_model)
+                body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **options}
+                found = await self._tried("POST", "/chat/completions", body, _answer)
+            except Refusal:
+                self._failures = 0  # it does answer
+                raise
+            except ServerError:
+                self._failures += 1
+                raise
+            self._failures = 0
+            return found
 
     async def _tried(self, method: str, path: str, body: Any, read: Any) -> Any:
         for attempt in range(self.retries + 1):
@@ -70,7 +89,8 @@ class ChatServer:
                     return read(response.json())
                 reason = f"{response.status_code} {response.text[:200]}"
                 if response.status_code < 500 and response.status_code not in PASSING:
-                    raise ServerError(f"{self.url} refuses: {reason}")
+                    kind = Refusal if response.status_code in REFUSING else ServerError
+                    raise kind(f"{self.url} refuses: {reason}")
                 wait = max(wait, _retry_after(response))
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__} {error}".strip()

@@ -127,7 +127,9 @@ class Journal:
 
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:
     """Write the examples as flat arrays."""
-    arrays = {name: _flat([e[i] for e in examples], dtype) for i, (name, dtype) in enumerate(COLUMNS.items())}
+    columns = [name for name in COLUMNS if name != "labels" or any(e.labels is not e.ids for e in examples)]
+    arrays = {name: _flat([getattr(e, name) for e in examples], COLUMNS[name]) for name in columns}
+    arrays.setdefault("labels", arrays["ids"])
     arrays["offsets"] = np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)
     save_file(arrays, path)
 

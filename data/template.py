@@ -49,7 +49,7 @@ class Rendered(NamedTuple):
     """Tokens of a conversation and its loss mask: 1 on the assistant's tokens, each end of turn included."""
 
     ids: list[int]
-    mask: list[int]
+    mask: Sequence[int]
 
 
 def prompt_ids(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
@@ -182,9 +182,11 @@ class _Template:
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
     """An answer ends with its end of turn, also where the template marks the words alone, or the line break behind."""
-    inside = next((e for e in ends if text[:stop].rstrip().endswith(e)), None)
-    if inside:
-        return len(text[:stop].rstrip())
+    if text.endswith(ends, 0, stop):
+        return stop
+    inside = text[:stop].rstrip()
+    if inside.endswith(ends):
+        return len(inside)
     follows = next((e for e in ends if text.startswith(e, stop)), "")
     return stop + len(follows)
 
@@ -199,17 +201,20 @@ def _encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
 
 
 def _masked(encoding: Any, text: str, spans: list[tuple[int, int]]) -> Rendered:
-    mask = [0] * len(encoding)
+    mask = bytearray(len(encoding))  # which numpy takes as it is
     for start, stop in spans:
         first, last = _token_at(encoding, start, stop, 1), _token_at(encoding, stop - 1, start - 1, -1)
         if first is None or last is None:
             continue
         if text[encoding.token_to_chars(first)[0] : start].strip():  # begins in the prompt's last word
             first += 1
-        mask[first : last + 1] = [1] * (last + 1 - first)
+        mask[first : last + 1] = b"\1" * (last + 1 - first)
     return Rendered(encoding.ids, mask)
 
 
 def _token_at(encoding: Any, char: int, stop: int, step: int) -> int | None:
     """The token that holds a character, or the nearest one towards `stop` (white space may belong to none)."""
+    found = encoding.char_to_token(char)
+    if found is not None:
+        return found
     return next((t for c in range(char, stop, step) if (t := encoding.char_to_token(c)) is not None), None)

@@ -17,7 +17,7 @@ def main(config: TrainEntry) -> int:
     stages.check_inputs(config)
     ds.init_distributed()
     base = stages.get_base(config.base, Path(config.cache_dir))
-    stages.get_data(config, base)
+    stages.get_features(config, base, stages.get_data(config, base))
     ds.leave_distributed()
     return 0
 

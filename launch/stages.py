@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ctcdraft.data.features import Features
 from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import load_corpus, read_manifest, read_object
@@ -21,9 +22,10 @@ from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best
 from ctcdraft.train.embedded import embedded_base
+from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
-from ctcdraft.train.prepare import FREE_REGENERATE, prepare, prepared_folder
+from ctcdraft.train.prepare import FREE_REGENERATE, account_of, prepare, prepared_folder
 
 # What may differ between two commands that continue one run.
 FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
@@ -71,8 +73,8 @@ def get_data(config: TrainEntry, base: Base) -> Path:
         f"rejected {count['rejected']}; {train['sequences']} sequences, {train['answer_tokens']:,} answer tokens; "
         f"length {', '.join(f'{name} {tokens}' for name, tokens in train['lengths'].items())})"
     )
-    if turns and not there:
-        say("turns: asked {asked} = answered {answered} + failed {failed} + skipped {skipped}".format(**turns))
+    if any(turns.values()) and not there:
+        say(f"turns: {account_of(turns)}")
     if count["near_duplicates"]:
         say(
             f"data: {count['near_duplicates']} training rows nearly repeat an evaluation question; they are in "
@@ -81,6 +83,23 @@ def get_data(config: TrainEntry, base: Base) -> Path:
     if config.data.show:
         say(shown(base.tokenizer, load_corpus(folder, "train"), config.data.show, colour=sys.stdout.isatty()))
     return folder
+
+
+def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features | None:
+    """The base's hidden states of the training sequences, stored first where they are asked for and not there yet."""
+    if config.data.features is None:
+        return None
+    store = FeatureStore(base, data_folder, config.data.features, Path(config.cache_dir))
+    there = store.done
+    if not there:
+        say(f"features: storing {store.check_room()}")
+        store.fill()
+    found = store.open()
+    say(
+        f"features: {store.folder} ({'reused' if there else 'stored'}; {found.bytes / 2**30:.2f} GB in {found.kind}: "
+        "training reads them, the base's layers run for evaluations alone)"
+    )
+    return found
 
 
 def check_inputs(config: TrainEntry) -> Path:

@@ -34,7 +34,8 @@ def main(config: TrainEntry) -> int:
     if state:
         stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
     else:
-        trainer = Trainer(config.plan, base, data_folder, folder)
+        features = stages.get_features(config, base, data_folder)
+        trainer = Trainer(config.plan, base, data_folder, folder, features)
         stages.say(trainer.rows())
         if ds.rank() == 0:
             log = RunLog(folder, config.logger, asdict(config), trainer.state.step)

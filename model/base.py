@@ -32,13 +32,13 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 
-VICUNA_TEMPLATE = (
+VICUNA_TEMPLATE = (  # FastChat's vicuna_v1.1
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-    "detailed, and polite answers to the user's questions.{% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'user' %} USER: {{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %} ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token }}"
-    "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+    "detailed, and polite answers to the user's questions.{% endif %}{{ ' ' }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% elif message['role'] == 'assistant' %}ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token }}"
+    "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 TEMPLATES = {"plain": PLAIN_TEMPLATE, "vicuna": VICUNA_TEMPLATE}
 
@@ -138,6 +138,13 @@ class Base:
             "tokenizer": _short_hash(_tokenizer_bytes(self.tokenizer)),
             "lm_head": _short_hash(weight.to(torch.bfloat16).view(torch.uint8).numpy().data),
         }
+
+    @cached_property
+    def weights(self) -> str:
+        """A short hash over every parameter: `identity` says which bases may share a head, this which have the same
+        hidden states. The bits of each are summed where they lie, so nothing large leaves a GPU."""
+        sums = [(name, list(p.shape), int(_bits(p).sum())) for name, p in self.model.named_parameters()]
+        return _short_hash(json.dumps(sums).encode())
 
 
 def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: str | None = None) -> Base:
@@ -249,6 +256,11 @@ def _tokenizer_bytes(tokenizer: Any) -> bytes:
         state.pop("truncation", None)
         return json.dumps(state, sort_keys=True).encode()
     return json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return parameter.detach().view(kinds[parameter.element_size()])
 
 
 def _short_hash(data: Any) -> str:

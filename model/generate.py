@@ -1,11 +1,13 @@
 """The base's own continuations of many prompts: transformers' `generate`, batched by length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ctcdraft.model.base import Base
+from ctcdraft.model.sampling import Sampling, gumbel
 
 
 def continue_prompts(
@@ -21,7 +23,7 @@ def continue_prompts(
         yield from zip(numbers, answers, strict=True)
 
 
-def batches_by_length(sequences: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
     """Numbers of the sequences in batches of like length, shortest first."""
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -34,12 +36,12 @@ def continue_batch(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seeds: Sequence[int] = (),
 ) -> list[list[int]]:
-    """The base's continuations of a few prompts at once, greedy at temperature 0, else sampled: a function of
-    the arguments alone, whatever was drawn before.
+    """The base's continuations of a few prompts at once: greedy at temperature 0, else sampled, one seed per prompt.
 
-    Raises ValueError on an empty prompt or one that leaves no room in the context.
+    A sample is what `Decoder.generate` draws from that seed: which prompts share the batch changes a token only where
+    rounding does. Raises ValueError on an empty prompt or one that leaves no room in the context.
     """
     for number, prompt in enumerate(prompts):
         if not 0 < len(prompt) < base.context_length:
@@ -53,17 +55,35 @@ def continue_batch(
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
     settings = GenerationConfig(
         max_new_tokens=min(max_new_tokens, base.context_length - longest),
         eos_token_id=list(base.eos_ids) or None,
         pad_token_id=pad,
-        **(sampling or {"do_sample": False}),
+        do_sample=False,
     )
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        out = base.model.generate(ids.to(base.device), attention_mask=mask.to(base.device), generation_config=settings)
+    padding = [longest - len(prompt) for prompt in prompts]
+    drawn = [_Drawn(Sampling(temperature, top_p=top_p), seeds, padding)] if temperature else []
+    with torch.no_grad():
+        out = base.model.generate(
+            ids.to(base.device),
+            attention_mask=mask.to(base.device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList(drawn),
+        )
     return [_until_eos(row, base.eos_ids) for row in out[:, longest:].tolist()]
+
+
+class _Drawn(LogitsProcessor):
+    """Leaves each row the one token that its seed draws at its position, for argmax to find."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], padding: Sequence[int]) -> None:
+        self.sampling, self.rows = sampling, list(zip(seeds, padding, strict=True))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        at, (_, V) = input_ids.shape[1], scores.shape
+        noise_BV = torch.stack([gumbel(seed, at - padding, V, scores.device) for seed, padding in self.rows])
+        chosen_B = self.sampling.choose(scores, None, noise_BV)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen_B.unsqueeze(1), 0.0)
 
 
 def _until_eos(tokens: list[int], eos_ids: tuple[int, ...]) -> list[int]:

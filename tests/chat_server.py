@@ -21,13 +21,13 @@ FAULTS = ("error", "busy", "half", "nothing", "hangup", "unfinished", "rubbish",
 
 
 class Server(ThreadingHTTPServer):
-    """`asked` counts requests by content; `refuse` says which contents get a 400."""
+    """`asked` counts requests by content; `refuse` says which contents get a 400, `broken` which a 500."""
 
     daemon_threads = True
 
-    def __init__(self, base, port=0, faults=(), refuse=()):
+    def __init__(self, base, port=0, faults=(), refuse=(), broken=()):
         super().__init__(("127.0.0.1", port), Handler)
-        self.base, self.faults, self.refuse = base, faults, refuse
+        self.base, self.faults, self.refuse, self.broken = base, faults, refuse, broken
         self.asked, self.lock = Counter(), threading.Lock()
         self.bodies = []
 
@@ -54,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.bodies.append(body)
         if any(word in key for word in self.server.refuse):
             self._send(b'{"error": "too long for me"}', 400)
+        elif any(word in key for word in self.server.broken):
+            self._fail("error")
         elif seen < len(self.server.faults):
             self._fail(self.server.faults[seen])
         else:
@@ -61,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body, finish=True):
         base = self.server.base
-        options = {"temperature": body.get("temperature", 0.0), "seed": body.get("seed", 0)}
+        options = {"temperature": body.get("temperature", 0.0), "seeds": [body.get("seed", 0)]}
         with self.server.lock:
             torch.set_num_threads(1)
             (tokens,) = continue_batch(

@@ -1,5 +1,9 @@
-"""Chat templates of well-known models, as their tokenizers carry them (tools and other branches left out), none with
-generation marks; and of one conversation the text and the answers that a person reads out of each."""
+"""Chat templates of well-known models as they are published (tools, dates and other branches left out), none with
+generation marks; and of one conversation the text and the answers that a person reads out of each.
+
+Compared with public copies of the originals: each renders what its original does. Vicuna's tokenizer has none; its
+format is FastChat's `vicuna_v1.1`.
+"""
 
 CHAT = [
     {"role": "system", "content": "Be kind."},
@@ -55,27 +59,93 @@ QWEN_3 = (  # past thoughts are dropped, the last answer gets an empty one
     "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-    "{{ ' ' + message['content'] + eos_token}}{% else %}"
-    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+ALTERNATE = (
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+)
+LLAMA_3_1 = (  # a system turn in any case
+    "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content']|trim %}"
+    '{%- set messages = messages[1:] %}{%- else %}{%- set system_message = "" %}{%- endif %}'
+    '{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}{{- "Cutting Knowledge Date: December 2023\\n" }}'
+    '{{- "Today Date: 26 Jul 2024\\n\\n" }}{{- system_message }}{{- "<|eot_id|>" }}{%- for message in messages %}'
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim }}"
+    "{{- '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+
+
+def mistral(user, answer, system=None):
+    """The templates of Mistral's instruct models are alike but for white space. system: how a system turn is said."""
+    role = "" if system is None else "{% elif message['role'] == 'system' %}{{ " + system + " }}"
+    return (
+        "{{ bos_token }}{% for message in messages %}"
+        + (ALTERNATE if system is None else "")
+        + "{% if message['role'] == 'user' %}{{ "
+        + user
+        + " }}{% elif message['role'] == 'assistant' %}{{ "
+        + answer
+        + " }}"
+        + role
+        + "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    )
+
+
+MISTRAL_V0_1 = mistral("'[INST] ' + message['content'] + ' [/INST]'", "message['content'] + eos_token + ' '")
+MISTRAL_V0_2 = mistral("'[INST] ' + message['content'] + ' [/INST]'", "message['content'] + eos_token")
+MISTRAL_V3 = mistral("'[INST] ' + message['content'] + '[/INST]'", "' ' + message['content']|trim + eos_token")
+MISTRAL_V7 = mistral(
+    "'[INST] ' + message['content'] + '[/INST]'",
+    "' ' + message['content'] + eos_token",
+    "'[SYSTEM_PROMPT] ' + message['content'] + '[/SYSTEM_PROMPT]'",
+)
+MISTRAL_NEMO = (  # the system turn goes before the last question, and is gone when that was answered
+    "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
+    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}"
+    "{%- for message in loop_messages %}{%- if message['role'] == 'user' %}"
+    "{%- if loop.last and system_message is defined %}"
+    "{{- '[INST]' + system_message + '\\n\\n' + message['content'] + '[/INST]' }}{%- else %}"
+    "{{- '[INST]' + message['content'] + '[/INST]' }}{%- endif %}{%- elif message['role'] == 'assistant' %}"
+    "{{- message['content'] + eos_token}}{%- endif %}{%- endfor %}"
 )
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    "{% endif %}{% for message in messages %}"
+    + ALTERNATE
+    + "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
     "{% else %}{% set role = message['role'] %}{% endif %}"
     "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
+)
+GEMMA_3 = (  # the system turn opens the first question
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}{%- set loop_messages = messages[1:] -%}"
+    "{%- else -%}{%- set first_user_prefix = '' -%}{%- set loop_messages = messages -%}{%- endif -%}"
+    "{%- for message in loop_messages -%}"
+    + ALTERNATE
+    + "{%- if (message['role'] == 'assistant') -%}{%- set role = 'model' -%}"
+    "{%- else -%}{%- set role = message['role'] -%}{%- endif -%}"
+    "{{ '<start_of_turn>' + role + '\\n' + (first_user_prefix if loop.first else '') }}"
+    "{{ message['content'] | trim }}{{ '<end_of_turn>\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{'<start_of_turn>model\\n'}}{%- endif -%}"
 )
 VICUNA = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
     "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
     "{% set system_message = 'A chat between a curious user and an artificial intelligence assistant.' %}{% endif %}"
-    "{{ bos_token + system_message }}{% for message in loop_messages %}"
-    "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'].strip() }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+    "{{ bos_token + system_message + ' ' }}{% for message in loop_messages %}"
+    "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+VICUNA_LINES = (  # as it goes round for llama.cpp and others
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'].strip() + '\\n\\n' %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = '' %}{% endif %}{% for message in loop_messages %}"
+    + ALTERNATE
+    + "{% if loop.index0 == 0 %}{{ bos_token + system_message }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'].strip() + '\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'].strip() + eos_token + '\\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
 # name -> (template, its extra special tokens, does it take a system turn, the rendering with answers in [[ ]])
@@ -120,11 +190,46 @@ KNOWN = {
         "<|im_start|>assistant\n[[Hello.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>\n"
         "<|im_start|>assistant\n[[<think>\n\n</think>\n\nSo long.<|im_end|>]]\n",
     ),
-    "mistral": (
-        MISTRAL,
+    "llama-3.1": (
+        LLAMA_3_1,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        True,
+        "<s><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+        "Today Date: 26 Jul 2024\n\nBe kind.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi!<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello.<|eot_id|>]]"
+        "<|start_header_id|>user<|end_header_id|>\n\nBye?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[So long.<|eot_id|>]]",
+    ),
+    "mistral-v0.1": (
+        MISTRAL_V0_1,
         (),
         False,
-        "<s>[INST] Hi! [/INST][[ Hello.</s>]][INST] Bye? [/INST][[ So long.</s>]]",
+        "<s>[INST] Hi! [/INST][[Hello.</s>]] [INST] Bye? [/INST][[So long.</s>]] ",
+    ),
+    "mistral-v0.2": (
+        MISTRAL_V0_2,
+        (),
+        False,
+        "<s>[INST] Hi! [/INST][[Hello.</s>]][INST] Bye? [/INST][[So long.</s>]]",
+    ),
+    "mistral-v3": (
+        MISTRAL_V3,
+        (),
+        False,
+        "<s>[INST] Hi![/INST][[ Hello.</s>]][INST] Bye?[/INST][[ So long.</s>]]",
+    ),
+    "mistral-v7": (
+        MISTRAL_V7,
+        (),
+        True,
+        "<s>[SYSTEM_PROMPT] Be kind.[/SYSTEM_PROMPT][INST] Hi![/INST][[ Hello.</s>]]"
+        "[INST] Bye?[/INST][[ So long.</s>]]",
+    ),
+    "mistral-nemo": (
+        MISTRAL_NEMO,
+        (),
+        False,
+        "<s>[INST]Hi![/INST][[Hello.</s>]][INST]Bye?[/INST][[So long.</s>]]",
     ),
     "gemma": (
         GEMMA,
@@ -133,10 +238,23 @@ KNOWN = {
         "<s><start_of_turn>user\nHi!<end_of_turn>\n<start_of_turn>model\n[[Hello.<end_of_turn>]]\n"
         "<start_of_turn>user\nBye?<end_of_turn>\n<start_of_turn>model\n[[So long.<end_of_turn>]]\n",
     ),
+    "gemma-3": (
+        GEMMA_3,
+        ("<start_of_turn>", "<end_of_turn>"),
+        True,
+        "<s><start_of_turn>user\nBe kind.\n\nHi!<end_of_turn>\n<start_of_turn>model\n[[Hello.<end_of_turn>]]\n"
+        "<start_of_turn>user\nBye?<end_of_turn>\n<start_of_turn>model\n[[So long.<end_of_turn>]]\n",
+    ),
     "vicuna": (
         VICUNA,
         (),
         True,
-        "<s>Be kind. USER: Hi! ASSISTANT:[[ Hello.</s>]] USER: Bye? ASSISTANT:[[ So long.</s>]]",
+        "<s>Be kind. USER: Hi! ASSISTANT:[[ Hello.</s>]]USER: Bye? ASSISTANT:[[ So long.</s>]]",
+    ),
+    "vicuna-lines": (
+        VICUNA_LINES,
+        (),
+        True,
+        "<s>Be kind.\n\nUSER: Hi!\nASSISTANT:[[ Hello.</s>]]\nUSER: Bye?\nASSISTANT:[[ So long.</s>]]\n",
     ),
 }

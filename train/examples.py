@@ -34,7 +34,10 @@ def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Exa
 
 
 class ExampleMaker:
-    """Records of one shard and split -> examples, in the order of the rows."""
+    """Records of one shard and split -> examples, in the order of the rows.
+
+    errors: why turns got no answer that may get one another time.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class ExampleMaker:
     ) -> None:
         self.base, self.config, self.seed, self.journal = base, config, seed, journal
         self.rejects, self.turns, self.title = rejects, turns, title
+        self.errors: list[str] = []
 
     def examples(self, records: Sequence[Record]) -> list[Example]:
         found: dict[str, list[Example]] = {}
@@ -72,6 +76,8 @@ class ExampleMaker:
         found: dict[str, list[Example]] = {chat.id: [] for chat in chats}
         for dialogue in dialogues:
             found[dialogue.conversation.id] += dialogue.examples(last_turn=config.last_turn)
+            if dialogue.errors:
+                self.errors.append(dialogue.reason)
         for dialogue in dialogues[:: len(rewriting.temperatures)]:
             if not found[dialogue.conversation.id]:
                 self._reject(dialogue.conversation.id, dialogue.reason)
@@ -120,11 +126,14 @@ class ExampleMaker:
                 f"data.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens"
             )
         work: list[tuple[list[int], float, str]] = []
+        owners: list[str] = []
         temperatures = (config.rewriting or RegenerateConfig()).temperatures
         for text in texts:
             key = (self.seed, *hashlib.sha256(text.id.encode()).digest()[:4])
             cuts = list(cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, key))
-            work += [(cut, t, text.id) for cut in cuts for t in temperatures]
+            pairs = [(cut, t) for cut in cuts for t in temperatures]
+            work += [(cut, t, f"{text.id}#{sample}") for sample, (cut, t) in enumerate(pairs)]
+            owners += [text.id] * len(pairs)
             if not cuts:
                 self._reject(text.id, f"fewer than {low} tokens")
         sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
@@ -139,9 +148,9 @@ class ExampleMaker:
         )
         found = dict(answers)
         made: dict[str, list[Example]] = {text.id: [] for text in texts}
-        for number, (prompt, _, name) in enumerate(work):
+        for number, (owner, (prompt, _, _)) in enumerate(zip(owners, work, strict=True)):
             ids = [*prompt, *found[number]]
-            made[name].append(Example(ids, [0] * len(prompt) + [1] * len(found[number]), ids))
+            made[owner].append(Example(ids, [0] * len(prompt) + [1] * len(found[number]), ids))
         return made
 
 

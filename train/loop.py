@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ctcdraft.data.batches import Sampler
+from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import DraftConfig
@@ -110,7 +111,9 @@ def finished(config: TrainConfig, state: TrainState) -> bool:
 class Trainer:
     """One run: builds the engine, resumes where the run folder left off, trains, keeps the best head."""
 
-    def __init__(self, plan: Plan, base: Base, data_folder: Path, run_folder: Path) -> None:
+    def __init__(
+        self, plan: Plan, base: Base, data_folder: Path, run_folder: Path, features: Features | None = None
+    ) -> None:
         check_fit(plan.head, plan.objective)
         self.plan, self.base = plan, base
         self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
@@ -137,6 +140,7 @@ class Trainer:
             max_length=plan.train.max_length,
             seed=plan.seed,
             pack=plan.train.pack,
+            features=features,
         )
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)

@@ -9,7 +9,8 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,20 @@ from ctcdraft.data.store import (
 )
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.train.examples import ExampleMaker
+from ctcdraft.train.regenerate import Turns
 from ctcdraft.train.shards import SPLITS, DataConfig, Shard, asked_text, read_shards
 
-FORMAT = 2
-FREE = ("path", "batch_size", "show")  # options that do not change what is prepared (a path's content does)
-FREE_REGENERATE = ("url", "concurrency", "retries", "timeout")
+FORMAT = 3
+FREE = ("path", "batch_size", "features", "show")  # options that do not change what is prepared (a path's content does)
+FREE_REGENERATE = ("url", "concurrency", "retries", "timeout", "reject_errors")
+
+
+class Unanswered(ValueError):
+    """A shard is not finished: a server failed on some of its turns. Those it answered are kept."""
+
+    def __init__(self, turns: Counter[str], reason: str) -> None:
+        super().__init__(reason)
+        self.turns = turns
 
 
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
@@ -59,7 +69,8 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     """The folder of prepared data, made when it is not there yet (long: the base writes every answer).
 
     Any number of processes may call it at once, and share the shards; each returns when all is done.
-    Raises ValueError when the source holds nothing that can be used; used + rejected = read.
+    Raises ValueError when the source holds nothing that can be used (used + rejected = read), and when a server failed
+    at some turns: those are asked again by the next call, and no others.
     """
     folder = prepared_folder(base, config, seed, cache)
     work = folder.with_name(f"{folder.name}.work")
@@ -68,12 +79,7 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
         return folder
     if config.kind != "text":
         warn_if_plain(base)
-    for wait in (False, True):  # first what is free, then what another process may have left
-        shards = [
-            _prepare_shard(work, folder, shard, base, config, seed, wait=wait) for shard in read_shards(config, seed)
-        ]
-        if all(shard.is_dir() for shard in shards):
-            break
+    shards = _prepare_shards(work, folder, base, config, seed)
     with claimed(folder.with_name(f"{folder.name}.lock"), wait=True):
         if read_manifest(folder) is None:
             for left in folder.parent.glob(f"unfinished-{folder.name}-*"):
@@ -84,30 +90,71 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     return folder
 
 
+def _prepare_shards(work: Path, folder: Path, base: Base, config: DataConfig, seed: int) -> list[Path]:
+    """The folders of all shards, filled. Raises ValueError where a server left turns unanswered."""
+    unanswered: dict[int, Unanswered] = {}
+    for wait in (False, True):  # first what is free, then what another process may have left
+        shards = []
+        for shard in read_shards(config, seed):
+            shards.append(work / f"{shard.number:05}")
+            try:
+                if shard.number not in unanswered:
+                    _prepare_shard(shards[-1], folder, shard, base, config, seed, wait=wait)
+            except Unanswered as error:
+                unanswered[shard.number] = error
+                if error.turns["errors"] > error.turns["answered"]:  # it is dead, and the next shard would find it so
+                    raise _unanswered(shards, unanswered, config) from error
+        if all(shard.is_dir() for shard in shards):
+            return shards
+    if unanswered:
+        raise _unanswered(shards, unanswered, config)
+    return shards
+
+
+def _unanswered(shards: list[Path], unanswered: dict[int, Unanswered], config: DataConfig) -> ValueError:
+    """What there is so far, and what to do about the rest."""
+    turns: Counter[str] = Counter()
+    for number, shard in enumerate(shards):
+        account = shard / "account.json"
+        found = read_object(account, "turns")["turns"] if account.is_file() else {}
+        turns.update(unanswered[number].turns if number in unanswered else found)
+    assert config.rewriting is not None
+    return ValueError(
+        f"data.regenerate.url={config.rewriting.url}: {turns['errors']} turns got no answer (the first: "
+        f"{next(iter(unanswered.values()))}); {account_of(turns)} so far; the same command asks for these again and "
+        "keeps the others (data.regenerate.reject_errors=true rejects them)"
+    )
+
+
+def account_of(turns: Mapping[str, int]) -> str:
+    """asked = answered + refused + errors + skipped, with their numbers."""
+    asked, *parts = (f"{name} {turns[name]:,}" for name in Turns._fields)
+    return f"{asked} = {' + '.join(parts)}"
+
+
 def _prepare_shard(
-    work: Path, folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, *, wait: bool
-) -> Path:
-    """The folder of a shard, filled unless it is there or, without `wait`, another process is at it."""
-    target = work / f"{shard.number:05}"
+    target: Path, folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, *, wait: bool
+) -> None:
+    """Fill the folder of a shard, unless it is there or, without `wait`, another process is at it."""
     if target.is_dir():
-        return target
-    with claimed(work / f"{shard.number:05}.lock", wait=wait) as ours:
+        return
+    with claimed(target.with_name(f"{target.name}.lock"), wait=wait) as ours:
         if ours and not target.is_dir() and read_manifest(folder) is None:
-            journal = Journal(work / f"{shard.number:05}.journal")
-            with new_folder(target) as fresh:
+            with closing(Journal(target.with_name(f"{target.name}.journal"))) as journal, new_folder(target) as fresh:
                 _fill(fresh, shard, base, config, seed, journal)
-            journal.close()
             journal.path.unlink()
-    return target
 
 
 def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, journal: Journal) -> None:
-    """Everything that a shard gives, in files."""
-    rejects, turns = shard.rejects, Counter[str]()
+    """Everything that a shard gives, in files. Raises Unanswered where a server may yet answer what it has not."""
+    rejects, turns, errors = shard.rejects, Counter[str](), list[str]()
     for split in SPLITS[:2]:
         maker = ExampleMaker(base, config, seed, journal, rejects, turns, f"shard {shard.number}: base answers {split}")
         examples = maker.examples(shard.splits[split])
         save_corpus(folder / f"{split}.safetensors", examples)
+        errors += maker.errors
+    if errors and config.rewriting and not config.rewriting.reject_errors:
+        raise Unanswered(turns, errors[0])
     write_jsonl(folder / "rejects.jsonl", rejects)
     write_jsonl(folder / "heldout.jsonl", _questions(shard.splits["heldout"]))
     asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])

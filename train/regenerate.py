@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from ctcdraft.data.records import Conversation, Message
-from ctcdraft.data.server import Answer, ChatServer, ServerError
+from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import prompt_ids, render_all
@@ -27,7 +27,8 @@ class RegenerateConfig:
 
     url: an OpenAI-compatible server to ask instead of the base in this process, model: the base's name there
     (None: the first it lists); concurrency: requests at once; retries after a failure, with doubling waits;
-    timeout: seconds per answer. OPENAI_API_KEY is sent where it is set.
+    timeout: seconds per answer. What failed at every try is asked again by the next command; reject_errors: it is
+    rejected. OPENAI_API_KEY is sent where it is set.
     """
 
     temperatures: list[float] = field(default_factory=lambda: [0.0])
@@ -37,6 +38,7 @@ class RegenerateConfig:
     concurrency: int = 16
     retries: int = 12
     timeout: float = 300.0
+    reject_errors: bool = False
 
     def __post_init__(self) -> None:
         if not self.temperatures or min(self.temperatures) < 0:
@@ -51,11 +53,15 @@ class RegenerateConfig:
 
 
 class Turns(NamedTuple):
-    """What became of the turns to answer: asked = answered + failed + skipped."""
+    """What became of the turns to answer: asked = answered + refused + errors + skipped.
+
+    errors: a server failed at every try; skipped: nobody was asked, because of what came before.
+    """
 
     asked: int = 0
     answered: int = 0
-    failed: int = 0
+    refused: int = 0
+    errors: int = 0
     skipped: int = 0
 
 
@@ -68,7 +74,7 @@ class Dialogue:
         self.said: list[Message] = []
         self.prompt: list[int] = []
         self.reason = ""
-        self.answered = self.failed = self.skipped = 0
+        self.answered = self.refused = self.errors = self.skipped = 0
         self._left = [m for m in conversation.messages if m["role"] != "assistant"]
         self._done: list[Example] = []
         self._ids: list[int] = []
@@ -96,9 +102,14 @@ class Dialogue:
         self.said, self._left = said, self._left[turns:]
         return True
 
+    def refuse(self, reason: str) -> None:
+        """The turn that was asked last gets no answer."""
+        self.refused += 1
+        self._end(reason)
+
     def fail(self, reason: str) -> None:
-        """The turn that was asked last got no answer."""
-        self.failed += 1
+        """The turn that was asked last got no answer this time."""
+        self.errors += 1
         self._end(reason)
 
     def answer(self, tokens: list[int]) -> None:
@@ -114,7 +125,7 @@ class Dialogue:
         conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
         (rendered,) = render_all(self.base.tokenizer, [conversation], last_turn=True)
         if isinstance(rendered, RowError) or not any(rendered.mask):
-            self.fail(str(rendered) if isinstance(rendered, RowError) else "the answer has no tokens")
+            self.refuse(str(rendered) if isinstance(rendered, RowError) else "the answer has no tokens")
             return
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         end -= answer.cut  # the end of turn is the template's, not the base's
@@ -131,7 +142,7 @@ class Dialogue:
         start = max((i + 1 for i in range(len(mask) - 1) if not mask[i] and mask[i + 1]), default=0)
         return [Example(ids, [m if i >= start else 0 for i, m in enumerate(mask)], labels)]
 
-    def _extend(self, ids: list[int], mask: list[int], message: Message) -> None:
+    def _extend(self, ids: list[int], mask: Sequence[int], message: Message) -> None:
         if ids[: len(self._ids)] != self._ids:
             self._flush()
         self._mask += mask[len(self._mask) :]
@@ -164,8 +175,7 @@ def rewrite(
     """Every conversation at every temperature, its turns answered, in order; and what became of the turns.
 
     What the journal knows is not asked again, so that a killed process that is started again repeats nothing,
-    and its outcome is the same to the byte. Raises ValueError when a server fails more than half of what it is
-    asked: what it did answer is kept.
+    and its outcome is the same to the byte. Raises ValueError when a server refuses more than half of what it is asked.
     """
     pairs = list(enumerate(config.temperatures))
     dialogues = [Dialogue(base, c, temperature, sample) for c in conversations for sample, temperature in pairs]
@@ -181,12 +191,13 @@ def rewrite(
         else:
             asyncio.run(_ask_server(dialogues, config, journal, max_new_tokens, seed, bar))
         bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
-    turns = Turns(asked, *(sum(getattr(d, k) for d in dialogues) for k in ("answered", "failed", "skipped")))
-    if turns.failed > max(0, turns.answered):
-        first = next(d.reason for d in dialogues if d.failed)
+    counts = {name: sum(getattr(d, name) for d in dialogues) for name in Turns._fields[1:]}
+    turns = Turns(asked, **counts)
+    if turns.refused > turns.answered:
+        first = next(d.reason for d in dialogues if d.refused)
         raise ValueError(
-            f"data.regenerate.url={config.url}: {turns.failed} of {turns.failed + turns.answered} requests failed "
-            f"({first}); what was answered is kept, the same command goes on from there"
+            f"data.regenerate.url={config.url}: {turns.refused} of {turns.refused + turns.answered} requests were "
+            f"refused ({first})"
         )
     return dialogues, turns
 
@@ -203,20 +214,21 @@ def continued(
 ) -> Iterator[tuple[int, list[int]]]:
     """(number, continuation) of each (prompt, temperature, name), in batches of one temperature and like length.
 
-    A batch is known by its content; its answers are in the journal before they are given.
+    The noise of a sample goes by its prompt and name. A batch is known by its content; its answers are in the journal
+    before they are given.
     """
-    for temperature in sorted({t for _, t, _ in work}):
-        members = [i for i, (_, t, _) in enumerate(work) if t == temperature]
+    room = {i: min(max_new_tokens, base.context_length - len(prompt)) for i, (prompt, _, _) in enumerate(work)}
+    for temperature, most in sorted({(t, room[i]) for i, (_, t, _) in enumerate(work)}):  # no prompt cuts another's
+        members = [i for i, (_, t, _) in enumerate(work) if (t, room[i]) == (temperature, most)]
         for batch in batches_by_length([work[i][0] for i in members], batch_size):
             numbers = [members[i] for i in batch]
             prompts = [work[i][0] for i in numbers]
             names = [work[i][2] for i in numbers] if temperature else []  # greedy answers depend on prompts alone
-            key, noise = _key(prompts, names, temperature, top_p, max_new_tokens, seed)
+            seeds = [_key(prompt, name, temperature, seed)[1] for prompt, name in zip(prompts, names, strict=False)]
+            key, _ = _key(prompts, names, temperature, top_p, most, seed)
             answers = journal.get(key)
             if answers is None:
-                answers = continue_batch(
-                    base, prompts, max_new_tokens, temperature=temperature, top_p=top_p, seed=noise
-                )
+                answers = continue_batch(base, prompts, most, temperature=temperature, top_p=top_p, seeds=seeds)
                 journal.put(key, answers)
             yield from zip(numbers, answers, strict=True)
 
@@ -246,7 +258,8 @@ async def _ask_server(
                     try:
                         known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
                     except ServerError as error:
-                        dialogue.fail(str(error))
+                        end = dialogue.refuse if isinstance(error, Refusal) else dialogue.fail
+                        end(str(error))
                         bar.update()
                         return
                     journal.put(key, known)

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from ctcdraft.data import embedded
 from ctcdraft.data.duplicates import NearDuplicates
+from ctcdraft.data.features import FORMATS
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
 from ctcdraft.train.regenerate import RegenerateConfig
@@ -28,8 +29,9 @@ class DataConfig:
     and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
     regenerate: how the base rewrites every answer (true: as by default); false: the given answers stay, with the
     base's argmax as labels. last_turn: only last answers are labels. prompt_tokens and samples_per_text: how
-    texts are cut. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time. show: so
-    many sequences are printed after preparing.
+    texts are cut. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time. features: the
+    base's hidden states are stored, in this format, and training reads them; None: the base makes them at each step.
+    show: so many sequences are printed after preparing.
     """
 
     kind: str = "embedded"
@@ -46,6 +48,7 @@ class DataConfig:
     max_new_tokens: int = 192
     batch_size: int = 64
     shard_rows: int = 2048
+    features: str | None = None
     show: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class DataConfig:
         counts = ("samples_per_text", "max_new_tokens", "batch_size", "shard_rows")
         if min(*(getattr(self, name) for name in counts), 1 if self.limit is None else self.limit) < 1:
             raise ValueError(f"data.{', '.join(counts)} and limit must be at least 1")
+        if self.features is not None and self.features not in FORMATS:
+            raise ValueError(f"data.features={self.features!r} is unknown: choose one of {tuple(FORMATS)}, or null")
         if self.show < 0:
             raise ValueError(f"data.show={self.show} must not be negative")
 

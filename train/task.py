@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ctcdraft.data.batches import Batch
+from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig, Slots
 from ctcdraft.model.layers import Sight
@@ -111,11 +112,15 @@ def draft_losses(
 def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1.
 
-    Documents that share a row know nothing of each other: positions and attention start anew in each.
+    Documents that share a row know nothing of each other: positions and attention start anew in each. Where the
+    hidden states were stored, the base's layers do not run.
     """
-    sight = document_sight(batch)
-    mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
-    hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions)
+    if batch.stored_BLD is not None:
+        hidden_BLD = decoded(Hidden(batch.stored_BLD, batch.stored_scale_BL))
+    else:
+        sight = document_sight(batch)
+        mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
+        hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions)
     with torch.no_grad():
         root_BLD = base.embed(batch.ids_BL.roll(-1, dims=1))
     return hidden_BLD.to(dtype), root_BLD.to(dtype)

@@ -82,15 +82,15 @@ def marked(name):
             "{{'<|im_start|>' + message['role'] + '\\n'}}{% if message['role'] == 'assistant' %}{% generation %}"
             "{{message['content']}}{% endgeneration %}{% else %}{{message['content']}}{% endif %}{{'<|im_end|>\\n'}}",
         ),
-        "mistral": template.replace(
-            "{{ ' ' + message['content'] + eos_token}}",
-            "{% generation %}{{ ' ' + message['content'] + eos_token}}{% endgeneration %}",
+        "mistral-v7": template.replace(
+            "{{ ' ' + message['content'] + eos_token }}",
+            "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}",
         ),
     }
     return tiny_tokenizer(wrapped[name], specials)
 
 
-@pytest.mark.parametrize("name", ["chatml", "mistral"])
+@pytest.mark.parametrize("name", ["chatml", "mistral-v7"])
 def test_marks_in_the_template_and_the_search_give_the_same_mask(name):
     _, chat, want = known(name)
     tokenizer = marked(name)
@@ -118,7 +118,7 @@ def test_tools_survive_into_the_template():
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"), [("chatml", "a<|im_end|>\n<|im_start|>user\nb"), ("mistral", "a [/INST] b")]
+    ("name", "answer"), [("chatml", "a<|im_end|>\n<|im_start|>user\nb"), ("mistral-v0.2", "a [/INST] b")]
 )
 def test_an_answer_that_imitates_the_template_is_one_answer(name, answer):
     tokenizer, chat, _ = known(name)
@@ -144,6 +144,12 @@ def test_a_refusal_by_the_template_is_the_rows_own():
         render(tokenizer, templates.CHAT)
 
 
+def test_a_system_turn_that_is_gone_once_its_question_was_answered_rejects_the_row():
+    tokenizer, chat, _ = known("mistral-nemo")
+    with pytest.raises(RowError, match="before turn 2 otherwise when it goes on"):
+        render(tokenizer, [templates.CHAT[0], *chat])
+
+
 def test_marks_that_cover_everything_or_nothing_are_refused():
     everything = "{% generation %}" + templates.CHATML + "{% endgeneration %}"
     nothing = templates.CHATML + "{% generation %}{% endgeneration %}"
@@ -156,7 +162,9 @@ def test_an_unknown_template_is_of_no_family():
     assert family_of("{{ messages[0].content }}") is None
     for name in templates.KNOWN:
         family = family_of(templates.KNOWN[name][0]).name
-        assert family in name or {"qwen-2.5": "chatml", "qwen-3": "chatml", "llama-2": "mistral"}[name] == family
+        assert (
+            name.startswith(family) or {"qwen-2.5": "chatml", "qwen-3": "chatml", "llama-2": "mistral"}[name] == family
+        )
 
 
 def test_the_plain_template_masks_and_prompts_alike():

@@ -18,7 +18,7 @@ from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.decoder import Generation
-from ctcdraft.model.generate import continue_prompts
+from ctcdraft.model.generate import continue_batch, continue_prompts
 from ctcdraft.model.tree import Tree
 
 
@@ -178,6 +178,13 @@ def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):
         want = Decoder(plain).generate(prompt, 25).tokens
         assert Decoder(base).generate(prompt, 25).tokens == want
         assert dict(continue_prompts(base, [prompt], 25, 1))[0] == want
+
+
+def test_a_batch_samples_what_the_decoder_draws_from_the_same_seeds(base):
+    asked, options = prompts(5, seed=3), {"temperature": 0.9, "top_p": 0.8}
+    together = continue_batch(base, asked, 20, seeds=[7, 8, 9, 10, 7], **options)
+    for prompt, seed, tokens in zip(asked, (7, 8, 9, 10, 7), together, strict=True):
+        assert Decoder(base).generate(prompt, 20, seed=seed, **options).tokens == tokens
 
 
 def test_an_empty_lattice_still_decodes(base):

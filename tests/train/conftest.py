@@ -18,6 +18,7 @@ def small(tmp_path_factory):
     from ctcdraft.launch.schema import TrainEntry
     from ctcdraft.model import load_base
     from ctcdraft.train import engine as ds
+    from ctcdraft.train.features import FeatureStore
     from ctcdraft.train.loop import Trainer
     from ctcdraft.train.prepare import prepare
 
@@ -36,8 +37,13 @@ def small(tmp_path_factory):
 
     def make(folder, *options):
         config = typed(compose("train", [*words, *sizes, *rate, *map(_quoted, options)]), TrainEntry)
+        data, features = prepare(base, config.data, config.seed, work / "cache"), None
+        if config.data.features:
+            store = FeatureStore(base, data, config.data.features, work / "cache")
+            store.fill()
+            features = store.open()
         with mock.patch.dict(os.environ, rank):
-            return Trainer(config.plan, base, prepare(base, config.data, config.seed, work / "cache"), folder)
+            return Trainer(config.plan, base, data, folder, features)
 
     yield make
     del os.environ["LOCAL_RANK"]

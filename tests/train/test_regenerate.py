@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -17,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 from bases import tiny_tokenizer, write_base
-from chat_server import FAULTS, Server
+from chat_server import FAULTS, Handler, Server
 from transformers import AutoModelForCausalLM
 
 from ctcdraft.data import server as http
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus, read_jsonl, read_manifest
-from ctcdraft.model import load_base
+from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import regenerate as stage
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import RegenerateConfig, rewrite
@@ -173,6 +174,25 @@ def test_a_sample_depends_on_its_seed_alone_and_every_temperature_has_its_own(ba
     assert len({tuple(x) for x in (greedy, one, two)}) == 3
 
 
+def test_samples_do_not_depend_on_their_batch(base, tmp_path):
+    options = {"count": 20, "regenerate": {"temperatures": [0.0, 1.0]}}
+    want = prepare(base, config_of(tmp_path, batch_size=1, **options), 0, tmp_path / "a")
+    for size in (3, 64):
+        folder = prepare(base, config_of(tmp_path, batch_size=size, **options), 0, tmp_path / str(size))
+        assert folder.name == want.name
+        assert files(folder) == files(want)
+
+
+def test_a_long_prompt_cuts_no_answer_but_its_own(base, tmp_path):
+    journal, most = Journal(tmp_path / "journal"), 40
+    prompts = [[5 + i % 200 for i in range(n)] for n in (30, 200, 230, 250)]
+    work = [(prompt, 0.0, str(i)) for i, prompt in enumerate(prompts)]
+    together = dict(stage.continued(base, work, 1.0, journal, max_new_tokens=most, batch_size=4, seed=0))
+    for number, prompt in enumerate(prompts):
+        room = min(most, base.context_length - len(prompt))
+        assert together[number] == Decoder(base).generate(prompt, room).tokens
+
+
 @contextmanager
 def serving(base, **options):
     server = Server(base, **options)
@@ -210,7 +230,7 @@ def test_every_fault_of_a_server_is_tried_again_and_nothing_is_lost(base, tmp_pa
         folder = prepare(base, config_of(tmp_path, 12, regenerate=options), 0, tmp_path / "b")
     assert all_equal(folder, want)
     turns = read_manifest(folder)["turns"]
-    assert turns["failed"] == 0
+    assert turns["refused"] == turns["errors"] == 0
     assert turns["asked"] == turns["answered"] + turns["skipped"]
 
 
@@ -225,18 +245,67 @@ def test_what_a_server_refuses_is_rejected_with_its_words_and_counted(base, tmp_
     assert "too long for me" in reasons["7"]
     assert "9" not in reasons  # its first answer is kept
     turns = manifest["turns"]
-    assert turns["failed"] >= 1
-    assert turns["asked"] == turns["answered"] + turns["failed"] + turns["skipped"]
+    assert turns["refused"] >= 1
+    assert turns["asked"] == turns["answered"] + turns["refused"] + turns["skipped"]
     assert manifest["used"] + manifest["rejected"] == manifest["read"] == 24
 
 
 def test_a_server_that_never_answers_stops_the_work_and_keeps_what_there_is(base, tmp_path):
     with serving(base, faults=["error"] * 99) as server:
         config = config_of(tmp_path, regenerate=through(server, retries=1))
-        with pytest.raises(ValueError, match=r"requests failed .*failed 2 times, the last time: 500 out of memory"):
+        with pytest.raises(ValueError, match=r"turns got no answer .*failed 2 times, the last time: 500 out of memory"):
             prepare(base, config, 0, tmp_path / "a")
+        assert len(server.asked) <= 2 * 4  # as many as may run at once twice over; then nobody is kept waiting
         server.faults = ()
         assert read_manifest(prepare(base, config, 0, tmp_path / "a"))["rejected"] == 0
+
+
+def test_what_a_server_failed_at_is_asked_again_by_the_next_run_and_nothing_else(base, tmp_path):
+    with serving(base) as server:
+        config = config_of(tmp_path, regenerate=through(server, retries=0))
+        want = prepare(base, config, 0, tmp_path / "a")
+        honest = dict(server.asked)
+        server.asked.clear()
+        server.broken = ("human 3 0", "human 41 0", "human 58 1")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the same command asks for these again") as stopped:
+                prepare(base, config, 0, tmp_path / "b")
+        numbers = re.search(
+            r"asked (\d+) = answered (\d+) \+ refused 0 \+ errors (\d+) \+ skipped (\d+)", str(stopped.value)
+        )
+        asked, *parts = map(int, numbers.groups())
+        assert asked == sum(parts) == read_manifest(want)["turns"]["asked"]
+        failed = {key: count for key, count in server.asked.items() if count > 1}
+        assert list(failed.values()) == [2] * parts[1]
+        assert all(any(word in key for word in server.broken) for key in failed)
+        server.broken = ()
+        assert all_equal(prepare(base, config, 0, tmp_path / "b"), want)
+    assert dict(server.asked) == {key: 3 if key in failed else 1 for key in honest}
+
+
+def test_errors_are_rejects_only_where_asked_for(base, tmp_path):
+    with serving(base, broken=("human 3 0",)) as server:
+        options = through(server, retries=0)
+        with pytest.raises(ValueError, match="reject_errors=true rejects them"):
+            prepare(base, config_of(tmp_path, 24, regenerate=options), 0, tmp_path / "a")
+        options["reject_errors"] = True
+        folder = prepare(base, config_of(tmp_path, 24, regenerate=options), 0, tmp_path / "a")
+    manifest, (reject,) = read_manifest(folder), read_jsonl(folder / "rejects.jsonl")
+    turns = manifest["turns"]
+    assert reject["row"] == "3"
+    assert "500 out of memory" in reject["reason"]
+    assert (manifest["read"], manifest["rejected"], turns["errors"]) == (24, 1, 1)
+    assert turns["asked"] == turns["answered"] + turns["errors"] + turns["skipped"]
+
+
+def test_a_key_that_is_missing_is_no_reject(base, tmp_path, monkeypatch):
+    def unauthorised(handler):
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler._send(b"who are you?", 401)
+
+    monkeypatch.setattr(Handler, "do_POST", unauthorised)
+    with serving(base) as server, pytest.raises(ValueError, match="401 who are you"):
+        prepare(base, config_of(tmp_path, regenerate=through(server)), 0, tmp_path / "a")
 
 
 def free_port():
@@ -293,7 +362,7 @@ def test_a_server_killed_and_restarted_midway_changes_nothing(base_at, base, tmp
         server.kill()
         server.wait()
     assert all_equal(cache / want.name, want)
-    assert read_manifest(want)["turns"]["failed"] == 0
+    assert read_manifest(want)["turns"]["errors"] == 0
     assert read_manifest(want)["turns"]["answered"] > 48
 
 

@@ -1,0 +1,139 @@
+"""Prepared sequences -> the base's hidden states at all of their positions, stored once per (base, sequences, format).
+
+Shards are shared out like those of preparing: a process claims one, writes it, renames it. Every shard is a function of
+base and sequences alone, so whoever dies leaves nothing but its claim.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from ctcdraft.data.features import (
+    SHARD_POSITIONS,
+    Features,
+    Hidden,
+    bytes_of,
+    encoded,
+    shard_name,
+    shard_tensors,
+    shards_of,
+)
+from ctcdraft.data.store import claimed, load_corpus
+from ctcdraft.model.base import Base
+from ctcdraft.model.generate import batches_by_length
+from ctcdraft.train.files import free_bytes, size_of, write_atomically
+
+FORMAT = 1
+SPLIT = "train"  # development sequences are few, and read by the base itself at every evaluation
+BATCH = 8  # sequences per forward: part of what decides the bits
+
+
+class FeatureStore:
+    """Where the hidden states of a prepared folder's training sequences lie, and how they come there."""
+
+    def __init__(self, base: Base, data_folder: Path, kind: str, cache: Path, positions: int = SHARD_POSITIONS) -> None:
+        self.base, self.kind = base, kind
+        self.corpus = load_corpus(data_folder, SPLIT)
+        self.facts = _facts(base, data_folder / f"{SPLIT}.safetensors", kind)
+        digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:12]
+        self.folder = cache / f"features-{kind}-{digest}"
+        self._work = self.folder.with_name(f"{self.folder.name}.work")
+        self._shards = shards_of(self.corpus.lengths, positions)
+
+    @property
+    def done(self) -> bool:
+        return (self.folder / "manifest.json").is_file()
+
+    @property
+    def bytes_left(self) -> int:
+        """An estimate of what is still to be written."""
+        whole = bytes_of(self.corpus.lengths, self.base.hidden_size, self.kind)
+        return max(0, whole - (size_of(self.folder) if self.folder.is_dir() else 0))
+
+    def check_room(self) -> str:
+        """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        left, free = self.bytes_left, free_bytes(self.folder)
+        count, size = len(self.corpus.ids), self.base.hidden_size
+        needed = f"{_gigabytes(left)} for hidden states of {size} numbers at {count:,} positions in {self.kind}"
+        if left > free:
+            smaller = ", take data.features=fp8 (half of it)" if self.kind == "bf16" else ""
+            raise ValueError(
+                f"data.features={self.kind} needs {needed}, and {self.folder.parent} has {_gigabytes(free)} free: make "
+                f"room, name another disk as cache_dir{smaller}, or leave data.features out"
+            )
+        return f"{needed}; {_gigabytes(free)} are free"
+
+    def fill(self) -> None:
+        """Store what is missing (long: the base reads every sequence). Any number of processes may do so at once;
+        each returns when all is there. Raises ValueError where the disk will not hold it."""
+        if self.done:
+            shutil.rmtree(self._work, ignore_errors=True)  # what a process left that was killed at the very end
+            return
+        self.check_room()
+        for number in tqdm(range(len(self._shards)), "base states", unit="shard", mininterval=1):
+            self._store(number, wait=False)
+        for number in range(len(self._shards)):  # what another process was at, or may have left
+            self._store(number, wait=True)
+        with claimed(self.folder.with_name(f"{self.folder.name}.lock"), wait=True):
+            if not self.done:
+                self._write_manifest()
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    def open(self) -> Features:
+        """The stored hidden states. Raises ValueError where they are damaged, or not this base's on this data."""
+        return Features(self.folder, self.corpus.lengths, self.facts)
+
+    def _store(self, number: int, *, wait: bool) -> None:
+        path = self.folder / shard_name(number)
+        if path.is_file():
+            return
+        with claimed(self._work / f"{number:05}.lock", wait=wait) as ours:
+            if ours and not path.is_file():
+                found = dict(self._hidden(self._shards[number]))
+                tensors = shard_tensors([found[sequence] for sequence in self._shards[number]])
+                write_atomically(path, save(tensors))
+
+    def _hidden(self, sequences: range) -> Iterator[tuple[int, Hidden]]:
+        """(sequence, its hidden states) of a shard, in batches of like length."""
+        rows = [torch.from_numpy(np.asarray(self.corpus[sequence].ids, np.int64)) for sequence in sequences]
+        for batch in batches_by_length(rows, BATCH):
+            ids_BL = pad_sequence([rows[i] for i in batch], batch_first=True)  # padded behind: no effect
+            hidden_BLD = self.base.hidden(ids_BL.to(self.base.device))
+            for b, i in enumerate(batch):
+                yield sequences[i], encoded(hidden_BLD[b, : len(rows[i])], self.kind).cpu()
+
+    def _write_manifest(self) -> None:
+        shards = [
+            {"first": shard[0], "bytes": (self.folder / shard_name(number)).stat().st_size}
+            for number, shard in enumerate(self._shards)
+        ]
+        write_atomically(self.folder / "manifest.json", json.dumps({**self.facts, "shards": shards}, indent=1).encode())
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GB"
+
+
+def _facts(base: Base, corpus: Path, kind: str) -> dict[str, Any]:
+    """What stored hidden states belong to: any other base, tokenizer or sequences have others."""
+    shape = (base.identity["config"], base.identity["lm_head"], base.weights, str(base.dtype))
+    with corpus.open("rb") as stream:
+        sequences = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "size": base.hidden_size,
+        "base": " ".join(shape),
+        "tokenizer": base.identity["tokenizer"],
+        "data": sequences,
+    }
