@@ -26,7 +26,7 @@ from ctcdraft.train.loop import finished
 from ctcdraft.train.prepare import FREE_REGENERATE, prepare, prepared_folder
 
 # What may differ between two commands that continue one run.
-FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
+FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft", "zero")
 FREE_DATA = ("show", "batch_size")
 FREE_TRAIN = ("max_minutes", "log_every", "save_every", "micro_batch", "keep", "max_skips", "deterministic")
 

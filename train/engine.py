@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ctcdraft.model.head import Head
 
+Made = TypeVar("Made")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -178,14 +179,6 @@ def zero_stage(engine: Any) -> int:
     return engine.zero_optimization_stage()
 
 
-def any_rank(flag: bool) -> bool:
-    """Is it so on any rank? Collective."""
-    if world_size() == 1:
-        return flag
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    return bool(sum_over_ranks(torch.tensor(float(flag), device=device)).item())
-
-
 def agreed(value: Any) -> Any:
     """Rank 0's value, on every rank. Collective."""
     if world_size() == 1:
@@ -193,6 +186,20 @@ def agreed(value: Any) -> Any:
     held = [value]
     dist.broadcast_object_list(held, src=0)
     return held[0]
+
+
+def from_rank_zero(make: Callable[[], Made]) -> Made:
+    """What `make` gives on rank 0, or the ValueError that it raises there, on every rank. Collective."""
+    found, error = None, None
+    if rank() == 0:
+        try:
+            found = make()
+        except ValueError as raised:
+            error = raised
+    found, error = agreed((found, error))
+    if error is not None:
+        raise error
+    return cast(Made, found)
 
 
 def make_deterministic(seed: int) -> None:

@@ -33,8 +33,8 @@ from ctcdraft.train.watch import Replay, Watch, save_replay
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """batch: rows per optimizer step over all ranks, micro_batch of them per forward and rank (None: all of a
-    rank's share). A row is one sequence, or with `pack` as many as fit into max_length tokens. anchors: at most
+    """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
+    rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into max_length tokens. anchors: at most
     so many per sequence. max_minutes counts all sittings. keep: newest checkpoints that stay;
     max_skips: steps in a row without a finite loss and gradient that end the run."""
 
@@ -78,14 +78,15 @@ class TrainConfig:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1")
 
     def split(self, world: int) -> tuple[int, int]:
-        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none."""
-        micro = self.batch // world if self.micro_batch is None else self.micro_batch
-        if micro < 1 or self.batch % (micro * world):
+        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
+        share, rest = divmod(self.batch, world)
+        if rest:
             raise ValueError(
-                f"train.batch={self.batch} does not split into micro-batches of {max(micro, 1)} on {world} "
-                "ranks: make it a multiple"
+                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
+                "or another batch for a new run"
             )
-        return micro, self.batch // (micro * world)
+        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
+        return micro, share // micro
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,7 @@ class Trainer:
             "draft/psi_sum": psi / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
+            "perf/ranks": ds.world_size(),
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
         row |= {f"draft/blank_rate/slot_{t + 1}": b / max(1.0, feasible) for t, b in enumerate(blank_T)}
