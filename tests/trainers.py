@@ -4,7 +4,6 @@ torchrun --nproc_per_node 2 tests/trainers.py <work> <last step> <run>=<option>,
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 

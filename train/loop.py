@@ -34,9 +34,9 @@ from ctcdraft.train.watch import Replay, Watch, save_replay
 @dataclass(frozen=True)
 class TrainConfig:
     """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
-    rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into max_length tokens. anchors: at most
-    so many per sequence. max_minutes counts all sittings. keep: newest checkpoints that stay;
-    max_skips: steps in a row without a finite loss and gradient that end the run."""
+    rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into
+    max_length tokens. anchors: at most so many per sequence. max_minutes counts all sittings. keep: newest
+    checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run."""
 
     steps: int = 1000
     batch: int = 4

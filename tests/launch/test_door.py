@@ -161,7 +161,7 @@ def test_a_batch_is_kept_whatever_the_ranks(options, world, split):
 
 
 def test_a_batch_that_does_not_split_is_one_sentence():
-    with pytest.raises(ValueError, match="train.batch=4 does not split over 3 ranks: take a number of ranks that div"):
+    with pytest.raises(ValueError, match=r"train\.batch=4 does not split over 3 ranks: take a number of ranks"):
         typed(compose("train", ["train.batch=4"]), TrainEntry).train.split(3)
 
 
