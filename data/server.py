@@ -9,13 +9,17 @@ from urllib.parse import urlsplit
 import httpx
 
 from ctcdraft.data.records import Message
+from ctcdraft.data.secrets import masked
 
 PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed later
 LONGEST_WAIT = 30.0  # seconds between two tries
 
 
 class ServerError(Exception):
-    """Why a server gave no answer, after every try that made sense."""
+    """Why a server gave no answer, after every try that made sense. It goes into files, so it keeps no secret."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(masked(reason))
 
 
 class Answer(NamedTuple):

@@ -21,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from ctcdraft.data.secrets import masked
+
 CONF = "ctcdraft.conf"
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
@@ -30,7 +32,7 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
     sys.argv[1:] = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {masked(str(message))}", file=sys.stderr)
     if any(word.startswith("-") for word in sys.argv[1:]):
         codes = [0]
 
@@ -39,7 +41,8 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
 
         hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
         sys.exit(max(codes))
-    sys.exit(_guarded(lambda: task(typed(compose(config_name, sys.argv[1:]), schema))))
+    words, sys.argv[1:] = sys.argv[1:], masked(sys.argv[1:])  # W&B writes down the command
+    sys.exit(_guarded(lambda: task(typed(compose(config_name, words), schema))))
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -84,7 +87,7 @@ def _guarded(task: Callable[[], int | None]) -> int:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"error: {masked(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -133,8 +133,15 @@ class Base:
         }
 
 
-def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: str | None = None) -> Base:
-    """Load a frozen base and its tokenizer from a local folder or the Hub.
+def load_base(
+    path: str,
+    dtype: str = "fp32",
+    device: str = "auto",
+    template: str | None = None,
+    trust_remote_code: bool = False,
+) -> Base:
+    """Load a frozen base and its tokenizer from a local folder or the Hub: safetensors alone, never pickles, and none
+    of its Python code unless trust_remote_code asks for it.
 
     template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
     another; None keeps the tokenizer's own, and gives one that has none the plain format.
@@ -154,9 +161,12 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: st
     source = str(folder) if folder.is_dir() else path
     with _quiet_transformers():
         try:
-            AutoConfig.from_pretrained(source)
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            trusted = {"trust_remote_code": trust_remote_code}
+            AutoConfig.from_pretrained(source, **trusted)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=DTYPES[dtype], use_safetensors=True, **trusted
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
         except Exception as error:  # whatever a broken folder makes transformers raise
             reason = str(error).strip().split("\n")[0][:200]
             raise ValueError(f"base.path={path}: not a causal LM with a tokenizer ({reason})") from error

@@ -52,7 +52,6 @@ def sit(work, last, runs):
 
 
 if __name__ == "__main__":
-    ds.init_distributed()
     named = dict(word.split("=", 1) for word in sys.argv[3:])
-    sit(Path(sys.argv[1]), int(sys.argv[2]), {name: options.split(",") for name, options in named.items()})
-    ds.leave_distributed()
+    with ds.together():
+        sit(Path(sys.argv[1]), int(sys.argv[2]), {name: options.split(",") for name, options in named.items()})

@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -20,6 +21,7 @@ import deepspeed
 from torch import Tensor, nn
 
 from ctcdraft.model.head import Head
+from ctcdraft.train import pulse
 
 Made = TypeVar("Made")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -81,6 +83,33 @@ def init_distributed() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """All that the ranks do together. Where one of them fails, dies or hangs, all end within a minute or
+    train.hang_minutes, with 1, and say what failed first (pulse.py)."""
+    init_distributed()
+    several = world_size() > 1
+    beating = pulse.begin(rank(), world_size(), socket.gethostname(), _shared_store() if several else None)
+    barrier()
+    try:
+        yield
+    except Exception as error:
+        if several:
+            beating.failed(error)
+        raise
+    barrier()
+    beating.stop()
+    leave_distributed()
+
+
+def _shared_store() -> dist.TCPStore:
+    """A store on rank 0, for the pulse alone: another thread uses it while this one is in a collective."""
+    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=pulse.DEAD_SECONDS)
+    mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
+    port = agreed(mine.port if mine else None)
+    return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)
 
 
 def leave_distributed() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ctcdraft.data.secrets import masked
 from ctcdraft.train.files import write_atomically
 
 MODES = ("wandb", "offline", "none")
@@ -123,7 +124,7 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
             id=id_file.read_text().strip(),
             resume="allow" if mode == "online" else None,
             dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
-            config=dict(settings),
+            config=masked(dict(settings)),
             mode=mode,
             settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
         )
@@ -132,7 +133,7 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
         try:
             return start("online")
         except Exception as error:  # no network, a wrong key: the training matters more
-            print(f"W&B: cannot go online ({str(error).splitlines()[0]}), logging offline", flush=True)
+            print(f"W&B: cannot go online ({masked(str(error)).splitlines()[0]}), logging offline", flush=True)
     return start("offline")
 
 

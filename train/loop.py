@@ -23,7 +23,8 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.train import engine as ds
-from ctcdraft.train.checkpoint import TrainState, latest, load_checkpoint, save_best, save_checkpoint
+from ctcdraft.train import pulse
+from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_best, save_checkpoint
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.simulate import Simulator
@@ -36,7 +37,8 @@ class TrainConfig:
     """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
     rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into
     max_length tokens. anchors: at most so many per sequence. max_minutes counts all sittings. keep: newest
-    checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run."""
+    checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
+    hang_minutes: the same, where no part of a step ends for so long."""
 
     steps: int = 1000
     batch: int = 4
@@ -53,6 +55,7 @@ class TrainConfig:
     keep: int = 2
     max_skips: int = 10
     deterministic: bool = False
+    hang_minutes: float = 30.0
 
     def __post_init__(self) -> None:
         if self.precision not in ds.PRECISIONS:
@@ -72,8 +75,10 @@ class TrainConfig:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise ValueError(f"train.max_minutes={self.max_minutes} must be above 0")
+        for name in ("max_minutes", "hang_minutes"):
+            minutes = getattr(self, name)
+            if minutes is not None and not 0 < minutes < math.inf:
+                raise ValueError(f"train.{name}={minutes} must be above 0 and finite")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1")
 
@@ -141,6 +146,7 @@ class Trainer:
         )
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)
+        self._saved = self.state.step or None
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
         self.watch = Watch()
@@ -158,18 +164,26 @@ class Trainer:
 
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
-        steps = self.plan.train.steps
-        with (
-            self._signals(),
-            tqdm(
-                total=steps,
-                initial=self.state.step,
-                desc="training",
-                unit="step",
-                disable=ds.rank() > 0,
-                mininterval=1,
-            ) as bar,
-        ):
+        with self._signals(), pulse.no_longer_than(60 * self.plan.train.hang_minutes):
+            self._steps(log)
+            if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
+                self._evaluate(ds.head_state(self.engine, self.task.head))
+            if self._saved != self.state.step:
+                self._save(log)
+            if ds.rank() == 0:
+                write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
+        return self.state
+
+    def _steps(self, log: RunLog | None) -> None:
+        bar = tqdm(
+            total=self.plan.train.steps,
+            initial=self.state.step,
+            desc="training",
+            unit="step",
+            disable=ds.rank() > 0,
+            mininterval=1,
+        )
+        with bar:
             while not self._stop():
                 row = self._one_step()
                 if row is not None:
@@ -181,13 +195,6 @@ class Trainer:
                 if self.state.step % self.plan.train.save_every == 0:  # after the row: a kill between loses neither
                     self._save(log)
                 bar.update()
-        if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
-            self._evaluate(ds.head_state(self.engine, self.task.head))
-        if latest(self.checkpoints) != f"step_{self.state.step:06d}":
-            self._save(log)
-        if ds.rank() == 0:
-            write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
-        return self.state
 
     def probe(self, steps: int) -> float:
         """Seconds per step, the first few left out; trains on without a checkpoint or a log. Collective."""
@@ -224,9 +231,11 @@ class Trainer:
         return row
 
     def _save(self, log: RunLog | None) -> None:
+        pulse.moved(f"saving step {self.state.step}")
         if log:
             log.sync()
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep)
+        self._saved = self.state.step
 
     def _count(self, step: int) -> None:
         """Was the step without an update? Keeps its batches, and ends a run that has too many of them in a row.
@@ -324,6 +333,7 @@ class Trainer:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
+        pulse.moved(f"{part} of step {self.state.step + 1}")
         start = time.perf_counter()
         yield
         if self.base.device.type == "cuda":

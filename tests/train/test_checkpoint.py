@@ -65,6 +65,9 @@ DAMAGE = {
     "half a file": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
     "a missing file": lambda p: p.unlink(),
     "no manifest": lambda p: (p.parent / "manifest.json").unlink(),
+    "a manifest with another step": lambda p: (m := p.parent / "manifest.json").write_text(
+        m.read_text().replace('"step": 6', '"step": 5')
+    ),
     "half a manifest": lambda p: (p.parent / "manifest.json").write_text('{"files": {'),
     "a file too many": lambda p: (p.parent / "evil.safetensors").write_bytes(b"x"),
     "a link to elsewhere": lambda p: (p.rename(p.parent.parent / "moved"), p.symlink_to("../moved")),
@@ -163,7 +166,9 @@ STRANGE = {
 def test_a_whole_checkpoint_that_is_not_ours_is_one_sentence(small, copy, what):
     change, reason = STRANGE[what]
     manifest = copy / "checkpoints" / "step_000006" / "manifest.json"
-    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    facts = change(json.loads(manifest.read_text()))
+    facts.pop("sha256")
+    manifest.write_text(json.dumps({**facts, "sha256": files._digest(facts)}))
     with pytest.raises(ValueError, match=rf"step_000006 cannot be used, though it is whole .*{reason}.*: delete it"):
         small(copy)
 
