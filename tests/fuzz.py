@@ -46,8 +46,8 @@ SECONDS = 30  # for one input; it takes well under one
 VALUES = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 1e308, -0.0, 0.5, float("nan"), float("inf"), "", " ", "\x00",
     "..", "../../etc/passwd", "/", "a" * 5000, "🦙", "\ud800", "\u202e", "null", "NaN", "1e999", "${oops}", "${name}",
-    "${env:HOME}", "http://u:secret@h/v1?key=secret", "{}", "[]", "'", '"', "\\", "\n", "%s", [], {}, [[]], [None], {"": ""},
-    [1, "a"], {"role": 3}, "user", "assistant", "system", "gpt", "human", [[[[[[[[]]]]]]]],
+    "${env:HOME}", "http://u:secret@h/v1?key=secret", "{}", "[]", "'", '"', "\\", "\n", "%s", [], {}, [[]], [None],
+    {"": ""}, [1, "a"], {"role": 3}, "user", "assistant", "system", "gpt", "human", [[[[[[[[]]]]]]]],
 ]  # fmt: skip
 
 
@@ -103,11 +103,20 @@ def broken_json(value, rng):
     return value
 
 
-def _keys(config, prefix=""):
+def _leaves(config, prefix=""):
     for key in config:
-        yield f"{prefix}{key}"
+        yield f"{prefix}{key}", config[key]
         if hasattr(config[key], "keys"):
-            yield from _keys(config[key], f"{prefix}{key}.")
+            yield from _leaves(config[key], f"{prefix}{key}.")
+
+
+def _tame(value, rng):
+    """Of the same type, and perhaps still good."""
+    if isinstance(value, bool):
+        return rng.random() < 0.5
+    if isinstance(value, (int, float)):
+        return rng.choice([value, 2 * value, value + 1, rng.randint(0, 20), round(rng.random(), 2)])
+    return "null" if value is None else value
 
 
 def _places(value):
@@ -125,10 +134,17 @@ def break_file(path, rng):
     elif draw < 0.15:
         path.unlink()
         path.mkdir()
-    elif path.suffix == ".json" and draw < 0.7:
+    elif path.suffix == ".json" and draw < 0.7 and _parses(path):
         path.write_text(json.dumps(broken_json(json.loads(path.read_text()), rng)), errors="replace")
     else:
         path.write_bytes(broken_bytes(path.read_bytes(), rng))
+
+
+def _parses(path):
+    try:
+        return bool(json.loads(path.read_bytes()) or True)
+    except ValueError:  # broken before
+        return False
 
 
 # -- the edges: each takes an rng and a folder of its own, and returns where the input was handled ---------
@@ -152,22 +168,21 @@ class Edges:
         self.head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), self.base.hidden_size).eval()
         training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
         export_head(self.head, self.base, work / "head", training)
-        self.keys = {name: list(_keys(compose(name, []))) for name in ("train", "eval", "chat", "export")}
+        self.known = {name: dict(_leaves(compose(name, []))) for name in ("train", "eval", "chat", "export")}
 
     def options(self, rng, folder):
         schemas = {"train": TrainEntry, "eval": EvalEntry, "chat": ChatEntry, "export": ExportEntry}
         entry = rng.choice(["train", "train", "train", *schemas])
         words = [f"runs_dir={folder}/runs", f"cache_dir={folder}/cache"][: 2 if entry == "train" else 1]
         for _ in range(rng.randint(1, 3)):
-            key = rng.choice([*self.keys[entry], "head", "data", "zero", "experiment", "nope", "+a.b", "~train"])
-            tame = [rng.randint(-5, 300), rng.random(), "[1,2]", "[0.1]", "a.json", rng.choice("0123"), "true", "null"]
-            value = rng.choice(VALUES if rng.random() < 0.4 else tame)
-            word = f"{key}={value}" if rng.random() < 0.95 else str(value) + key
-            words.append(
-                word
-                if rng.random() < 0.9
-                else broken_bytes(word.encode(errors="replace"), rng).decode(errors="replace")
-            )
+            key = rng.choice(list(self.known[entry]))
+            word = f"{key}={_tame(self.known[entry][key], rng)}"
+            if rng.random() < 0.3:
+                odd = ["head", "data", "zero", "experiment", "nope", "+a.b", "~train", "base"]
+                word = f"{rng.choice([key, *odd])}={rng.choice(VALUES)}"
+            if rng.random() < 0.1:
+                word = broken_bytes(word.encode(errors="replace"), rng).decode(errors="replace")
+            words.append(word)
         config = typed(compose(entry, [_quoted(word) for word in words]), schemas[entry])
         if isinstance(config, TrainEntry):
             stages.check_inputs(config)
@@ -180,7 +195,7 @@ class Edges:
             for i in range(6)
         ]
         good.append({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
-                                  {"role": "assistant", "content": "a", "reasoning_content": "r"}], "tools": []})  # fmt: skip
+                                  {"role": "assistant", "content": "a", "reasoning_content": "r"}]})  # fmt: skip
         good.append({"id": "x", "input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1]})
         good += [{"text": "a text " * 30}, {"prompt": "only this"}]
         rows = [broken_json(row, rng) if rng.random() < 0.5 else row for row in good]
@@ -259,16 +274,15 @@ class Edges:
         break_file(run / rng.choice(names), rng)
         stages.check_inputs(config)
         stages.run_paths(run)
-        stages.read_state(run)
+        stages.already_trained(run, config)
         stages.open_run(run, config, self.base, next(data.glob("data-*")))
         best = load_best(run / "checkpoints")
         if any(not torch.equal(weight, best[name]) for name, weight in self.head.state_dict().items()):
             raise Wrong("another head than was kept")
         RunLog(run, LoggerConfig("none"), {}, 5).close()
-        if [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if line] != sorted(
-            {json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if line}
-        ):
-            raise Wrong("a step stands twice")
+        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        if steps != sorted(set(steps)) or steps[-1:] > [5]:
+            raise Wrong(f"metrics.jsonl has steps {steps}")
 
 
 EDGES = ("options", "rows", "questions", "heads", "checkpoints", "runs")

@@ -14,11 +14,15 @@ CHUNK = 1 << 20
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content as a whole, on disk when this returns."""
     fresh = path.with_name(path.name + ".tmp")
-    with fresh.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(fresh, path)
+    try:
+        with fresh.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -32,8 +36,8 @@ def sync(path: Path) -> None:
 
 
 def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
-    """Write `fresh`'s manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of it all), force all of it to the disk, and rename
-    it to `folder`, which must not hold anything whole: what is there is removed."""
+    """Write `fresh`'s manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of these), force all of it to
+    the disk, and rename it to `folder`, which must not hold anything whole: what is there is removed."""
     files = {str(path.relative_to(fresh)): _described(path) for path in _files(fresh)}
     for path in _files(fresh):
         sync(path)
