@@ -222,7 +222,11 @@ def run_paths(folder: Path) -> dict[str, Any]:
     path = folder / "paths.json"
     if not path.is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
-    return read_object(path, "base", "dtype", "template", "data", "identity")
+    found = read_object(path, "base", "dtype", "template", "data", "identity")
+    good = all(isinstance(found[key], str) for key in ("base", "dtype", "data"))
+    if not good or not isinstance(found["identity"], dict) or "name" not in found["identity"]:
+        raise ValueError(f"{path} is damaged: delete {folder} and train again")
+    return found
 
 
 def run_base(folder: Path, choice: BasePath) -> Base:
@@ -268,8 +272,13 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def read_state(folder: Path) -> TrainState | None:
     """How far a run's training got when it last ended by itself."""
     path = folder / "checkpoints" / "state.json"
-    keys = [field.name for field in fields(TrainState)]
-    return TrainState(**{k: read_object(path, *keys)[k] for k in keys}) if path.is_file() else None
+    if not path.is_file():
+        return None
+    known = {field.name: type(field.default) for field in fields(TrainState)}
+    found = {name: read_object(path, *known)[name] for name in known}
+    if not all(type(value) in (int, known[name]) for name, value in found.items()):
+        raise ValueError(f"{path} is damaged: delete it and run the command again")
+    return TrainState(**found)
 
 
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:

@@ -168,8 +168,7 @@ def load_base(
             )
             tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
         except Exception as error:  # whatever a broken folder makes transformers raise
-            reason = str(error).strip().split("\n")[0][:200]
-            raise ValueError(f"base.path={path}: not a causal LM with a tokenizer ({reason})") from error
+            raise ValueError(f"base.path={path}: {_why_not(folder, error)}") from error
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
     plain = template is None and tokenizer.chat_template is None
@@ -179,6 +178,15 @@ def load_base(
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
     return base_of(model, tokenizer, path, plain_template=plain, template=template)
+
+
+def _why_not(folder: Path, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0][:200]
+    if "trust_remote_code" in str(error):
+        return "it brings Python code of its own; where you have read it, base.trust_remote_code=true runs it"
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        return "it holds its weights as pickles (*.bin), which can run code: save it again as safetensors"
+    return f"not a causal LM with a tokenizer ({reason})"
 
 
 def base_of(
