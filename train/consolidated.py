@@ -31,6 +31,7 @@ UPDATES = "updates"  # how often the optimizer has stepped
 def prepare_moments(engine: Any) -> None:
     """Give every stepped tensor the moments that its first step would: zeros. Call it once, on a fresh engine."""
     optimizer = _torch_optimizer(engine)
+    assert isinstance(optimizer, torch.optim.AdamW)
     for stepped in _stepped(engine):
         moments = {key: torch.zeros_like(stepped) for key in MOMENTS}
         optimizer.state[stepped] = {"step": torch.tensor(0.0), **moments}

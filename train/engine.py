@@ -87,8 +87,8 @@ def init_distributed() -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """All that the ranks do together. Where one of them fails, dies or hangs, all end within a minute or
-    train.hang_minutes, with 1, and say what failed first (pulse.py)."""
+    """All that the ranks do together. Where one of them fails, dies or hangs, all end, with 1, and say what failed
+    first (pulse.py)."""
     init_distributed()
     several = world_size() > 1
     beating = pulse.begin(rank(), world_size(), socket.gethostname(), _shared_store() if several else None)
@@ -98,6 +98,7 @@ def together() -> Iterator[None]:
     except Exception as error:
         if several:
             beating.failed(error)
+        beating.stop()
         raise
     barrier()
     beating.stop()
