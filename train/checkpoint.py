@@ -69,7 +69,10 @@ def load_checkpoint(engine: Any, folder: Path) -> TrainState:
     state = TrainState(**facts["state"])
     restore_state(engine, tensors, state.step)
     if rank() == 0 and facts["ranks"] != world_size():
-        print(f"{latest(folder)} was saved by {facts['ranks']} ranks, {world_size()} go on with the same batches")
+        print(
+            f"{latest(folder)} was saved by {facts['ranks']} ranks, {world_size()} go on with the same batches",
+            flush=True,
+        )
     return state
 
 

@@ -48,7 +48,7 @@ class Pulse:
     def __init__(self, rank: int, world: int, host: str, store: Any) -> None:
         self.rank, self.world, self.store = rank, world, store
         self.limit: float | None = None  # seconds without a move that are a hang; None: as long as it takes
-        self._word, self._moved_at = Word(host), time.monotonic()
+        self._word, self._tick, self._moved_at = Word(host), 0, time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # each rank's last tick, and when it was new
         self._launchers, self._orphan_since = launchers(), 0.0
         self._over, self._ending = threading.Event(), threading.Lock()
@@ -74,7 +74,7 @@ class Pulse:
         """End this process, and with it the run: say what failed first, on whichever rank it was."""
         self._over.set()
         own = self._sentence(error)
-        cause = self._behind(own)
+        cause = own if isinstance(error, ValueError) else self._behind(own)
         expected = isinstance(error, (ValueError, OSError)) and not os.environ.get("CTCDRAFT_TRACEBACK")
         if cause == own and not expected:
             traceback.print_exception(error)
@@ -103,8 +103,8 @@ class Pulse:
 
     def _publish(self) -> None:
         if self.store is not None:
-            self._word = replace(self._word, tick=self._word.tick + 1)
-            self.store.set(str(self.rank), json.dumps(asdict(self._word)))
+            self._tick += 1  # beside the word, which is the main thread's to change
+            self.store.set(str(self.rank), json.dumps(asdict(replace(self._word, tick=self._tick))))
 
     def _words(self) -> list[Word]:
         if self.store is None:

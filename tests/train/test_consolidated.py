@@ -17,7 +17,15 @@ def stepped(trainer, steps):
 
 
 @pytest.mark.parametrize(
-    "options", [["zero=0"], ["zero=1"], ["zero=2"], ["zero=3"], ["zero=2", "train.precision=bf16"]]
+    "options",
+    [
+        ["zero=0"],
+        ["zero=1"],
+        ["zero=2"],
+        ["zero=3"],
+        ["zero=2", "train.precision=bf16"],
+        ["zero=2", "zero.offload=true"],
+    ],
 )
 def test_what_is_restored_is_what_was_saved_and_the_next_steps_are_the_same_bits(small, tmp_path, options):
     trainer = stepped(small(tmp_path, *options), 3)
