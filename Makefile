@@ -9,7 +9,7 @@ LAUNCH = $$($(BIN)/python -c "import torch; n = torch.cuda.device_count(); \
 	print('$(BIN)/deepspeed --num_gpus %d' % n if n > 1 else '$(BIN)/python')")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval export test lint bench ablation soak doctor clean
+.PHONY: help setup train eval export test lint bench ablation soak fuzz doctor clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -49,8 +49,11 @@ bench: $(STAMP)  ## loss, training step and tree search side by side with what t
 ablation: $(STAMP)  ## every variant of head and objective, side by side, hours: ARGS="base=local base.path=..."
 	@$(BIN)/python bench/ablation.py $(ARGS)
 
-soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never killed: ARGS="--zero 2"
+soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never killed: ARGS="--zero 2 --ranks 2"
 	@$(BIN)/python tests/soak.py $(ARGS)
+
+fuzz: $(STAMP)  ## broken input at every public edge, counted: ARGS="--inputs 6000 --seed 1"
+	@$(BIN)/python tests/fuzz.py $(ARGS)
 
 doctor: $(STAMP)  ## what will not work, before the start: machine, base, template, memory, time: ARGS="--json base=..."
 	@$(BIN)/python launch/doctor.py $(ARGS)

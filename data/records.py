@@ -129,7 +129,7 @@ def text_of(row: Any, name: str | int) -> Text:
         raise RowError(f"neither a string nor an object with one of {', '.join(TEXT_KEYS)}")
     if not row.strip():
         raise RowError("empty text")
-    return Text(str(name), _encodable(row, "the text"))
+    return Text(encodable(str(name), "its id"), encodable(row, "the text"))
 
 
 def tokens_of(row: Any, name: str | int) -> Tokens:
@@ -196,9 +196,9 @@ def _message(turn: Any, index: int) -> Message:
     message |= extra
     if not message["content"].strip() and not (message["role"] == "assistant" and message.get("tool_calls")):
         raise RowError(f"turn {index} (from the {message['role']}) is empty")
-    _encodable(message["content"], f"turn {index}")
+    encodable(message["content"], f"turn {index}")
     if extra:
-        _encodable(json.dumps(extra, ensure_ascii=False), f"turn {index}")
+        encodable(json.dumps(extra, ensure_ascii=False), f"turn {index}")
     return message
 
 
@@ -227,7 +227,7 @@ def _tools(tools: Any) -> list[Any] | None:
     return tools
 
 
-def _encodable(text: str, where: str) -> str:
+def encodable(text: str, where: str) -> str:
     if text.isascii():
         return text
     try:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ctcdraft.data.records import Message
+from ctcdraft.data.secrets import masked
 
 PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed in a moment
 REFUSING = {400, 413, 422}  # it never will; of others (401, 404 ...) that is up to who runs the server
@@ -17,7 +18,10 @@ FEWEST_FAILURES = 4  # in a row, and as many as may be asked at once: then the s
 
 
 class ServerError(Exception):
-    """Why a server gave no answer, after every try that made sense."""
+    """Why a server gave no answer, after every try that made sense. It goes into files, so it keeps no secret."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(masked(reason))
 
 
 class Refusal(ServerError):

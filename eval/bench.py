@@ -131,9 +131,9 @@ def _cut(config: BenchConfig, base: Base, rows: list[Any], seed: int) -> Iterato
 def _asked(config: BenchConfig, base: Base, row: Any, number: int) -> Question:
     try:
         turns = user_turns(config.kind, row)
+        name, category = row_id(row, number), category_of(config.kind, row)
     except RowError as error:
         raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
-    name, category = row_id(row, number), category_of(config.kind, row)
     if config.kind == "humaneval" and base.plain_template:  # no chat model: the code itself is to be continued
         return Question(name, category, prompt=tuple(base.tokenizer(turns[0]).input_ids), stop=FUNCTION_ENDS)
     return Question(name, category, turns)

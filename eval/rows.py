@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ctcdraft.data.records import encodable
 from ctcdraft.data.sources import RowError, check_source, read_rows, source_hash
 
 FIELDS = {
@@ -56,22 +57,23 @@ def user_turns(kind: str, row: Any) -> tuple[str, ...]:
         raise row
     fields = FIELDS.get(kind, ("turns",))
     found = next((row[key] for key in fields if key in row), None) if isinstance(row, dict) else None
-    if isinstance(found, list) and found and isinstance(found[0], dict):  # messages: the first question
+    if isinstance(found, list) and found and all(isinstance(m, dict) for m in found):  # messages: the first question
         found = next((m.get("content") for m in found if m.get("role") == "user"), None)
     turns = [found] if isinstance(found, str) else found
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise RowError(f"no text under {' or '.join(repr(key) for key in fields)}")
     if kind in ONE_TURN and len(turns) > 1:
         raise RowError(f"{len(turns)} turns, where {kind} asks one question")
-    return tuple(turns)
+    return tuple(encodable(turn, "a turn") for turn in turns)
 
 
 def row_id(row: dict[str, Any], number: int) -> str:
-    """What the benchmark calls this question, else its number."""
-    return str(next((row[key] for key in ("question_id", "task_id", "prompt_id", "id") if key in row), number))
+    """What the benchmark calls this question, else its number. Raises RowError where that is no text."""
+    name = next((row[key] for key in ("question_id", "task_id", "prompt_id", "id") if key in row), number)
+    return encodable(str(name), "its id")
 
 
 def category_of(kind: str, row: dict[str, Any]) -> str:
-    """Spec-Bench counts MT-Bench's eight categories as one of its six tasks."""
-    category = str(row.get("category", kind if kind in FIELDS else "chat"))
+    """Spec-Bench counts MT-Bench's eight categories as one of its six tasks. Raises RowError where it is no text."""
+    category = encodable(str(row.get("category", kind if kind in FIELDS else "chat")), "its category")
     return "mt_bench" if kind == "spec_bench" and category in MT_BENCH else category

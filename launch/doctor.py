@@ -171,7 +171,9 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
         return None
     with report.trying("base"):
         made = embedded_folder(Path(config.cache_dir), config.base.training)
-        base = load_base(config.base.path or str(made), config.base.dtype, template=config.base.template)
+        trusted = config.base.trust_remote_code
+        path, dtype = config.base.path or str(made), config.base.dtype
+        base = load_base(path, dtype, template=config.base.template, trust_remote_code=trusted)
         whole = sum(p.numel() for p in base.model.parameters())
         sizes = f"{whole:,} parameters, {base.vocab_size:,} tokens"
         report.add("base", f"{base.name}: {sizes}, {base.dtype} on {base.device}")

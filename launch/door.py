@@ -21,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from ctcdraft.data.secrets import masked
+
 CONF = "ctcdraft.conf"
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
@@ -30,16 +32,18 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
     sys.argv[1:] = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {masked(str(message))}", file=sys.stderr)
     if any(word.startswith("-") for word in sys.argv[1:]):
         codes = [0]
 
         def run(config: DictConfig) -> None:
+            sys.argv[1:] = masked(sys.argv[1:])
             codes.append(_guarded(lambda: task(typed(config, schema))))
 
         hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
         sys.exit(max(codes))
-    sys.exit(_guarded(lambda: task(typed(compose(config_name, sys.argv[1:]), schema))))
+    words, sys.argv[1:] = sys.argv[1:], masked(sys.argv[1:])  # W&B writes down the command
+    sys.exit(_guarded(lambda: task(typed(compose(config_name, words), schema))))
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -50,11 +54,17 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
             return hydra.compose(config_name, overrides)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_override_sentence(config_name, error)) from error
+        except Exception as error:  # what Hydra's own code stumbles over: a number where a group's choice belongs
+            given = _short(" ".join(overrides))
+            raise ValueError(f"the options {given} cannot be read ({_short(error)}): check their types") from error
 
 
 def typed(config: DictConfig, schema: type[Entry]) -> Entry:
     """The configuration as frozen dataclasses. Raises ValueError, in one sentence, on a wrong type."""
-    plain: Any = OmegaConf.to_container(config, resolve=True)
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(_short(error)) from error
     unknown = _unknown(plain, schema)
     if unknown:
         raise ValueError(f"{unknown}: there is no such option")
@@ -65,7 +75,9 @@ def typed(config: DictConfig, schema: type[Entry]) -> Entry:
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "value_error":
             raise ValueError(str(first["ctx"]["error"])) from error
-        raise ValueError(f"{where}={first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+        raise ValueError(
+            f"{where}={_short(first['input'], 80)}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        ) from error
 
 
 def _quoted(word: str) -> str:
@@ -84,7 +96,7 @@ def _guarded(task: Callable[[], int | None]) -> int:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"error: {masked(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -103,7 +115,13 @@ def _override_sentence(config_name: str, error: Exception) -> str:
     if choice:
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         return f"{choice[1]}={choice[2]}: there is no such choice; choose one of {', '.join(options)}"
-    return " ".join(text.split())
+    return _short(error)
+
+
+def _short(said: Any, longest: int = 300) -> str:
+    """One line of what was said, not too long; for an error that says nothing, its name."""
+    line = " ".join(str(said).split()) or type(said).__name__
+    return line if len(line) <= longest else f"{line[:longest]} ..."
 
 
 def _unknown(plain: dict[str, Any], schema: Any, prefix: str = "") -> str | None:

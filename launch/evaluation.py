@@ -85,7 +85,8 @@ def chosen_heads(config: EvalEntry) -> tuple[Base, dict[str, Path], Path | None]
         if not (folder / "config.json").is_file():
             runs.append(find_run(entry, config.runs_dir))
             folder = runs[-1] / "head"
-        label = folder.resolve().parent.name if folder.name == "head" else folder.name
+        place = folder.resolve()
+        label = place.parent.name if place.name == "head" else place.name
         if label in heads:
             raise ValueError(f"heads={config.heads}: two of them are called {label}; give one of them another folder")
         heads[label] = folder
@@ -95,7 +96,7 @@ def chosen_heads(config: EvalEntry) -> tuple[Base, dict[str, Path], Path | None]
             "bench=heldout is for runs on the same data, which keep the same questions from training: choose another"
         )
     own = config.base
-    base = run_base(runs[0], own.path, own.dtype) if runs else other_base(own, "heads=[<folder>,...]")
+    base = run_base(runs[0], own) if runs else other_base(own, "heads=[<folder>,...]")
     return base, heads, Path(data.pop()) if data else None
 
 

@@ -9,7 +9,7 @@ from ctcdraft.launch.schema import ExportEntry
 
 def main(config: ExportEntry) -> int:
     run = stages.find_run(config.name, config.runs_dir)
-    target = stages.export_best(run, stages.run_base(run), Path(config.output) if config.output else None)
+    target = stages.export_best(run, stages.run_base(run, config.base), Path(config.output) if config.output else None)
     stages.say(f"head: {target}")
     return 0
 

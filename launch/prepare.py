@@ -15,10 +15,9 @@ from ctcdraft.train import engine as ds
 
 def main(config: TrainEntry) -> int:
     stages.check_inputs(config)
-    ds.init_distributed()
-    base = stages.get_base(config.base, Path(config.cache_dir))
-    stages.get_features(config, base, stages.get_data(config, base))
-    ds.leave_distributed()
+    with ds.together():
+        base = stages.get_base(config.base, Path(config.cache_dir))
+        stages.get_features(config, base, stages.get_data(config, base))
     return 0
 
 

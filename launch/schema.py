@@ -19,13 +19,15 @@ from ctcdraft.train.task import ObjectiveConfig, check_fit
 class BaseConfig:
     """kind: `embedded` (made on first use, as `training` says) or `local` (path: folder or Hub name).
 
-    template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one.
+    template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one. trust_remote_code: run
+    Python code that a local base brings along.
     """
 
     kind: str = "embedded"
     path: str | None = None
     dtype: str = "fp32"
     template: str | None = None
+    trust_remote_code: bool = False
     training: EmbeddedBaseConfig = field(default_factory=EmbeddedBaseConfig)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class BasePath:
     path: str | None = None
     dtype: str | None = None
     template: str | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,7 @@ class ChatEntry(HeadChoice):
 class ExportEntry:
     """launch/export.py (conf/export.yaml)."""
 
+    base: BasePath = BasePath()
     name: str | None = None
     runs_dir: str = "runs"
     output: str | None = None

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import yaml
 
 from ctcdraft.data.features import Features
+from ctcdraft.data.secrets import masked
 from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
-from ctcdraft.data.store import load_corpus, read_manifest, read_object
+from ctcdraft.data.store import claimed, load_corpus, read_manifest, read_object
 from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
@@ -27,10 +29,20 @@ from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
 from ctcdraft.train.prepare import FREE_REGENERATE, account_of, prepare, prepared_folder
 
+LONGEST_NAME = 200
 # What may differ between two commands that continue one run.
-FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft")
+FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft", "zero")
 FREE_DATA = ("show", "batch_size")
-FREE_TRAIN = ("max_minutes", "log_every", "save_every", "micro_batch", "keep", "max_skips", "deterministic")
+FREE_TRAIN = (
+    "max_minutes",
+    "log_every",
+    "save_every",
+    "micro_batch",
+    "keep",
+    "max_skips",
+    "deterministic",
+    "hang_minutes",
+)
 
 
 def say(text: str) -> None:
@@ -51,7 +63,8 @@ def get_base(config: BaseConfig, cache: Path) -> Base:
     """The base, trained first where it is the embedded one and not there yet."""
     if config.kind == "local":
         assert config.path is not None
-        return load_base(config.path, config.dtype, template=config.template)
+        trusted = config.trust_remote_code
+        return load_base(config.path, config.dtype, template=config.template, trust_remote_code=trusted)
     before = set(cache.glob("embedded-*"))
     folder = on_rank_zero_first(lambda: embedded_base(cache, config.training))
     figures = json.loads((folder / "training.json").read_text())["held_out"]
@@ -117,9 +130,7 @@ def check_inputs(config: TrainEntry) -> Path:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
     source = Path(config.base.path or config.base.kind).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}"
-    if Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"name={name}: a run's name is one folder name, without slashes")
-    folder = Path(config.runs_dir) / name
+    folder = run_folder(name, config.runs_dir)
     record = folder / "config.yaml"
     if record.is_file():
         other = difference(_recorded(folder)["run"], settings)
@@ -130,6 +141,21 @@ def check_inputs(config: TrainEntry) -> Path:
                 "or delete that folder"
             )
     return folder
+
+
+def run_folder(name: str, runs_dir: str) -> Path:
+    """Where the run of that name lies. Raises ValueError where the name is more, or less, than a folder's."""
+    if (
+        Path(name).name != name
+        or name in ("", ".", "..")
+        or not name.isprintable()
+        or len(name.encode()) > LONGEST_NAME
+    ):
+        raise ValueError(
+            f"name={name[:LONGEST_NAME]!r}: a run's name is one folder name, without slashes or control characters, of "
+            f"at most {LONGEST_NAME} bytes"
+        )
+    return Path(runs_dir) / name
 
 
 def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) -> None:
@@ -153,10 +179,20 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
             )
     elif ds.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"run": run_settings(config), "all": asdict(config)}
+        record = {"run": run_settings(config), "all": masked(asdict(config))}
         write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
         write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
     ds.barrier()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """This command alone trains the run. Raises ValueError where another one does; a dead one holds nothing."""
+    mine = claimed(folder / "lock", wait=False) if ds.rank() == 0 else nullcontext(True)
+    with mine as ours:
+        if not ours:
+            raise ValueError(f"{folder} is being trained by another command: wait for it, or end it first")
+        yield
 
 
 def run_settings(config: TrainEntry) -> dict[str, Any]:
@@ -189,7 +225,7 @@ def find_run(name: str | None, runs_dir: str) -> Path:
     """The run folder of that name, or the newest. Raises ValueError where there is none."""
     runs = Path(runs_dir)
     if name is not None:
-        folder = runs / name
+        folder = run_folder(name, runs_dir)
         if not (folder / "config.yaml").is_file():
             there = ", ".join(sorted(p.parent.name for p in runs.glob("*/config.yaml"))) or "none"
             raise ValueError(f"name={name}: no such run in {runs}/ (there: {there})")
@@ -205,20 +241,29 @@ def run_paths(folder: Path) -> dict[str, Any]:
     path = folder / "paths.json"
     if not path.is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
-    return read_object(path, "base", "dtype", "template", "data", "identity")
+    found = read_object(path, "base", "dtype", "template", "data", "identity")
+    good = all(isinstance(found[key], str) for key in ("base", "dtype", "data"))
+    if not good or not isinstance(found["identity"], dict) or "name" not in found["identity"]:
+        raise ValueError(f"{path} is damaged: delete {folder} and train again")
+    return found
 
 
-def run_base(folder: Path, path: str | None = None, dtype: str | None = None) -> Base:
-    """The base of a run (or another path, in another precision)."""
+def run_base(folder: Path, choice: BasePath) -> Base:
+    """The base of a run (or another path, in another precision). Code that it brings along is asked for anew."""
     paths = run_paths(folder)
-    return load_base(path or paths["base"], dtype or paths["dtype"], template=paths["template"])
+    return load_base(
+        choice.path or paths["base"],
+        choice.dtype or paths["dtype"],
+        template=paths["template"],
+        trust_remote_code=choice.trust_remote_code,
+    )
 
 
 def chosen_head(choice: HeadChoice) -> tuple[Base, Path, Path | None]:
     """The base, the folder of the exported head, and the run they belong to (None: a head from elsewhere)."""
     if choice.head.path is None:
         run = find_run(choice.name, choice.runs_dir)
-        return run_base(run, choice.base.path, choice.base.dtype), run / "head", run
+        return run_base(run, choice.base), run / "head", run
     return other_base(choice.base, "head.path"), Path(choice.head.path), None
 
 
@@ -226,7 +271,9 @@ def other_base(choice: BasePath, option: str) -> Base:
     """The base of a head that comes without a run, which `option` named."""
     if choice.path is None:
         raise ValueError(f"{option} needs base.path=<the model it was trained on>")
-    return load_base(choice.path, choice.dtype or "fp32", template=choice.template)
+    return load_base(
+        choice.path, choice.dtype or "fp32", template=choice.template, trust_remote_code=choice.trust_remote_code
+    )
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
@@ -244,8 +291,13 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def read_state(folder: Path) -> TrainState | None:
     """How far a run's training got when it last ended by itself."""
     path = folder / "checkpoints" / "state.json"
-    keys = [field.name for field in fields(TrainState)]
-    return TrainState(**{k: read_object(path, *keys)[k] for k in keys}) if path.is_file() else None
+    if not path.is_file():
+        return None
+    known = {field.name: type(field.default) for field in fields(TrainState)}
+    found = {name: read_object(path, *known)[name] for name in known}
+    if not all(type(value) in (int, known[name]) for name, value in found.items()):
+        raise ValueError(f"{path} is damaged: delete it and run the command again")
+    return TrainState(**found)
 
 
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:

@@ -4,8 +4,10 @@ python launch/train.py head.slots=12 optim.lr=1e-3
 deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 """
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from ctcdraft.eval.bench import load_questions
 from ctcdraft.launch import stages
@@ -24,31 +26,46 @@ def main(config: TrainEntry) -> int:
     folder = stages.check_inputs(config)
     if config.train.deterministic:
         ds.make_deterministic(config.seed)
-    ds.init_distributed()
-    base = stages.get_base(config.base, Path(config.cache_dir))
-    data_folder = stages.get_data(config, base)
-    load_questions(config.bench, base, data_folder, config.seed)  # a bench that cannot be run ends it here
-    stages.open_run(folder, config, base, data_folder)
-    stages.say(stages.describe_head(config.head, base))
-    state, log = stages.already_trained(folder, config), None
+    with ExitStack() as held:
+        with ds.together():
+            base = stages.get_base(config.base, Path(config.cache_dir))
+            data_folder = stages.get_data(config, base)
+            load_questions(config.bench, base, data_folder, config.seed)  # a bench that cannot be run ends it here
+            stages.open_run(folder, config, base, data_folder)
+            held.enter_context(stages.held(folder))
+            stages.say(stages.describe_head(config.head, base))
+            sitting = train(config, folder, base, data_folder)
+        if sitting.exit_code is None and ds.rank() == 0:
+            return finish(config, folder, base, data_folder, sitting)
+    return sitting.exit_code or 0
+
+
+class Sitting(NamedTuple):
+    """What training came to; exit_code is set where it stopped before its end."""
+
+    state: TrainState
+    log: RunLog | None = None
+    exit_code: int | None = None
+
+
+def train(config: TrainEntry, folder: Path, base: stages.Base, data_folder: Path) -> Sitting:
+    """All ranks train, unless that was done before."""
+    state = stages.already_trained(folder, config)
     if state:
         stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
-    else:
-        features = stages.get_features(config, base, data_folder)
-        trainer = Trainer(config.plan, base, data_folder, folder, features)
-        stages.say(trainer.rows())
-        if ds.rank() == 0:
-            log = RunLog(folder, config.logger, asdict(config), trainer.state.step)
-        state = trainer.run(log)
-        if not trainer.finished():
-            ds.leave_distributed()
-            if log:
-                log.close()
-            stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
-            return INTERRUPTED if trainer.interrupted else 0
+        return Sitting(state)
+    features = stages.get_features(config, base, data_folder)
+    trainer = Trainer(config.plan, base, data_folder, folder, features)
+    stages.say(trainer.rows())
+    log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
+    state = trainer.run(log)
+    if trainer.finished():
         stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
-    ds.leave_distributed()
-    return finish(config, folder, base, data_folder, state, log) if ds.rank() == 0 else 0
+        return Sitting(state, log)
+    if log:
+        log.close()
+    stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
+    return Sitting(state, exit_code=INTERRUPTED if trainer.interrupted else 0)
 
 
 def finish(
@@ -56,10 +73,10 @@ def finish(
     folder: Path,
     base: stages.Base,
     data_folder: Path,
-    state: TrainState,
-    log: RunLog | None,
+    sitting: Sitting,
 ) -> int:
     """Rank 0 exports and evaluates; the other ranks are done."""
+    state, log = sitting.state, sitting.log
     head_folder = stages.export_best(folder, base)
     eval_folder = folder / "eval" / config.bench.kind
     found = evaluate_run(base, head_folder, config, eval_folder, data_folder)

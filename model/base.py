@@ -147,8 +147,15 @@ class Base:
         return _short_hash(json.dumps(sums).encode())
 
 
-def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: str | None = None) -> Base:
-    """Load a frozen base and its tokenizer from a local folder or the Hub.
+def load_base(
+    path: str,
+    dtype: str = "fp32",
+    device: str = "auto",
+    template: str | None = None,
+    trust_remote_code: bool = False,
+) -> Base:
+    """Load a frozen base and its tokenizer from a local folder or the Hub: safetensors alone, never pickles, and none
+    of its Python code unless trust_remote_code asks for it.
 
     template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
     another; None keeps the tokenizer's own, and gives one that has none the plain format.
@@ -168,12 +175,14 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: st
     source = str(folder) if folder.is_dir() else path
     with _quiet_transformers():
         try:
-            AutoConfig.from_pretrained(source)
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            trusted = {"trust_remote_code": trust_remote_code}
+            AutoConfig.from_pretrained(source, **trusted)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=DTYPES[dtype], use_safetensors=True, **trusted
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
         except Exception as error:  # whatever a broken folder makes transformers raise
-            reason = str(error).strip().split("\n")[0][:200]
-            raise ValueError(f"base.path={path}: not a causal LM with a tokenizer ({reason})") from error
+            raise ValueError(f"base.path={path}: {_why_not(folder, error)}") from error
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
     plain = template is None and tokenizer.chat_template is None
@@ -183,6 +192,15 @@ def load_base(path: str, dtype: str = "fp32", device: str = "auto", template: st
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
     return base_of(model, tokenizer, path, plain_template=plain, template=template)
+
+
+def _why_not(folder: Path, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0][:200]
+    if "trust_remote_code" in str(error):
+        return "it brings Python code of its own; where you have read it, base.trust_remote_code=true runs it"
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        return "it holds its weights as pickles (*.bin), which can run code: save it again as safetensors"
+    return f"not a causal LM with a tokenizer ({reason})"
 
 
 def base_of(

@@ -1,6 +1,6 @@
 """Kill a training run at random moments, half of them within a save, and compare what it ends with. `make soak`.
 
-python tests/soak.py [--kills 30] [--zero 0] [--seed 0]
+python tests/soak.py [--kills 30] [--zero 0] [--ranks 1] [--seed 0]
 
 Ends with 1 unless weights, losses, learning rates and data order are, bit for bit, those of the undisturbed run.
 """
@@ -9,13 +9,14 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from bases import write_base
 from safetensors.torch import load_file
 from tqdm import tqdm
@@ -41,9 +42,10 @@ OPTIONS = [
 START_SECONDS = 180
 
 
-def command(name: str, steps: int, zero: int) -> list[str]:
+def command(name: str, steps: int, zero: int, ranks: int) -> list[str]:
     varying = [f"name={name}", f"zero={zero}", f"train.steps={steps}", f"train.eval_every={steps // 4}"]
-    return [sys.executable, str(ROOT / "launch" / "train.py"), *OPTIONS, *varying]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", str(ranks)]
+    return [*([sys.executable] if ranks == 1 else torchrun), str(ROOT / "launch" / "train.py"), *OPTIONS, *varying]
 
 
 def start(words: list[str], work: Path) -> subprocess.Popen:
@@ -68,7 +70,13 @@ def kill_at_random(process: subprocess.Popen, run: Path, rng: random.Random, in_
     if in_save:
         until(lambda: any(run.glob("checkpoints/tmp_step_*")), process)
         time.sleep(rng.uniform(0.0, 0.02))
-    os.killpg(process.pid, signal.SIGKILL)
+    everyone = [
+        *psutil.Process(process.pid).children(recursive=True),
+        process,
+    ]  # torchrun's ranks lead their own groups
+    for one in everyone:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
     process.communicate()
     return any(run.glob("checkpoints/tmp_step_*")), log.read_bytes().count(b"\n")
 
@@ -94,6 +102,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--zero", type=int, default=0, choices=range(4))
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     rng, begin = random.Random(asked.seed), time.monotonic()
@@ -102,9 +111,9 @@ def main() -> int:
         write_base(work / "base", initializer_range=0.05)
         rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(24)]
         (work / "rows.json").write_text(json.dumps(rows))
-        finish(start(command("calm", asked.steps, asked.zero), work))
+        finish(start(command("calm", asked.steps, asked.zero, asked.ranks), work))
         within, lost = 0, 0
-        words, run = command("killed", asked.steps, asked.zero), work / "runs" / "killed"
+        words, run = command("killed", asked.steps, asked.zero, asked.ranks), work / "runs" / "killed"
         for kill in tqdm(range(asked.kills), "kills", unit="kill"):
             process = start(words, work)
             saving, logged = kill_at_random(process, run, rng, in_save=kill % 2 == 1)
@@ -117,7 +126,8 @@ def main() -> int:
         steps_once = [row["step"] for row in rows_again] == list(range(1, asked.steps + 1))
         same_rows = figures == rows_again
         same_weights = weights.keys() == again.keys() and all(w.equal(again[name]) for name, w in weights.items())
-    print(f"kills: {asked.kills}, {within} of them within a save; zero={asked.zero}, {asked.steps} steps")
+    setting = f"zero={asked.zero}, ranks: {asked.ranks}, {asked.steps} steps"
+    print(f"kills: {asked.kills}, {within} of them within a save; {setting}")
     print(f"steps done again: {lost} ({lost / max(1, asked.kills):.1f} per kill; a checkpoint every 2)")
     print(f"metrics.jsonl: {len(rows_again)} rows, each step once: {steps_once}; all figures identical: {same_rows}")
     print(f"final weights bit-identical to the undisturbed run: {same_weights} ({len(weights)} tensors)")

@@ -1,8 +1,8 @@
-"""Everything that a run resumes from: DeepSpeed's weights and optimizer, and one TrainState.
+"""Everything that a run resumes from: weights and moments, whole, and one TrainState; safetensors and JSON alone.
 
 A checkpoint is written under a temporary name, sealed (checksums of every file, all of it forced to the disk) and
-renamed; `latest` is written after that. One that is half-written, damaged or not ours is never read: DeepSpeed's files
-are pickles, so they are opened only after their checksums were compared.
+renamed; `latest` is written after that. One that is half-written or damaged is never read. DeepSpeed's own files are
+not used: they fit one number of ranks, and they are pickles.
 """
 
 import hashlib
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.train.engine import agreed, any_rank, barrier, rank, world_size, zero_stage
-from ctcdraft.train.files import free_bytes, read_manifest, seal, size_of, sync, unsealed, write_atomically
+from ctcdraft.train.consolidated import prepare_moments, restore_state, shapes_of, whole_state
+from ctcdraft.train.engine import from_rank_zero, rank, world_size, zero_stage
+from ctcdraft.train.files import free_bytes, read_manifest, seal, sync, unsealed, write_atomically
 
-BYTES_PER_PARAMETER = 20  # fp32 weights, two moments and a master copy; a little over
+FORMAT = 2
+STATE = "state.safetensors"
 SPARE_BYTES = 32 << 20
 
 
@@ -41,91 +43,100 @@ class TrainState:
 
 
 def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int = 2) -> None:
-    """Write `folder`/step_NNNNNN, point `latest` to it, then drop all but the newest `keep`. Collective.
+    """Write `folder`/step_NNNNNN, point `latest` to it, then drop all but the newest `keep`. Collective; rank 0 alone
+    writes.
 
     Raises ValueError, before any older checkpoint is touched, when the disk has no room for it.
     """
-    tag = f"step_{state.step:06d}"
-    fresh = folder / f"tmp_{tag}"
-    if rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for dead in folder.glob("tmp_step_*"):  # a save that was killed
-            shutil.rmtree(dead, ignore_errors=True)
-    barrier()
-    _check_room(engine, folder, tag)
-    try:
-        engine.save_checkpoint(str(folder), tag=fresh.name, client_state={"train": asdict(state)}, save_latest=False)
-        barrier()
-        if rank() == 0:
-            facts = {"state": asdict(state), "ranks": world_size(), "zero": zero_stage(engine)}
-            seal(fresh, folder / tag, facts)
-            write_atomically(folder / "latest", tag.encode())
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its own
-        shutil.rmtree(fresh, ignore_errors=True)
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(
-            f"{folder / tag} could not be written ({reason}): make room or check the disk and give the same command "
-            f"again; {_before(folder)}"
-        ) from error
-    if rank() == 0:
-        for old in _newest_first(folder)[keep:]:
-            shutil.rmtree(old)
-    barrier()
+    tensors = whole_state(engine)
+    facts = {"format": FORMAT, "state": asdict(state), "ranks": world_size(), "zero": zero_stage(engine)}
+    from_rank_zero(lambda: _write(tensors, folder, facts, keep))
 
 
 def load_checkpoint(engine: Any, folder: Path) -> TrainState:
-    """Restore the newest whole checkpoint into the engine; a fresh TrainState where there is none. Collective.
+    """Restore the newest whole checkpoint into a fresh engine, whatever ranks and ZeRO stage it was saved by; a fresh
+    TrainState where there is none. Collective; rank 0 alone reads.
 
     Those that are not whole are passed over with a sentence. Raises ValueError when there are checkpoints but none
-    can be used, or when the one to use was saved by another number of ranks.
+    can be used.
     """
-    candidates = agreed(_newest_first(folder) if rank() == 0 else None)
-    for path in candidates:
-        wrong = agreed(unsealed(path) if rank() == 0 else None)
-        if wrong is None:
-            return _load(engine, path)
-        if rank() == 0:
-            print(f"warning: checkpoint {path} is passed over: {wrong}", file=sys.stderr, flush=True)
-    if candidates:
-        raise ValueError(f"{folder} holds no checkpoint that is whole: delete the run's folder to start it again")
-    return TrainState()
-
-
-def _load(engine: Any, path: Path) -> TrainState:
-    facts = read_manifest(path)
-    assert facts is not None
-    ranks, stage = facts.get("ranks"), facts.get("zero")
-    if ranks != world_size() and stage:
-        raise ValueError(
-            f"{path} was saved by {ranks} ranks with zero={stage}, and this is a run of {world_size()}: start it with "
-            f"{ranks} ranks"
+    prepare_moments(engine)
+    wanted = shapes_of(engine)
+    tensors: dict[str, Tensor] = {}
+    facts = from_rank_zero(lambda: _read(folder, wanted, tensors))
+    if facts is None:
+        return TrainState()
+    state = TrainState(**facts["state"])
+    restore_state(engine, tensors, state.step)
+    if rank() == 0 and facts["ranks"] != world_size():
+        print(
+            f"{latest(folder)} was saved by {facts['ranks']} ranks, {world_size()} go on with the same batches",
+            flush=True,
         )
-    if ranks != world_size() and rank() == 0:  # without ZeRO every rank holds everything
-        print(f"{path} was saved by {ranks} ranks, {world_size()} go on; train.batch stays what it is", flush=True)
-    try:
-        _, client = engine.load_checkpoint(str(path.parent), tag=path.name)
-        state = TrainState(**client["train"])
-    except Exception as error:  # whatever another version's files make torch or DeepSpeed raise
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(f"{path} does not load ({reason}): delete it to use the one before") from error
-    if rank() == 0 and latest(path.parent) != path.name:
-        write_atomically(path.parent / "latest", path.name.encode())
     return state
 
 
-def _check_room(engine: Any, folder: Path, tag: str) -> None:
-    """Every rank looks at its own disk; all of them stop where one is full."""
-    last = latest(folder)
-    if last is not None and (folder / last).is_dir():
-        needed = size_of(folder / last)
-    else:
-        needed = BYTES_PER_PARAMETER * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    needed, free = needed + SPARE_BYTES, free_bytes(folder)
-    if any_rank(free < needed):
+def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep: int) -> None:
+    tag = f"step_{facts['state']['step']:06d}"
+    fresh = folder / f"tmp_{tag}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for dead in folder.glob("tmp_step_*"):  # a save that was killed
+        shutil.rmtree(dead, ignore_errors=True)
+    needed, free = sum(value.nbytes for value in tensors.values()) + SPARE_BYTES, free_bytes(folder)
+    if free < needed:
         raise ValueError(
             f"{folder / tag} needs {needed / 2**30:.2f} GB and the disk has {free / 2**30:.2f} GB left: "
             f"make room and give the same command again; {_before(folder)}"
         )
+    try:
+        fresh.mkdir()
+        save_file(tensors, fresh / STATE)
+        seal(fresh, folder / tag, facts)
+        write_atomically(folder / "latest", tag.encode())
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise ValueError(
+            f"{folder / tag} could not be written ({_reason(error)}): make room or check the disk and give the same "
+            f"command again; {_before(folder)}"
+        ) from error
+    for old in _newest_first(folder)[keep:]:
+        shutil.rmtree(old)
+
+
+def _read(folder: Path, wanted: dict[str, torch.Size], tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+    """The manifest of the newest whole checkpoint, its tensors put into `tensors`; None where there is none."""
+    candidates = _newest_first(folder)
+    for path in candidates:
+        wrong = unsealed(path)
+        if wrong is None:
+            return _opened(path, wanted, tensors)
+        print(f"warning: checkpoint {path} is passed over: {wrong}", file=sys.stderr, flush=True)
+    if candidates:
+        raise ValueError(f"{folder} holds no checkpoint that is whole: delete the run's folder to start it again")
+    return None
+
+
+def _opened(path: Path, wanted: dict[str, torch.Size], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    facts = read_manifest(path)
+    assert facts is not None
+    try:
+        if facts["format"] != FORMAT:
+            raise ValueError(f"format {facts['format']}, not {FORMAT}")
+        TrainState(**facts["state"])
+        tensors |= load_file(path / STATE)
+        if {name: value.shape for name, value in tensors.items()} != wanted:
+            raise ValueError("it is the state of another head")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be used, though it is whole ({_reason(error)}): delete it to use the one before"
+        ) from error
+    if latest(path.parent) != path.name:
+        write_atomically(path.parent / "latest", path.name.encode())
+    return facts
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]
 
 
 def _before(folder: Path) -> str:

@@ -5,10 +5,11 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ import deepspeed
 from torch import Tensor, nn
 
 from ctcdraft.model.head import Head
+from ctcdraft.train import pulse
 
+Made = TypeVar("Made")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -80,6 +83,34 @@ def init_distributed() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """All that the ranks do together. Where one of them fails, dies or hangs, all end, with 1, and say what failed
+    first (pulse.py)."""
+    init_distributed()
+    several = world_size() > 1
+    beating = pulse.begin(rank(), world_size(), socket.gethostname(), _shared_store() if several else None)
+    barrier()
+    try:
+        yield
+    except Exception as error:
+        if several:
+            beating.failed(error)
+        beating.stop()
+        raise
+    barrier()
+    beating.stop()
+    leave_distributed()
+
+
+def _shared_store() -> dist.TCPStore:
+    """A store on rank 0, for the pulse alone: another thread uses it while this one is in a collective."""
+    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=pulse.DEAD_SECONDS)
+    mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
+    port = agreed(mine.port if mine else None)
+    return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)
 
 
 def leave_distributed() -> None:
@@ -178,14 +209,6 @@ def zero_stage(engine: Any) -> int:
     return engine.zero_optimization_stage()
 
 
-def any_rank(flag: bool) -> bool:
-    """Is it so on any rank? Collective."""
-    if world_size() == 1:
-        return flag
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    return bool(sum_over_ranks(torch.tensor(float(flag), device=device)).item())
-
-
 def agreed(value: Any) -> Any:
     """Rank 0's value, on every rank. Collective."""
     if world_size() == 1:
@@ -193,6 +216,20 @@ def agreed(value: Any) -> Any:
     held = [value]
     dist.broadcast_object_list(held, src=0)
     return held[0]
+
+
+def from_rank_zero(make: Callable[[], Made]) -> Made:
+    """What `make` gives on rank 0, or the ValueError that it raises there, on every rank. Collective."""
+    found, error = None, None
+    if rank() == 0:
+        try:
+            found = make()
+        except ValueError as raised:
+            error = raised
+    found, error = agreed((found, error))
+    if error is not None:
+        raise error
+    return cast(Made, found)
 
 
 def make_deterministic(seed: int) -> None:

@@ -14,11 +14,15 @@ CHUNK = 1 << 20
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content as a whole, on disk when this returns."""
     fresh = path.with_name(path.name + ".tmp")
-    with fresh.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(fresh, path)
+    try:
+        with fresh.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -32,12 +36,13 @@ def sync(path: Path) -> None:
 
 
 def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
-    """Write `fresh`'s manifest (size and SHA-256 of every file, and `facts`), force all of it to the disk, and rename
-    it to `folder`, which must not hold anything whole: what is there is removed."""
+    """Write `fresh`'s manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of these), force all of it to
+    the disk, and rename it to `folder`, which must not hold anything whole: what is there is removed."""
     files = {str(path.relative_to(fresh)): _described(path) for path in _files(fresh)}
     for path in _files(fresh):
         sync(path)
-    write_atomically(fresh / MANIFEST, json.dumps({"files": files, **facts}, indent=2).encode())
+    facts = {"files": files, **facts}
+    write_atomically(fresh / MANIFEST, json.dumps({**facts, "sha256": _digest(facts)}, indent=2).encode())
     for path in {path.parent for path in _files(fresh)}:
         sync(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -49,7 +54,7 @@ def unsealed(folder: Path) -> str | None:
     """What is wrong with a folder that `seal` made, as a phrase; None where nothing is."""
     facts = read_manifest(folder)
     if facts is None:
-        return f"it has no readable {MANIFEST}"
+        return f"it has no whole {MANIFEST}"
     there = {str(path.relative_to(folder)): path for path in _files(folder) if path.name != MANIFEST}
     for name, known in facts["files"].items():
         if name not in there:
@@ -61,12 +66,14 @@ def unsealed(folder: Path) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The facts that a folder was sealed with, and its `files`; None where there are none, or no readable ones."""
+    """The facts that a folder was sealed with, and its `files`; None where there are none, or damaged ones."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("files"), dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+        return None
+    return found if found.pop("sha256", None) == _digest(found) else None
 
 
 def size_of(folder: Path) -> int:
@@ -77,6 +84,10 @@ def size_of(folder: Path) -> int:
 def free_bytes(folder: Path) -> int:
     """What the disk of a folder has left for us."""
     return shutil.disk_usage(folder).free
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

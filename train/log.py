@@ -1,7 +1,6 @@
 """metrics.jsonl and W&B: the same rows under the same names, written by rank 0 alone."""
 
 import json
-import math
 import netrc
 import os
 import uuid
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ctcdraft.data.secrets import masked
 from ctcdraft.train.files import write_atomically
 
 MODES = ("wandb", "offline", "none")
@@ -90,18 +90,25 @@ def _summarise(run: Any, figures: Mapping[str, Any], images: Mapping[str, Path],
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Drop rows of steps that the resumed run will do again, so that each stands once."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_atomically(path, "".join(line for line in lines if _step_of(line) <= step).encode())
+    """Drop rows of steps that the resumed run will do again, and what is no row, so that each step stands once."""
+    if not path.is_file():
+        return
+    kept, last = [], 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        found = _step_of(line)
+        if found is not None and last < found <= step:
+            kept.append(line)
+            last = found
+    write_atomically(path, b"".join(kept))
 
 
-def _step_of(line: str) -> float:
-    """The step of a row; infinite for what a kill left of one."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a row; None for what a kill left of one."""
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
@@ -123,7 +130,7 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
             id=id_file.read_text().strip(),
             resume="allow" if mode == "online" else None,
             dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
-            config=dict(settings),
+            config=masked(dict(settings)),
             mode=mode,
             settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
         )
@@ -132,7 +139,7 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
         try:
             return start("online")
         except Exception as error:  # no network, a wrong key: the training matters more
-            print(f"W&B: cannot go online ({str(error).splitlines()[0]}), logging offline", flush=True)
+            print(f"W&B: cannot go online ({masked(str(error)).splitlines()[0]}), logging offline", flush=True)
     return start("offline")
 
 

@@ -24,7 +24,8 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.train import engine as ds
-from ctcdraft.train.checkpoint import TrainState, latest, load_checkpoint, save_best, save_checkpoint
+from ctcdraft.train import pulse
+from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_best, save_checkpoint
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.simulate import Simulator
@@ -34,10 +35,11 @@ from ctcdraft.train.watch import Replay, Watch, save_replay
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """batch: rows per optimizer step over all ranks, micro_batch of them per forward and rank (None: all of a
-    rank's share). A row is one sequence, or with `pack` as many as fit into max_length tokens. anchors: at most
-    so many per sequence. max_minutes counts all sittings. keep: newest checkpoints that stay;
-    max_skips: steps in a row without a finite loss and gradient that end the run."""
+    """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
+    rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into
+    max_length tokens. anchors: at most so many per sequence. max_minutes counts all sittings. keep: newest
+    checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
+    hang_minutes: the same, where no part of a step ends for so long."""
 
     steps: int = 1000
     batch: int = 4
@@ -54,6 +56,7 @@ class TrainConfig:
     keep: int = 2
     max_skips: int = 10
     deterministic: bool = False
+    hang_minutes: float = 30.0
 
     def __post_init__(self) -> None:
         if self.precision not in ds.PRECISIONS:
@@ -73,20 +76,23 @@ class TrainConfig:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise ValueError(f"train.max_minutes={self.max_minutes} must be above 0")
+        for name in ("max_minutes", "hang_minutes"):
+            minutes = getattr(self, name)
+            if minutes is not None and not 0 < minutes < math.inf:
+                raise ValueError(f"train.{name}={minutes} must be above 0 and finite")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1")
 
     def split(self, world: int) -> tuple[int, int]:
-        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none."""
-        micro = self.batch // world if self.micro_batch is None else self.micro_batch
-        if micro < 1 or self.batch % (micro * world):
+        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
+        share, rest = divmod(self.batch, world)
+        if rest:
             raise ValueError(
-                f"train.batch={self.batch} does not split into micro-batches of {max(micro, 1)} on {world} "
-                "ranks: make it a multiple"
+                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
+                "or another batch for a new run"
             )
-        return micro, self.batch // (micro * world)
+        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
+        return micro, share // micro
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,7 @@ class Trainer:
         )
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)
+        self._saved = self.state.step or None
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
         self.watch = Watch()
@@ -161,18 +168,26 @@ class Trainer:
 
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
-        steps = self.plan.train.steps
-        with (
-            self._signals(),
-            tqdm(
-                total=steps,
-                initial=self.state.step,
-                desc="training",
-                unit="step",
-                disable=ds.rank() > 0,
-                mininterval=1,
-            ) as bar,
-        ):
+        with self._signals(), pulse.no_longer_than(60 * self.plan.train.hang_minutes):
+            self._steps(log)
+            if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
+                self._evaluate(ds.head_state(self.engine, self.task.head))
+            if self._saved != self.state.step:
+                self._save(log)
+            if ds.rank() == 0:
+                write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
+        return self.state
+
+    def _steps(self, log: RunLog | None) -> None:
+        bar = tqdm(
+            total=self.plan.train.steps,
+            initial=self.state.step,
+            desc="training",
+            unit="step",
+            disable=ds.rank() > 0,
+            mininterval=1,
+        )
+        with bar:
             while not self._stop():
                 row = self._one_step()
                 if row is not None:
@@ -184,13 +199,6 @@ class Trainer:
                 if self.state.step % self.plan.train.save_every == 0:  # after the row: a kill between loses neither
                     self._save(log)
                 bar.update()
-        if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
-            self._evaluate(ds.head_state(self.engine, self.task.head))
-        if latest(self.checkpoints) != f"step_{self.state.step:06d}":
-            self._save(log)
-        if ds.rank() == 0:
-            write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
-        return self.state
 
     def probe(self, steps: int) -> float:
         """Seconds per step, the first few left out; trains on without a checkpoint or a log. Collective."""
@@ -227,9 +235,11 @@ class Trainer:
         return row
 
     def _save(self, log: RunLog | None) -> None:
+        pulse.moved(f"saving step {self.state.step}")
         if log:
             log.sync()
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep)
+        self._saved = self.state.step
 
     def _count(self, step: int) -> None:
         """Was the step without an update? Keeps its batches, and ends a run that has too many of them in a row.
@@ -318,6 +328,7 @@ class Trainer:
             "draft/psi_sum": psi / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
+            "perf/ranks": ds.world_size(),
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
         row |= {f"draft/blank_rate/slot_{t + 1}": b / max(1.0, feasible) for t, b in enumerate(blank_T)}
@@ -329,6 +340,7 @@ class Trainer:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
+        pulse.moved(f"{part} of step {self.state.step + 1}")
         start = time.perf_counter()
         yield
         if self.base.device.type == "cuda":

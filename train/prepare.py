@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ctcdraft.data import embedded
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.records import Conversation, Record, Text
+from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import source_hash
 from ctcdraft.data.store import (
     Journal,
@@ -204,7 +205,7 @@ def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: Dat
     write_jsonl(fresh / "near_duplicates.jsonl", near)
     account = {"read": read, "used": read - rejected, "rejected": rejected, "heldout": len(heldout)}
     account |= {"turns": dict(turns), "near_duplicates": len(near)}
-    manifest = {"base": base.identity, "options": asdict(config), **account, **counts}
+    manifest = {"base": base.identity, "options": masked(asdict(config)), **account, **counts}
     (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 

@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from ctcdraft.data.records import Conversation, Message
+from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
@@ -50,6 +52,11 @@ class RegenerateConfig:
             )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
+        if self.url is not None and (urlsplit(self.url).query or urlsplit(self.url).fragment):
+            raise ValueError(
+                f"data.regenerate.url={masked(self.url)}: requests go to <url>/chat/completions, so it cannot end in a "
+                "query; a key belongs into the environment as OPENAI_API_KEY"
+            )
 
 
 class Turns(NamedTuple):

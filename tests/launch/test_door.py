@@ -134,7 +134,7 @@ def entry(tmp_path, *words):
 
 def test_a_run_is_named_by_what_decides_its_outcome(tmp_path):
     first = stages.check_inputs(entry(tmp_path))
-    assert stages.check_inputs(entry(tmp_path, "logger=none", "bench.questions=3", "train.max_minutes=2")) == first
+    assert stages.check_inputs(entry(tmp_path, "logger=none", "bench.questions=3", "zero='2'")) == first
     assert stages.check_inputs(entry(tmp_path, "optim.lr=1e-3")) != first
     assert stages.check_inputs(entry(tmp_path, "name=mine")).name == "mine"
 
@@ -143,6 +143,26 @@ def test_a_run_is_named_by_what_decides_its_outcome(tmp_path):
 def test_a_name_is_no_path(tmp_path, name):
     with pytest.raises(ValueError, match="one folder name"):
         stages.check_inputs(entry(tmp_path, f"name='{name}'"))
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "split"),
+    [
+        (["train.batch=8"], 4, (2, 1)),
+        (["train.batch=8", "train.micro_batch=4"], 1, (4, 2)),
+        (["train.batch=8", "train.micro_batch=4"], 4, (2, 1)),
+        (["train.batch=12", "train.micro_batch=4"], 2, (3, 2)),
+    ],
+)
+def test_a_batch_is_kept_whatever_the_ranks(options, world, split):
+    train = typed(compose("train", options), TrainEntry).train
+    assert train.split(world) == split
+    assert split[0] * split[1] * world == train.batch
+
+
+def test_a_batch_that_does_not_split_is_one_sentence():
+    with pytest.raises(ValueError, match=r"train\.batch=4 does not split over 3 ranks: take a number of ranks"):
+        typed(compose("train", ["train.batch=4"]), TrainEntry).train.split(3)
 
 
 def test_a_missing_bench_file_is_found_before_training(tmp_path):

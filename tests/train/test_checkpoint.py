@@ -1,10 +1,12 @@
 import json
 import os
+import pickle
 import resource
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ctcdraft.train import checkpoint, engine, files, loop
 
@@ -63,9 +65,12 @@ DAMAGE = {
     "half a file": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
     "a missing file": lambda p: p.unlink(),
     "no manifest": lambda p: (p.parent / "manifest.json").unlink(),
+    "a manifest with another step": lambda p: (m := p.parent / "manifest.json").write_text(
+        m.read_text().replace('"step": 6', '"step": 5')
+    ),
     "half a manifest": lambda p: (p.parent / "manifest.json").write_text('{"files": {'),
-    "a file too many": lambda p: (p.parent / "evil.pt").write_bytes(b"x"),
-    "a link to elsewhere": lambda p: (p.rename(p.parent.parent / "moved.pt"), p.symlink_to("../moved.pt")),
+    "a file too many": lambda p: (p.parent / "evil.safetensors").write_bytes(b"x"),
+    "a link to elsewhere": lambda p: (p.rename(p.parent.parent / "moved"), p.symlink_to("../moved")),
 }
 
 
@@ -73,14 +78,13 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_gives_the_same_run(
     small, whole, copy, damage, capsys, monkeypatch
 ):
-    DAMAGE[damage](next((copy / "checkpoints" / "step_000006").glob("*.pt")))
+    DAMAGE[damage](copy / "checkpoints" / "step_000006" / checkpoint.STATE)
     opened = []
-    load = torch.load
-    monkeypatch.setattr(torch, "load", lambda path, *a, **k: (opened.append(str(path)), load(path, *a, **k))[1])
+    load = checkpoint.load_file
+    monkeypatch.setattr(checkpoint, "load_file", lambda path: (opened.append(path.parent.name), load(path))[1])
     trainer, rows = trained(small, copy)
     assert "warning: checkpoint" in capsys.readouterr().err
-    assert opened
-    assert all("step_000004" in path for path in opened), "a pickle was opened whose checksum is wrong"
+    assert opened == ["step_000004"], "a file was read whose checksum is wrong"
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole[2][4:]]
     for name, weight in head_of(trainer).items():
         assert torch.equal(weight, head_of(whole[1])[name])
@@ -123,16 +127,22 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint(small, cop
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_weights_never_enter_a_checkpoint(small, tmp_path, stage):
+def test_a_checkpoint_holds_weights_and_moments_of_the_head_and_nothing_of_the_base_or_of_pickle(
+    small, tmp_path, stage
+):
     trainer, _ = trained(small, tmp_path, f"zero={stage}", "train.steps=1", "train.save_every=1", "train.eval_every=1")
     step = tmp_path / "checkpoints" / "step_000001"
-    names, trained_numbers = set(), sum(w.numel() for w in head_of(trainer).values())
-    for path in step.glob("*model_states.pt"):
-        state = torch.load(path, weights_only=False)
-        names |= set(state["module"])
-        assert not state.get("frozen_param_fragments")
-    assert names == {f"head.{name}" for name in head_of(trainer)}
-    assert files.size_of(step) < 4 * trained_numbers * 4.5 + 60_000  # weights, two moments, a master; never the base
+    assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "state.safetensors"]
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    names = {f"{kind}/head.{name}" for name in head_of(trainer) for kind in kinds} | {"updates"}
+    assert load_file(step / checkpoint.STATE).keys() == names
+
+
+def test_no_pickle_is_read_or_written(small, tmp_path, monkeypatch):
+    for owner, name in ((torch, "load"), (torch, "save"), (pickle, "load"), (pickle, "dump")):
+        monkeypatch.setattr(owner, name, lambda *given, **options: pytest.fail("a pickle was touched"))
+    trained(small, tmp_path, "train.steps=2")
+    assert small(tmp_path, "train.steps=2").state.step == 2
 
 
 def test_the_best_heads_file_has_a_checksum(copy):
@@ -145,19 +155,27 @@ def test_the_best_heads_file_has_a_checksum(copy):
         checkpoint.load_best(path.parent)
 
 
-def test_without_zero_another_number_of_ranks_goes_on_and_says_so(small, copy, capsys):
+STRANGE = {
+    "another format": (lambda facts: facts | {"format": 1}, "format 1, not 2"),
+    "no format": (lambda facts: {k: v for k, v in facts.items() if k != "format"}, "'format'"),
+    "an unknown state": (lambda facts: facts | {"state": {"steps": 3}}, "unexpected keyword argument 'steps'"),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_a_whole_checkpoint_that_is_not_ours_is_one_sentence(small, copy, what):
+    change, reason = STRANGE[what]
     manifest = copy / "checkpoints" / "step_000006" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
-    assert small(copy).state.step == 6
-    assert "was saved by 2 ranks, 1 go on; train.batch stays what it is" in capsys.readouterr().out
+    facts = change(json.loads(manifest.read_text()))
+    facts.pop("sha256")
+    manifest.write_text(json.dumps({**facts, "sha256": files._digest(facts)}))
+    with pytest.raises(ValueError, match=rf"step_000006 cannot be used, though it is whole .*{reason}.*: delete it"):
+        small(copy)
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_one_sentence(small, tmp_path, monkeypatch):
-    trained(small, tmp_path, "zero=1", "train.steps=2")
-    manifest = next(tmp_path.glob("checkpoints/step_*/manifest.json"))
-    manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
-    with pytest.raises(ValueError, match="was saved by 2 ranks with zero=1, and this is a run of 1: start it with 2"):
-        small(tmp_path, "zero=1")
+def test_the_state_of_another_head_is_one_sentence(small, copy):
+    with pytest.raises(ValueError, match=r"it is the state of another head.*: delete it"):
+        small(copy, "head.slots=5")
 
 
 class Killed(BaseException):
@@ -178,7 +196,7 @@ def killed_at(monkeypatch, moment):
 
         return call
 
-    for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (torch, "save")):
+    for owner, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (checkpoint, "save_file")):
         monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
 
 

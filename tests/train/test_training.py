@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -160,7 +161,10 @@ def test_a_time_limit_ends_with_an_evaluated_head(workplace):
 
 
 def test_the_deepspeed_launcher_starts_it(workplace, one_process):
-    launcher = (str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1", "--master_port", "29613")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = (str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1", "--master_port", port)
     start(workplace, "name=launched", launcher=launcher)
     assert losses(workplace, "launched") == one_process[1]
 

@@ -1,0 +1,77 @@
+import json
+
+import pytest
+import wandb
+
+from ctcdraft.train.log import LoggerConfig, RunLog
+
+
+class Run:
+    """What W&B was asked for, and told."""
+
+    def __init__(self, **asked):
+        self.asked, self.logged = asked, []
+
+    def log(self, row, step=None):
+        self.logged.append((step, row))
+
+    def finish(self):
+        """Nothing is uploaded."""
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The W&B runs that were started, on a machine that has a key and a network."""
+    started = []
+    monkeypatch.setattr(wandb, "init", lambda **asked: started.append(Run(**asked)) or started[-1])
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return started
+
+
+def sitting(folder, step, rows):
+    log = RunLog(folder, LoggerConfig("wandb"), {"a": 1}, step)
+    for number in rows:
+        log.write({"step": number, "train/loss": 1.0})
+    log.close()
+
+
+def test_a_resumed_run_continues_the_same_run_online(runs, tmp_path):
+    sitting(tmp_path / "mine", 0, [1, 2, 3])
+    sitting(tmp_path / "mine", 2, [3, 4])  # killed after row 3, before its checkpoint
+    sitting(tmp_path / "other", 0, [1])
+    first, second, other = (run.asked for run in runs)
+    assert first["id"] == second["id"] != other["id"]
+    assert [run["resume"] for run in (first, second)] == ["allow", "allow"]
+    assert [run["mode"] for run in (first, second)] == ["online", "online"]
+    assert first["name"] == second["name"] == "mine"
+    assert [step for step, _ in runs[1].logged] == [3, 4]
+
+
+def test_without_a_network_the_same_run_goes_on_offline(runs, tmp_path, monkeypatch, capsys):
+    sitting(tmp_path, 0, [1])
+    online = wandb.init
+
+    def unreachable(**asked):
+        if asked["mode"] == "online":
+            raise wandb.errors.CommError("no route; key 0123456789")
+        return online(**asked)
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    sitting(tmp_path, 1, [2])
+    said = capsys.readouterr().out
+    assert "cannot go online (no route; key ***), logging offline" in said
+    assert runs[1].asked["mode"] == "offline"
+    assert runs[1].asked["id"] == runs[0].asked["id"]
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b'{"step": 3', b"\xff\xfe\n", b'{"step": "4"}\n', b"[]\n", b'{"step": 2}\n', b"[" * 9999 + b"\n"]
+)
+def test_what_is_no_row_of_its_own_step_does_not_stay(tmp_path, rubbish):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + rubbish)
+    log = RunLog(tmp_path, LoggerConfig("none"), {}, 5)
+    log.write({"step": 6})
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 6]

@@ -1,0 +1,63 @@
+"""A Trainer without the pipeline around it, on a tiny base; and, started by torchrun, one sitting of a run.
+
+torchrun --nproc_per_node 2 tests/trainers.py <work> <last step> <run>=<option>,<option> ...
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from bases import write_base
+
+from ctcdraft.launch.door import _quoted, compose, typed
+from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.model import load_base
+from ctcdraft.train import engine as ds
+from ctcdraft.train.features import FeatureStore
+from ctcdraft.train.log import LoggerConfig, RunLog
+from ctcdraft.train.loop import Trainer
+from ctcdraft.train.prepare import prepare
+
+SIZES = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "data.max_new_tokens=16"]
+RATE = ["train.steps=6", "train.save_every=2", "train.eval_every=6", "train.log_every=1", "train.eval_anchors=16"]
+TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another order, and six steps of Adam on them
+
+
+def write_inputs(work):
+    """A base and prompts."""
+    write_base(work / "base", initializer_range=0.05)
+    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(24)]
+    (work / "rows.json").write_text(json.dumps(rows))
+
+
+class Trainers:
+    """make(folder, *options) -> Trainer on what `write_inputs` left in `work`."""
+
+    def __init__(self, work):
+        self.work, self.base = work, load_base(str(work / "base"))
+
+    def __call__(self, folder, *options):
+        paths = [f"base.path={self.work}/base", f"data.path={self.work}/rows.json"]
+        words = ["experiment=smoke", "base=local", "data=sharegpt", *paths, *SIZES, *RATE, *map(_quoted, options)]
+        config = typed(compose("train", words), TrainEntry)
+        data, features = prepare(self.base, config.data, config.seed, self.work / "cache"), None
+        if config.data.features:
+            store = FeatureStore(self.base, data, config.data.features, self.work / "cache")
+            store.fill()
+            features = store.open()
+        return Trainer(config.plan, self.base, data, folder, features)
+
+
+def sit(work, last, runs):
+    """Train each run up to step `last`, save it, and leave."""
+    make = Trainers(work)
+    for name, options in runs.items():
+        trainer = make(work / name, *options)
+        trainer.finished = lambda trainer=trainer: trainer.state.step >= last
+        trainer.run(RunLog(work / name, LoggerConfig("none"), {}, trainer.state.step) if ds.rank() == 0 else None)
+
+
+if __name__ == "__main__":
+    named = dict(word.split("=", 1) for word in sys.argv[3:])
+    with ds.together():
+        sit(Path(sys.argv[1]), int(sys.argv[2]), {name: options.split(",") for name, options in named.items()})

@@ -1,0 +1,246 @@
+"""What the ranks know of each other: who died, who hangs, who failed first; and no process outlives its launcher.
+
+A thread in each process puts a line about it into a store on rank 0 once a second. Collectives alone would not end a
+run that lost a rank: NCCL waits, and what gloo reports on the others is a consequence, never the cause.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ctcdraft.data.secrets import masked
+
+TICK = 1.0
+DEAD_SECONDS = 60.0  # a process that has said nothing for so long is dead, or its machine cannot be reached
+LOST_SECONDS = 8.0  # the same, once a rank has lost a connection
+GRACE_SECONDS = 5.0  # for a process to end by itself, after another has failed
+SAVE_SECONDS = 120.0  # for a process to save and end, after its launcher has gone
+LAUNCHERS = ("torchrun", "torch.distributed", "deepspeed")
+WITHOUT_STORE = "rank 0, which the others report to, ended without a word or cannot be reached"
+LOST = ("connection", "gloo", "nccl", "socket", "broken pipe")  # words of an error that another rank's end causes
+
+
+@dataclass(frozen=True)
+class Word:
+    """A rank's line in the store: its host, ticks of its thread, how often it moved on, and what it is doing."""
+
+    host: str
+    tick: int = 0
+    moves: int = 0
+    doing: str = "setting up"
+
+
+class Pulse:
+    """One rank's part of the watch. `store` is shared by all ranks; None where there is one."""
+
+    def __init__(self, rank: int, world: int, host: str, store: Any) -> None:
+        self.rank, self.world, self.store = rank, world, store
+        self.limit: float | None = None  # seconds without a move that are a hang; None: as long as it takes
+        self._word, self._tick, self._moved_at = Word(host), 0, time.monotonic()
+        self._seen: dict[int, tuple[int, float]] = {}  # each rank's last tick, and when it was new
+        self._launchers, self._orphan_since = launchers(), 0.0
+        self._over, self._ending = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        """Every rank calls it, and a barrier follows."""
+        self._publish()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """All went well. Call it between two barriers, while the store is there."""
+        self._over.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def moved(self, doing: str) -> None:
+        """The main thread has got on, to this."""
+        self._moved_at = time.monotonic()
+        self._word = replace(self._word, moves=self._word.moves + 1, doing=doing)
+
+    def failed(self, error: BaseException) -> None:
+        """End this process, and with it the run: say what failed first, on whichever rank it was."""
+        self._over.set()
+        own = self._sentence(error)
+        cause = own if isinstance(error, ValueError) else self._behind(own)
+        expected = isinstance(error, (ValueError, OSError)) and not os.environ.get("CTCDRAFT_TRACEBACK")
+        if cause == own and not expected:
+            traceback.print_exception(error)
+        self._end(cause)
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK):
+            if self.store is not None:  # C code that holds the interpreter stops this thread too
+                faulthandler.dump_traceback_later(2 * DEAD_SECONDS, exit=True)
+            try:
+                cause = self._checked()
+            except RuntimeError:
+                cause = WITHOUT_STORE
+            if cause and not self._over.wait(GRACE_SECONDS):
+                self._end(cause)
+
+    def _checked(self) -> str | None:
+        """What ends the run, if anything does."""
+        self._follow_launcher()
+        if self.store is None:
+            return self._hanging()
+        self._publish()
+        if self.store.check(["failure"]):
+            return self._first("")
+        return self._hanging() or (self._dead(DEAD_SECONDS) if self.rank == 0 else None)
+
+    def _publish(self) -> None:
+        if self.store is not None:
+            self._tick += 1  # beside the word, which is the main thread's to change
+            self.store.set(str(self.rank), json.dumps(asdict(replace(self._word, tick=self._tick))))
+
+    def _words(self) -> list[Word]:
+        if self.store is None:
+            return [self._word]
+        return [Word(**json.loads(line)) for line in self.store.multi_get([str(r) for r in range(self.world)])]
+
+    def _hanging(self) -> str | None:
+        """The rank that has got on least while the others wait for it."""
+        if self.limit is None or time.monotonic() - self._moved_at < self.limit:
+            return None
+        words = self._words()
+        last = min(range(self.world), key=lambda r: words[r].moves)
+        return (
+            f"rank {last} on {words[last].host} hangs: it has not got beyond {words[last].doing} for "
+            f"{self.limit / 60:g} minutes (train.hang_minutes)"
+        )
+
+    def _dead(self, seconds: float) -> str | None:
+        """The rank that has said nothing new for so long."""
+        now = time.monotonic()
+        for number, word in enumerate(self._words()):
+            tick, since = self._seen.get(number, (-1, now))
+            if tick != word.tick:
+                self._seen[number] = word.tick, now
+            elif now - since > seconds:
+                place = f"rank {number} on {word.host}"
+                return f"{place} ended without a word (killed, or its machine is gone), in {word.doing}"
+        return None
+
+    def _sentence(self, error: BaseException) -> str:
+        told = " ".join(str(error).split())
+        if isinstance(error, (ValueError, OSError)):
+            return told
+        return f"rank {self.rank} on {self._word.host}: {type(error).__name__}: {told[:500]}"
+
+    def _behind(self, own: str) -> str:
+        """This rank's sentence; or, where it is about a broken connection, one about the rank that broke it."""
+        if self.store is None or not any(word in own.lower() for word in LOST):
+            return own
+        self._seen.clear()
+        deadline = time.monotonic() + LOST_SECONDS + 2 * TICK
+        while time.monotonic() < deadline:
+            try:
+                self._publish()
+                found = self._first("") if self.store.check(["failure"]) else self._dead(LOST_SECONDS)
+            except RuntimeError:
+                return WITHOUT_STORE
+            if found:
+                return found
+            time.sleep(TICK)
+        return own
+
+    def _first(self, sentence: str) -> str:
+        """What failed first, on any rank: this, unless there was something before."""
+        if self.store is None:
+            return sentence
+        try:
+            return self.store.compare_set("failure", "", sentence).decode()
+        except RuntimeError:
+            return sentence
+
+    def _end(self, cause: str) -> None:
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # the other thread is at it
+        first = self._first(cause)
+        try:
+            told = self.store is not None and self.store.add(f"told/{self._word.host}/{os.getppid()}", 1) > 1
+        except RuntimeError:
+            told = False
+        if not told:
+            behind_bar = "" if threading.current_thread() is threading.main_thread() else "\n"
+            print(f"{behind_bar}error: {masked(first)}", file=sys.stderr, flush=True)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with what it finds there
+            Path(report).write_text(json.dumps({"message": masked(first), "timestamp": str(int(time.time()))}))
+        if self.rank == 0 and self.store is not None:
+            time.sleep(3 * TICK)  # the store ends with this process; the others are to read it first
+        os._exit(1)
+
+    def _follow_launcher(self) -> None:
+        """A process whose launcher was killed saves and ends; it would otherwise train on, and nobody knew."""
+        if self._orphan_since and time.monotonic() - self._orphan_since > SAVE_SECONDS:
+            os._exit(1)
+        if not self._orphan_since and not all(map(_alive, self._launchers)):
+            self._orphan_since = time.monotonic()
+            print("\nerror: the launcher has gone: saving and ending", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def launchers() -> list[psutil.Process]:
+    """The launchers that this process was started by: its parent, and the parent's, as far as they are some."""
+    found = []
+    for process in psutil.Process().parents():
+        try:
+            words = process.cmdline()[:5]
+        except psutil.Error:
+            break
+        is_python = bool(words) and Path(words[0]).name.startswith("python")
+        if not is_python or not any(name in word for name in LAUNCHERS for word in words):
+            break
+        found.append(process)
+    return found
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+_current: Pulse | None = None
+
+
+def begin(rank: int, world: int, host: str, store: Any) -> Pulse:
+    """Start this process's pulse."""
+    global _current
+    _current = Pulse(rank, world, host, store)
+    _current.start()
+    return _current
+
+
+def moved(doing: str) -> None:
+    """Tell the others what this rank does now, where there are any."""
+    if _current is not None:
+        _current.moved(doing)
+
+
+@contextmanager
+def no_longer_than(seconds: float) -> Iterator[None]:
+    """Within, a rank that does not call `moved` for so long ends the run."""
+    if _current is None:
+        yield
+        return
+    _current.moved("its start")
+    _current.limit = seconds
+    try:
+        yield
+    finally:
+        _current.limit = None
