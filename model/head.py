@@ -47,7 +47,7 @@ class HeadConfig:
     mixer_layers: int = 1
     transition: str = "none"
     shortlist: int = 32
-    rank: int = 32
+    rank: int = 64
     beam: int = 8
 
     def __post_init__(self) -> None:
