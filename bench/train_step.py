@@ -99,16 +99,20 @@ def stored_states(base, batch, kind, folder):
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
+def head_config(shape, transition):
+    heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
+    return HeadConfig(
+        width=shape.width, heads=heads, mixer_width=shape.mixer, mixer_heads=mixer_heads, transition=transition
+    )
+
+
 class Step:
     """One optimizer step, and the seconds that its parts took."""
 
-    def __init__(self, base, shape, anchors, features=None):
+    def __init__(self, base, shape, anchors, features=None, transition="shortlist"):
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         self.dtype = getattr(torch, shape.dtype)
-        config = HeadConfig(
-            width=shape.width, heads=max(1, shape.width // 128), mixer_width=shape.mixer, mixer_heads=shape.mixer // 64
-        )
-        self.head = build_head(config, base.hidden_size).to(DEVICE, self.dtype)
+        self.head = build_head(head_config(shape, transition), base.hidden_size).to(DEVICE, self.dtype)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4, fused=True)
         self.seconds = {part: [] for part in PARTS}
 
@@ -153,6 +157,7 @@ def measured(name, anchors, rounds):
 def compared(name, base, shape, anchors, rounds, folder):
     step = Step(base, shape, anchors)
     calls = {"step": step, "forward": lambda: base.hidden(step.batch.ids_BL)}
+    calls["without"] = Step(base, shape, anchors, transition="none")
     for kind in FORMATS:
         (folder / kind).mkdir()
         calls[kind] = Step(base, shape, anchors, stored_states(base, step.batch, kind, folder / kind))
@@ -168,6 +173,7 @@ def compared(name, base, shape, anchors, rounds, folder):
         "bare_tokens_per_second": tokens / middle["forward"],
         "share_of_bare_forward": middle["forward"] / middle["step"],
         "time_share": share,
+        "times_the_step_without_transition": middle["step"] / middle["without"],
         "stored_step_time": {kind: middle[kind] / middle["step"] for kind in FORMATS},
     }
 
@@ -181,12 +187,22 @@ def table(rows):
             f"{row['bare_tokens_per_second']:.0f}",
             f"{row['share_of_bare_forward']:.0%}",
             *(f"{row['time_share'][part]:.0%}" for part in PARTS),
+            f"{row['times_the_step_without_transition']:.2f}",
             *(f"{row['stored_step_time'][kind]:.0%}" for kind in FORMATS),
         )
         for row in rows
     ]
     stored = (f"step from stored {kind}" for kind in FORMATS)
-    header = ("shape", "anchors per sequence", "tokens/s", "bare forward", "of it", *PARTS, *stored)
+    header = (
+        "shape",
+        "anchors per sequence",
+        "tokens/s",
+        "bare forward",
+        "of it",
+        *PARTS,
+        "transition, times",
+        *stored,
+    )
     return markdown_table(header, lines)
 
 

@@ -1,14 +1,23 @@
-"""Time of one best-first tree search: compiled, and the same code in plain Python."""
+"""Time of one best-first tree search, compiled and in plain Python; and of a draft with a transition and without.
 
+python bench/tree.py [--shape tiny small] [--rounds N]
+"""
+
+import argparse
 import time
 from statistics import median
 
 import numpy as np
 import torch
+from measure import interleaved
+from train_step import SHAPES, head_config, random_base
 
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.model import tree
+from ctcdraft.model import Decoder, DraftConfig, build_head, tree
 from ctcdraft.model.lattice import candidates_of
+
+NODES = 32
+CONTEXT, ACCEPTED = 64, 3  # positions that the head has read, and those of one step
 
 
 def timed(call, rounds):
@@ -20,8 +29,7 @@ def timed(call, rounds):
     return median(taken) * 1e6
 
 
-def main():
-    torch.manual_seed(0)
+def searches():
     rows = []
     for top_k in (4, 8, 16):
         lattice = candidates_of(torch.randn(1, 8, 2048) * 3, torch.zeros(1, 8), top_k).lattices()[0]
@@ -35,6 +43,50 @@ def main():
             rows.append((nodes, len(lattice.tokens), f"{fast:.0f}", f"{slow:.0f}", f"{slow / fast:.0f}"))
     print("8 slots; microseconds, median")
     print(markdown_table(("nodes", "candidates", "compiled", "Python", "ratio"), rows))
+
+
+class Draft:
+    """One draft after the other behind the same context: head, LM head, candidates, tree."""
+
+    def __init__(self, base, shape, transition):
+        torch.manual_seed(0)
+        self.head = build_head(head_config(shape, transition), base.hidden_size).to(base.device).eval()
+        for p in self.head.parameters():  # what begins at 0 would spare the search its work
+            p.data.add_(torch.randn_like(p) * 0.05)
+        self.decoder = Decoder(base, self.head, DraftConfig(nodes=NODES))
+        ids = torch.randint(0, base.vocab_size, (1, CONTEXT), device=base.device)
+        self.hidden, self.root = base.hidden(ids).float(), base.embed(ids).float()
+        self.cache = self.head.new_cache(1, 2 * CONTEXT)
+        self.head.step(self.hidden, self.root, [CONTEXT], self.cache)
+
+    def __call__(self):
+        read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], [ACCEPTED], self.cache
+        decoder = self.decoder
+        (drafted,) = self.head.drafts(*read, decoder.base, decoder.draft.top_k, decoder.tables)
+        decoder.tree_of(drafted)
+        self.cache.lengths[:] = CONTEXT
+
+
+def drafts(shapes, rounds):
+    rows = []
+    for name in shapes:
+        base = random_base(SHAPES[name])
+        calls = {transition: Draft(base, SHAPES[name], transition) for transition in ("none", "shortlist")}
+        middle = {transition: median(seconds) for transition, seconds in interleaved(calls, rounds, 5).items()}
+        micro = (f"{seconds * 1e6:.0f}" for seconds in middle.values())
+        rows.append((name, *micro, f"{middle['shortlist'] / middle['none']:.2f}"))
+    print(f"\nA whole draft of {NODES} nodes; microseconds, median, interleaved")
+    print(markdown_table(("shape", "without transition", "with", "times"), rows))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["tiny", "small"])
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    searches()
+    drafts(options.shape, options.rounds)
 
 
 if __name__ == "__main__":
