@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ctcdraft.model.kernels.cpu_top import merge_top
+
 # A CPU wants a tile that stays in its cache between the two GEMMs, about as high as wide (measured: docs/
 # fused_ctc.md). A GPU wants large GEMMs over the whole vocabulary.
 TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
@@ -191,9 +193,7 @@ def _whole_rows(
     z_RV = _logits(hidden_RD, weight_VD, buffer)
     out.logits_MK.copy_(z_RV.gather(1, index_RK))
     if out.top_MS.shape[1]:
-        top_RS, top_index_RS = z_RV.topk(out.top_MS.shape[1], dim=1)
-        out.top_MS.copy_(top_RS)
-        out.top_index_MS.copy_(top_index_RS)
+        _merge_top(out.top_MS.fill_(-torch.inf), out.top_index_MS.zero_(), z_RV, 0)
     out.lse_M.copy_(ops.softmax_(z_RV, out.slope_MD is not None))
     if out.slope_MD is not None:
         torch.mm(z_RV, weight_VD, out=out.slope_MD)
@@ -216,14 +216,14 @@ def _rows_by_tiles(
     peak_R = torch.full_like(out.lse_M, -torch.inf)
     total_R = torch.zeros_like(peak_R)
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
-    top_RS, top_index_RS = out.top_MS[:, :0], out.top_index_MS[:, :0]
+    top_RS, top_index_RS = out.top_MS.new_full(out.top_MS.shape, -torch.inf), torch.zeros_like(out.top_index_MS)
     wanted = _Wanted.of(index_RK, len(weight_VD), width, peak_R.dtype)
     for columns, here in zip(_slices(len(weight_VD), width), wanted.ranges, strict=True):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
         wanted.take(z_RC, here)
         if out.top_MS.shape[1]:
-            top_RS, top_index_RS = _merge_top(top_RS, top_index_RS, z_RC, columns.start, out.top_MS.shape[1])
+            _merge_top(top_RS, top_index_RS, z_RC, columns.start)
         if columns.start == 0:
             shifted = shifted or not bool((z_RC[:, :LEAST].amax(dim=1).abs() < SAFE_BITS).all())
             peak_R.fill_(-torch.inf if shifted else 0.0)
@@ -281,14 +281,17 @@ def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor, scale: float =
     return buffer[: shape[0] * shape[1]].view(shape).addmm_(hidden_RD, weight_CD.T, beta=0, alpha=scale)
 
 
-def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int, top_k: int) -> tuple[Tensor, Tensor]:
-    here_RS, here_index_RS = z_RC.topk(min(top_k, z_RC.shape[1]), dim=1)
-    if not top_RS.shape[1]:
-        return here_RS.to(top_RS.dtype), here_index_RS + first_column
-    both_RS = torch.cat([top_RS, here_RS.to(top_RS.dtype)], dim=1)
-    both_index_RS = torch.cat([index_RS, here_index_RS + first_column], dim=1)
-    top_RS, order_RS = both_RS.topk(min(top_k, both_RS.shape[1]), dim=1)
-    return top_RS, both_index_RS.gather(1, order_RS)
+def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int) -> None:
+    """Take a tile into the largest values so far (-inf: none yet) and their columns, in place."""
+    wide_RC = z_RC.to(top_RS.dtype)
+    if not z_RC.is_cuda:
+        return merge_top(top_RS, index_RS, wide_RC, first_column)
+    here = wide_RC.topk(min(top_RS.shape[1], z_RC.shape[1]), dim=1)
+    both_RS, both_index_RS = torch.cat([top_RS, here[0]], 1), torch.cat([index_RS, here[1] + first_column], 1)
+    values_RS, order_RS = both_RS.topk(top_RS.shape[1], dim=1)
+    top_RS.copy_(values_RS)
+    index_RS.copy_(both_index_RS.gather(1, order_RS))
+    return None
 
 
 def _add_product(sum_RD: Tensor, left_RC: Tensor, right_CD: Tensor) -> None:

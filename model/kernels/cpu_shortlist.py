@@ -39,7 +39,7 @@ def forward(
     )
     delta_NTSK = lse_NT1.new_zeros(N, T, U + 1, index_NTK.shape[2])
     out = [part.numpy() for part in (moved_NTS, emit_NTU, stay_NTU, blank_NTS, delta_NTSK)]
-    _forward(_threads(), *floats, index_NTK.numpy(), place_NTU.numpy(), diagonal, *out)  # type: ignore[call-arg]
+    _forward(use_torch_threads(), *floats, index_NTK.numpy(), place_NTU.numpy(), diagonal, *out)  # type: ignore[call-arg]
     return moved_NTS, emit_NTU, stay_NTU, blank_NTS, delta_NTSK
 
 
@@ -58,7 +58,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of slot, context, token, blank and logits, from those of the four that `forward` returned."""
     inputs = (slot_NTR, context_NSR, token_VR, blank_R, logits_NTK)
-    threads = _threads()
+    threads = use_torch_threads()
     grad_slot, grad_context, grad_logits = (torch.zeros_like(part) for part in (slot_NTR, context_NSR, logits_NTK))
     grad_token, grad_blank = token_VR.new_zeros(threads, *token_VR.shape), blank_R.new_zeros(threads, *blank_R.shape)
     out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_logits)]
@@ -68,7 +68,8 @@ def backward(
     return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_logits
 
 
-def _threads() -> int:
+def use_torch_threads() -> int:
+    """Compiled loops then run on as many threads as torch's operations; their number."""
     threads = max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     numba.set_num_threads(threads)
     return threads
