@@ -19,8 +19,9 @@ if not torch.cuda.is_available():
 SHARED = Path(__file__).parents[2] / "shared"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread():
+    """Before each test: bits depend on it, and what a test starts in this process may change it."""
     torch.set_num_threads(1)
 
 

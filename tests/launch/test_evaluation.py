@@ -30,7 +30,13 @@ def place(tmp_path_factory):
         for folder in (run / "head", root / "shipped" / name):
             export_head(head, base, folder, TRAINING)
         (run / "config.yaml").write_text("run: {}")
-        paths = {"base": base.path, "dtype": "fp32", "template": None, "data": f"data-{name}", "identity": {}}
+        paths = {
+            "base": base.path,
+            "dtype": "fp32",
+            "template": None,
+            "data": f"data-{name}",
+            "identity": base.identity,
+        }
         (run / "paths.json").write_text(json.dumps(paths))
     return root
 
