@@ -9,6 +9,7 @@ goes on where it was. Checkpoints are chosen on the development split, figures a
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -39,13 +40,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
 VARIANTS = {
     "default": (),
-    "ctc, no transition": ("head.transition=none",),
-    "exact ctc, no transition": ("head.transition=none", "objective=ctc"),
+    "ctc without transition": ("head.transition=none",),
+    "exact ctc without transition": ("head.transition=none", "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
-    "parallel 0.8^k, transition": ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY),
+    "parallel 0.8^k with transition": ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY),
     "parallel uniform": ("head=parallel", *CROSS_ENTROPY, "objective.decay=1.0"),
     "medusa": ("head=medusa", *CROSS_ENTROPY),
-    "medusa, as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
+    "medusa with as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
     "eagle": ("head=eagle", *CROSS_ENTROPY),
 }
 SETTINGS = {
@@ -62,6 +63,7 @@ class Study:
     def __init__(self, given, overrides):
         self.given, self.overrides = given, overrides
         config = self.config("default")
+        self.environment = dict(os.environ)  # without the rank that this process becomes
         stages.ds.init_distributed()
         self.base = stages.get_base(config.base, Path(config.cache_dir))
         self.data = stages.get_data(config, self.base)
@@ -74,7 +76,7 @@ class Study:
 
     def _options(self, name):
         options = VARIANTS[name]
-        if name != "medusa, as many parameters":
+        if name != "medusa with as many parameters":
             return options
         size = {n: self.parameters(self.config(n)) for n in ("default", "medusa")}
         return (*options, f"head.layers={max(1, round(size['default'] / size['medusa']))}")
@@ -103,7 +105,7 @@ class Study:
 
     def train(self, variant, steps, seed):
         """The run's name."""
-        slug = variant.replace(", ", "-").replace(" ", "-").replace("^", "")
+        slug = variant.replace(" ", "-").replace("^", "")
         name = f"{self.given.name}-{slug}-{steps}-s{seed}"
         words = [*self.overrides, *self.variants[variant], f"name={name}", f"seed={seed}", f"train.steps={steps}"]
         self._run("train.py", *words, "bench=heldout", "bench.questions=1", "logger=none")
@@ -121,7 +123,9 @@ class Study:
         return [(read_jsonl(p / "answers.jsonl"), json.loads((p / "results.json").read_text())) for p in places]
 
     def _run(self, entry, *words):
-        done = subprocess.run([sys.executable, ROOT / "launch" / entry, *words], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, ROOT / "launch" / entry, *words], env=self.environment, capture_output=True, text=True
+        )
         if done.returncode:
             sys.exit(f"{entry} {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
 
