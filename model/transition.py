@@ -7,10 +7,11 @@ A slot's shortlist S_t is its k likeliest tokens; they alone are moved, and what
 
 Along a known prefix g is known, so every recursion of the lattice stays exact. The state r(g) has the rank of the
 product, so that drafting carries it from node to node within the search: no network is called for a node.
-so the normaliser is exact at any vocabulary: what lies outside the shortlist, as one number, plus the shortlist. With
+
+The normaliser is exact at any vocabulary: what lies outside the shortlist, as one number, plus the shortlist. With
 the whole vocabulary as shortlist it is the full transition. hardswish, not gelu, since it costs no exponential.
 
-Shape suffixes: N anchors, T slots, K shortlist, C contexts (values of u), R rank, V vocabulary, D hidden of the base.
+Shape suffixes: N anchors, T slots, K shortlist, C contexts (prefixes g), R rank, V vocabulary, D hidden of the base.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
-from ctcdraft.model.kernels import moved_shortlist
+from ctcdraft.model.kernels import Prefixes, moved_shortlist
 
 
 class Shortlist(NamedTuple):
@@ -120,18 +121,9 @@ class Transition(nn.Module):
         states = [root_NR]
         for label_NR in known.label_NUR.unbind(1):
             states.append(label_NR + self.carry(F.hardswish(states[-1])))
-        context_NSR = torch.stack(states, dim=1)
-        return moved_shortlist(
-            slot_NTR.to(dtype),
-            context_NSR.to(dtype),
-            known.token_VR.to(dtype),
-            blank_R.to(dtype),
-            shortlist.index_NTK,
-            shortlist.logits_NTK,
-            place_NTU,
-            diagonal,
-            implementation,
-        )
+        moving = (part.to(dtype) for part in (slot_NTR, torch.stack(states, dim=1), known.token_VR, blank_R))
+        prefixes = Prefixes(*moving, shortlist.index_NTK, shortlist.logits_NTK, place_NTU)
+        return moved_shortlist(prefixes, diagonal, implementation)
 
 
 def along_labels(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
 from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
+from ctcdraft.model.kernels.reference import Prefixes
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
@@ -75,26 +76,17 @@ def prefix_lattice(
 
 
 def moved_shortlist(
-    slot_NTR: Tensor,
-    context_NSR: Tensor,
-    token_VR: Tensor,
-    blank_R: Tensor,
-    index_NTK: Tensor,
-    logits_NTK: Tensor,
-    place_NTU: Tensor,
-    diagonal: bool = False,
-    implementation: str = "auto",
+    prefixes: Prefixes, diagonal: bool = False, implementation: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A transition along known labels: see `reference.moved_shortlist`.
 
     Compiled on a CPU; on a GPU the reference, whose [N, T, S, K] is small beside a tile of logits.
     """
-    arguments = (slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU, diagonal)
-    alike = {part.dtype for part in (slot_NTR, context_NSR, token_VR, blank_R, logits_NTK)}
-    compiled = slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
-    if _choose(implementation, slot_NTR) == "reference" or not compiled:
-        return reference.moved_shortlist(*arguments)
-    return MovedShortlist.apply(*arguments, cpu_shortlist)
+    alike = {part.dtype for part in prefixes if part.is_floating_point()}
+    compiled = prefixes.slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
+    if _choose(implementation, prefixes.slot_NTR) == "reference" or not compiled:
+        return reference.moved_shortlist(prefixes, diagonal)
+    return MovedShortlist.apply(cpu_shortlist, diagonal, *prefixes)
 
 
 def _choose(implementation: str, tensor: Tensor) -> str:
@@ -129,4 +121,4 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
         raise ValueError(f"top_k={top_k} must lie in [0, {len(weight_VD)}]")
 
 
-__all__ = ["IMPLEMENTATIONS", "linear_lse_gather", "linear_lse_top", "moved_shortlist", "prefix_lattice"]
+__all__ = ["IMPLEMENTATIONS", "Prefixes", "linear_lse_gather", "linear_lse_top", "moved_shortlist", "prefix_lattice"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked
+from ctcdraft.model.kernels.reference import Prefixes
 
 
 class LinearLseGather(torch.autograd.Function):
@@ -71,30 +72,18 @@ class MovedShortlist(torch.autograd.Function):
     """`reference.moved_shortlist` with forward and backward of its own, in the module `ops`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        slot_NTR: Tensor,
-        context_NSR: Tensor,
-        token_VR: Tensor,
-        blank_R: Tensor,
-        index_NTK: Tensor,
-        logits_NTK: Tensor,
-        place_NTU: Tensor,
-        diagonal: bool,
-        ops: ModuleType,
-    ) -> tuple[Tensor, ...]:
-        inputs = (slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU)
-        *found, delta_NTSK = ops.forward(*inputs, diagonal)
+    def forward(ctx: Any, ops: ModuleType, diagonal: bool, *prefixes: Tensor) -> tuple[Tensor, ...]:
+        *found, delta_NTSK = ops.forward(Prefixes(*prefixes), diagonal)
         ctx.ops, ctx.diagonal = ops, diagonal
-        ctx.save_for_backward(*inputs, found[0], delta_NTSK)
+        ctx.save_for_backward(*prefixes, found[0], delta_NTSK)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        *inputs, moved_NTS, delta_NTSK = ctx.saved_tensors
-        slot, context, token, blank, logits = ctx.ops.backward(*inputs, ctx.diagonal, moved_NTS, delta_NTSK, *grads)
-        return slot, context, token, blank, None, logits, None, None, None
+        *prefixes, moved_NTS, delta_NTSK = ctx.saved_tensors
+        *four, logits = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, moved_NTS, delta_NTSK, *grads)
+        return None, None, *four, None, logits, None
 
 
 def refuse_second_derivative() -> None:

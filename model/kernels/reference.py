@@ -4,6 +4,8 @@ Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered and S t
 transition: S = U + 1 contexts, K tokens of a shortlist, R rank.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,25 +69,28 @@ def prefix_lattice(
     return log_psi, torch.logaddexp(log_pb, log_pn)
 
 
-def moved_shortlist(
-    slot_NTR: Tensor,
-    context_NSR: Tensor,
-    token_VR: Tensor,
-    blank_R: Tensor,
-    index_NTK: Tensor,
-    logits_NTK: Tensor,
-    place_NTU: Tensor,
-    diagonal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Prefixes(NamedTuple):
+    """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
+    a slot's shortlist and its logits, and where in it label k + 1 stands (-1: it does not)."""
+
+    slot_NTR: Tensor
+    context_NSR: Tensor
+    token_VR: Tensor
+    blank_R: Tensor
+    index_NTK: Tensor
+    logits_NTK: Tensor
+    place_NTU: Tensor
+
+
+def moved_shortlist(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The transition of every slot behind every prefix of known labels (docs/method.md, "The transition").
 
-    A token v of the shortlist is moved by delta = <P w_v, hardswish(A s_t + B e(u))>, of slot, context and token.
-    context[n, s] belongs to the prefix of s labels, index and logits are a slot's shortlist, place[n, t, k] says where
-    in it label k + 1 stands (-1: it does not). Returns the lse of the moved shortlist [N, T, S], the delta of
-    label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0 outside the shortlist, and the blank's
-    own [N, T, S]. Where slot t cannot follow s labels (s > t; `diagonal`, where slot t writes label t + 1: s != t)
-    nothing is moved.
+    A token v of the shortlist is moved by delta = <P w_v, hardswish(A s_t + context_s)>. Returns the lse of the moved
+    shortlist [N, T, S], the delta of label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0
+    outside the shortlist, and the blank's own [N, T, S]. Where slot t cannot follow s labels (s > t; `diagonal`, where
+    slot t writes label t + 1: s != t) nothing is moved.
     """
+    slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU = prefixes
     T, U = place_NTU.shape[1:]
     gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1))
     delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)

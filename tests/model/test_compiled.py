@@ -1,0 +1,60 @@
+"""The loops that numba compiles: what they do to the process around them, and to its rounding."""
+
+import os
+import subprocess
+import sys
+
+PRINT_BITS = """
+import numpy as np, torch
+from ctcdraft.model.kernels import Prefixes, moved_shortlist
+from ctcdraft.model.kernels.cpu_top import merge_top
+from ctcdraft.model.lattice import Moved, Candidates
+from ctcdraft.model.tree import search
+
+torch.set_num_threads(1)
+g = torch.Generator().manual_seed(0)
+N, T, U, K, R, V = 6, 8, 8, 32, 64, 300
+floats = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, T, R), (N, U + 1, R), (V, R), (R,))]
+logits = torch.randn(N, T, K, generator=g).requires_grad_()
+index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
+found = moved_shortlist(Prefixes(*floats, index, logits, torch.randint(-1, K, (N, T, U), generator=g)))
+bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), [*floats, logits])]
+
+top, where = torch.full((5, 3), -torch.inf), torch.zeros(5, 3, dtype=torch.long)
+merge_top(top, where, torch.randn(5, V, generator=g), 0)
+
+tokens, log_p = index[:, :, :8].flatten(1), torch.randn(N, T, K, generator=g).log_softmax(2) - 0.5
+slot, root, step = (torch.randn(N, *shape, generator=g) for shape in ((T, R), (R,), (T * 8, R)))
+carry, token = torch.randn(N, R, R, generator=g) / 8, torch.randn(N, T, K, R, generator=g) / 8
+blank = torch.randn(N, T, generator=g), floats[3].detach().expand(N, -1)
+moved = Moved(root, step, carry, slot, index, log_p, token, *blank)
+emission = torch.rand(N, T, T * 8, generator=g) / 99
+trees = [search(one, 64) for one in Candidates(tokens, emission, None, moved).lattices()]
+bits += [top, where, *(torch.from_numpy(part) for tree in trees for part in (tree.tokens, tree.psi))]
+print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1).sum()) for part in bits])
+"""
+PRINT_THREADS = """
+import torch
+from ctcdraft.model.kernels.cpu_top import merge_top
+
+merge_top(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 9), 0)
+print(torch.get_num_threads())
+"""
+
+
+def printed(script, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_the_process_that_compiles_rounds_as_those_that_load_what_it_compiled(tmp_path):
+    first, second = (printed(PRINT_BITS, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert any(tmp_path.rglob("*.nbc"))
+    assert first == second
+    assert len(set(first.split(","))) > 10
+
+
+def test_a_compiled_loop_leaves_torch_the_threads_it_had(tmp_path):
+    assert printed(PRINT_THREADS, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="2").strip() == "1"
