@@ -62,7 +62,7 @@ class Draft:
     def __call__(self):
         read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], [ACCEPTED], self.cache
         decoder = self.decoder
-        (drafted,) = self.head.drafts(*read, decoder.base, decoder.draft.top_k, decoder.tables)
+        (drafted,) = self.head.drafts(*read, decoder.vocabulary)
         decoder.tree_of(drafted)
         self.cache.lengths[:] = CONTEXT
 

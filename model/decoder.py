@@ -8,6 +8,7 @@ base together, each with a tree and a length of its own.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast, overload
 
 import numpy as np
@@ -22,13 +23,12 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.batch import Batch
 from ctcdraft.model.budget import SIZES, Budget, chain_of, step_seconds
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import Head
+from ctcdraft.model.head import Head, Vocabulary
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.request import Asked, Generation, Prompt, Request, Settings, Span, asked_of, requests_of
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.static import StaticDecoder
-from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import Tree
 
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
@@ -75,7 +75,6 @@ class Decoder:
         self.lazy = base.device.type == "cpu"
         self.graphs = base.device.type == "cuda" and (self.head is None or self.head.one_pass)
         self.budget: Budget | None = None
-        self._tables: Tables | None = None
         self._static: StaticDecoder | None = None
 
     @overload
@@ -182,19 +181,17 @@ class Decoder:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
             room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
             capture = self.base.device.type == "cuda"
-            self._static = StaticDecoder(
-                self.base, self.head, self.tables, self.draft.top_k, room, self._layers, capture
-            )
+            vocabulary = None if self.head is None else self.vocabulary
+            self._static = StaticDecoder(self.base, self.head, vocabulary, room, self._layers, capture)
         self._static.in_use = True
         self._static.clear()
         return Batch(list(requests), self._static.cache, self._static.head_cache, sampling, ends, self._static)
 
-    @property
-    def tables(self) -> Tables | None:
-        """The head's tables of the vocabulary, made when first asked for: a decoder's head no longer changes."""
-        if self._tables is None and self.head is not None:
-            self._tables = self.head.tables(self.base)
-        return self._tables
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What its head drafts with, made when first asked for: a decoder's head no longer changes."""
+        assert self.head is not None
+        return self.head.vocabulary(self.base, self.draft.top_k)
 
     @property
     def _layers(self) -> int:
@@ -295,7 +292,7 @@ class Decoder:
         dtype = next(head.parameters()).dtype
         root_BLD = self.base.embed(following_BL.to(self.base.device))
         read = hidden_BLD.to(dtype), root_BLD.to(dtype), counts, batch.head_cache
-        return head.drafts(*read, self.base, self.draft.top_k, self.tables)
+        return head.drafts(*read, self.vocabulary)
 
     def _propose(self, request: Request, drafted: Lattice | Tree, ends: NDArray[np.int64]) -> Tree:
         return self.tree_of(drafted, request.room, ends)

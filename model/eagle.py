@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import Head, HeadConfig, Slots
+from ctcdraft.model.head import Head, HeadConfig, Slots, Vocabulary
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.layers import Block, Sight
-from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import Tree
 
 
@@ -79,13 +78,11 @@ class EagleHead(Head):
         root_BLD: Tensor,
         counts: Sequence[int],
         cache: TreeCache,
-        base: Base,
-        top_k: int,
-        tables: Tables | None,
+        vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
         feature_BLD = self.encode(hidden_BLD, root_BLD, cache, cache.sight(hidden_BLD.shape[1], hidden_BLD.device))
         cache.keep([range(count) for count in counts])
-        return [self._beam(feature_BLD[b, count - 1], b, cache, base) for b, count in enumerate(counts)]
+        return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.base) for b, count in enumerate(counts)]
 
     @torch.no_grad()
     def drafts_at(
@@ -95,9 +92,7 @@ class EagleHead(Head):
         batch_N: Tensor,
         position_N: Tensor,
         sight: Sight | None,
-        base: Base,
-        top_k: int,
-        tables: Tables | None,
+        vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
         assert sight is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
@@ -107,7 +102,7 @@ class EagleHead(Head):
         for n in position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(batch_N[n]), int(position_N[n])
             cache.lengths[b] = position + 1
-            drafted[n] = self._beam(feature_BLD[b, position], b, cache, base)
+            drafted[n] = self._beam(feature_BLD[b, position], b, cache, vocabulary.base)
         return [drafted[n] for n in range(len(drafted))]
 
     def _pass(self, feature_BLD: Tensor, token_BLD: Tensor, sight: Sight, cache: "TreeCache | _Grown | None") -> Tensor:

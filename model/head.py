@@ -74,6 +74,14 @@ class Slots(NamedTuple):
     mixed: Mixed | None = None
 
 
+class Vocabulary(NamedTuple):
+    """What turns slots into candidates: the base, tokens that each slot may put forward, tables of the transition."""
+
+    base: Base
+    top_k: int
+    tables: Tables | None
+
+
 class Head(nn.Module, ABC):
     """What drafts. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
 
@@ -126,15 +134,13 @@ class Head(nn.Module, ABC):
         root_BLD: Tensor,
         counts: Sequence[int],
         cache: TreeCache,
-        base: Base,
-        top_k: int,
-        tables: Tables | None,
+        vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
-        """`step`, and what each sequence's slots make of the base's vocabulary; tables: `self.tables(base)`.
+        """`step`, and what each sequence's slots make of the vocabulary.
 
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
-        return [*candidates(self.step(hidden_BLD, root_BLD, counts, cache), self, base, top_k, tables).lattices()]
+        return [*candidates(self.step(hidden_BLD, root_BLD, counts, cache), self, vocabulary).lattices()]
 
     @torch.no_grad()
     def drafts_at(
@@ -144,13 +150,11 @@ class Head(nn.Module, ABC):
         batch_N: Tensor,
         position_N: Tensor,
         sight: Sight | None,
-        base: Base,
-        top_k: int,
-        tables: Tables | None,
+        vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
         """The same at anchors within whole sequences."""
         slots = self(hidden_BLD, root_BLD, batch_N, position_N, sight)
-        return [*candidates(slots, self, base, top_k, tables).lattices()]
+        return [*candidates(slots, self, vocabulary).lattices()]
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included."""
@@ -174,9 +178,9 @@ class Head(nn.Module, ABC):
             )
         return vocab if self.config.transition == "full" else min(self.config.shortlist, vocab)
 
-    def tables(self, base: Base) -> Tables | None:
-        """What drafting needs of the whole vocabulary: anew when the weights change."""
-        return None if self.transition is None else self.transition.tables(base)
+    def vocabulary(self, base: Base, top_k: int) -> Vocabulary:
+        """What drafting needs, anew when the weights change."""
+        return Vocabulary(base, top_k, None if self.transition is None else self.transition.tables(base))
 
 
 class SlotHead(Head):
@@ -267,8 +271,9 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def candidates(slots: Slots, head: Head, base: Base, top_k: int, tables: Tables | None) -> Candidates:
-    """What each anchor's slots put forward of the base's vocabulary; tables: `head.tables(base)`."""
+def candidates(slots: Slots, head: Head, vocabulary: Vocabulary) -> Candidates:
+    """What each anchor's slots put forward of the vocabulary."""
+    base, top_k, tables = vocabulary
     N, T, D = slots.states_NTD.shape
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
     if head.transition is None or slots.mixed is None or tables is None:

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import Head, candidates
+from ctcdraft.model.head import Head, Vocabulary, candidates
 from ctcdraft.model.lattice import Candidates, Lattice
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.sampling import Sampling, gumbel
-from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import Tree
 
 WARM_UPS = 2  # forwards before a capture: libraries allocate their workspaces in them
@@ -90,13 +89,12 @@ class StaticDecoder:
         self,
         base: Base,
         head: Head | None,
-        tables: Tables | None,
-        top_k: int,
+        vocabulary: Vocabulary | None,
         capacity: int,
         layers: int,
         capture: bool,
     ) -> None:
-        self.base, self.head, self.tables, self.top_k, self.capture = base, head, tables, top_k, capture
+        self.base, self.head, self.vocabulary, self.capture = base, head, vocabulary, capture
         self.capacity = width_of(capacity)
         self.cache = TreeCache(layers, 1, self.capacity)
         self.head_cache = None if head is None else head.new_cache(1, self.capacity)
@@ -249,7 +247,7 @@ class _Shape:
         owner.head_cache.at(None)
         last = owner.count - 1
         slots = owner.head.fill(context_1PW[0].index_select(0, last), root_PD.index_select(0, last))
-        self.found = candidates(slots, owner.head, owner.base, owner.top_k, owner.tables)
+        self.found = candidates(slots, owner.head, owner.vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 
     def _read(self, answer: NDArray[np.int32], draft_seconds: float) -> Stepped:

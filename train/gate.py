@@ -263,8 +263,8 @@ class _Gate:
 
     def _drafted(self) -> list[Lattice | Tree]:
         hidden, roots = base_features(self.base, self.batch, torch.float32)
-        anchors, tables = (self.batch.batch_N, self.batch.position_N, None), self.head.tables(self.base)
-        return self.head.drafts_at(hidden, roots, *anchors, self.base, self.draft.top_k, tables)
+        vocabulary = self.head.vocabulary(self.base, self.draft.top_k)
+        return self.head.drafts_at(hidden, roots, self.batch.batch_N, self.batch.position_N, None, vocabulary)
 
     # -- training and decoding ------------------------------------------------------------------------------
 

@@ -79,5 +79,5 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     hidden, roots = base_features(base, batch, torch.float32)
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
     anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
-    drafted = head.drafts_at(hidden, roots, *anchors, base, decoder.draft.top_k, head.tables(base))
+    drafted = head.drafts_at(hidden, roots, *anchors, head.vocabulary(base, decoder.draft.top_k))
     return [(decoder.tree_of(one), row[:length]) for one, (row, length) in zip(drafted, known, strict=True)]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model import HeadConfig
+from ctcdraft.model.head import Vocabulary
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.tree import Tree, chosen
@@ -27,7 +28,7 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
     head = random_head(CONFIG, base)
     hidden, root = (torch.randn(2, 7, base.hidden_size).double() for _ in range(2))
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
-    for n, tree in enumerate(head.drafts_at(hidden, root, batch, position, None, base, 8, None)):
+    for n, tree in enumerate(head.drafts_at(hidden, root, batch, position, None, Vocabulary(base, 8, None))):
         assert len(tree) == 3 + 3 * 3 * 3
         paths = [path_of(tree, node) for node in range(len(tree))]
         assert len({tuple(path) for path in paths}) == len(tree)
@@ -47,9 +48,9 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
     start = 0
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
         counts = [end - start] * 2
-        got = head.drafts(hidden[:, start:end], root[:, start:end], counts, cache, base, 8, None)
+        got = head.drafts(hidden[:, start:end], root[:, start:end], counts, cache, Vocabulary(base, 8, None))
         at = torch.tensor([0, 1]), torch.tensor([end - 1] * 2)
-        want = head.drafts_at(hidden[:, :end], root[:, :end], *at, None, base, 8, None)
+        want = head.drafts_at(hidden[:, :end], root[:, :end], *at, None, Vocabulary(base, 8, None))
         for a, b in zip(got, want, strict=True):
             assert np.array_equal(a.tokens, b.tokens)
             assert np.allclose(a.psi, b.psi, rtol=1e-5)

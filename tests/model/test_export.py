@@ -29,9 +29,7 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     ids = torch.tensor([[5, 6, 7, 8]])
     hidden, root = base.hidden(ids), base.embed(ids)
     lattices = [
-        candidates(h.step(hidden, root, [hidden.shape[1]], h.new_cache(1, 64)), h, base, 8, h.tables(base)).lattices()[
-            0
-        ]
+        candidates(h.step(hidden, root, [hidden.shape[1]], h.new_cache(1, 64)), h, h.vocabulary(base, 8)).lattices()[0]
         for h in (head, loaded)
     ]
     assert np.array_equal(lattices[0].emission, lattices[1].emission)

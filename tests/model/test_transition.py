@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model import HeadConfig, build_head
-from ctcdraft.model.head import candidates
-from ctcdraft.model.kernels import moved_shortlist
+from ctcdraft.model.head import Vocabulary, candidates
+from ctcdraft.model.kernels import Prefixes, moved_shortlist
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.transition import Known, Mixed, Transition
 from ctcdraft.model.tree import search
@@ -151,8 +151,8 @@ def test_a_fresh_transition_changes_nothing(base):
     head = build_head(HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist"), base.hidden_size).double()
     hidden, root = torch.randn(1, 6, base.hidden_size).double(), torch.randn(1, 6, base.hidden_size).double()
     slots = head.step(hidden, root, [6], head.new_cache(1, 32))
-    (moved,) = candidates(slots, head, base, 5, head.tables(base)).lattices()
-    (plain,) = candidates(slots, head, base, 5, None).lattices()
+    (moved,) = candidates(slots, head, head.vocabulary(base, 5)).lattices()
+    (plain,) = candidates(slots, head, Vocabulary(base, 5, None)).lattices()
     for moved_tree, plain_tree in [(search(moved, n), search(plain, n)) for n in (1, 30)]:
         assert np.array_equal(moved_tree.tokens, plain_tree.tokens)
         assert np.allclose(moved_tree.psi, plain_tree.psi, atol=1e-6)
@@ -167,7 +167,7 @@ def test_the_tree_has_the_psi_that_training_computes(base, kind, form):
     slots = head.step(hidden, root, [4, 4, 4], head.new_cache(3, 32))
     top_k = 12 if form == "shortlist" else base.vocab_size
     checked = 0
-    for n, lattice in enumerate(candidates(slots, head, base, top_k, head.tables(base)).lattices()):
+    for n, lattice in enumerate(candidates(slots, head, head.vocabulary(base, top_k)).lattices()):
         tree = search(lattice, 40)
         for node in range(len(tree)):
             path, at = [], node
@@ -223,8 +223,8 @@ def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, diagonal, seed)
     logits = torch.randn(N, T, K, generator=g, dtype=torch.float64).requires_grad_()
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
     place = torch.randint(-1, K, (N, T, U), generator=g)
-    arguments = (*inputs, index, logits, place, diagonal)
-    want, got = (moved_shortlist(*arguments, implementation=name) for name in ("reference", "chunked"))
+    prefixes = Prefixes(*inputs, index, logits, place)
+    want, got = (moved_shortlist(prefixes, diagonal, name) for name in ("reference", "chunked"))
     weights = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in want]
     for a, b in zip(want, got, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
