@@ -97,6 +97,15 @@ def outcome(run: Path) -> tuple[dict, list]:
     return load_file(run / "head" / "model.safetensors"), figures
 
 
+def first_difference(rows: list[dict], others: list[dict]) -> str:
+    """Where two runs part: the step, and the figures that differ there."""
+    for row, other in zip(rows, others, strict=False):
+        names = sorted(name for name in row.keys() | other.keys() if row.get(name) != other.get(name))
+        if names:
+            return f"first at step {row['step']}: " + ", ".join(f"{n} {row.get(n)} {other.get(n)}" for n in names)
+    return "one has more rows"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=30)
@@ -130,6 +139,8 @@ def main() -> int:
     print(f"kills: {asked.kills}, {within} of them within a save; {setting}")
     print(f"steps done again: {lost} ({lost / max(1, asked.kills):.1f} per kill; a checkpoint every 2)")
     print(f"metrics.jsonl: {len(rows_again)} rows, each step once: {steps_once}; all figures identical: {same_rows}")
+    if not same_rows:
+        print(first_difference(figures, rows_again))
     print(f"final weights bit-identical to the undisturbed run: {same_weights} ({len(weights)} tensors)")
     print(f"took {time.monotonic() - begin:.0f} s")
     return 0 if steps_once and same_rows and same_weights else 1
