@@ -231,7 +231,7 @@ class _Shape:
     def _draft(self) -> None:
         """The head over the accepted rows, and the candidates of its slots; all into `answer`."""
         owner = self.owner
-        if owner.head is None or owner.head_cache is None:
+        if owner.head is None or owner.head_cache is None or owner.vocabulary is None:
             return
         dtype, device = next(owner.head.parameters()).dtype, owner.base.device
         slots_P = owner.past - owner.count + torch.arange(self.longest, device=device)

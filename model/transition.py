@@ -121,8 +121,15 @@ class Transition(nn.Module):
         states = [root_NR]
         for label_NR in known.label_NUR.unbind(1):
             states.append(label_NR + self.carry(F.hardswish(states[-1])))
-        moving = (part.to(dtype) for part in (slot_NTR, torch.stack(states, dim=1), known.token_VR, blank_R))
-        prefixes = Prefixes(*moving, shortlist.index_NTK, shortlist.logits_NTK, place_NTU)
+        prefixes = Prefixes(
+            slot_NTR.to(dtype),
+            torch.stack(states, dim=1).to(dtype),
+            known.token_VR.to(dtype),
+            blank_R.to(dtype),
+            shortlist.index_NTK,
+            shortlist.logits_NTK,
+            place_NTU,
+        )
         return moved_shortlist(prefixes, diagonal, implementation)
 
 
