@@ -184,16 +184,9 @@ def _search(
     while True:
         i = count  # the prefix that was found last
         if grows:
-            row = i if moving else 0
-            for t in range(depths[i], T if merge else depths[i] + 1):
-                phi = pb[i, t] + pn[i, t]
-                for c in range(C):
-                    children[i, c] += phi * p[row, t, c]
-            if merge and i > 0:  # a repeat needs a blank before it
-                c, psi = last[i], np.float32(0.0)
-                for t in range(depths[i], T):
-                    psi += pb[i, t] * p[row, t, c]
-                children[i, c] = psi
+            stop = T if merge else depths[i] + 1
+            repeat = last[i] if merge and i > 0 else -1
+            _score(children[i], pb[i], pn[i], p[i if moving else 0], depths[i], stop, repeat)
             best[i] = children[i, _largest(children[i])]
         g = count if chain else _largest(best[: count + 1])
         if count == nodes or best[g] <= 0.0:
@@ -209,23 +202,39 @@ def _search(
             grows &= tokens[c] != end
         if not grows:
             continue
-        row, own = 0, 0
+        before, own = 0, 0
         if moving:
-            row, own = g, n
+            before, own = g, n
             _advance(states[n], states[g], step[c], carry)
             stop = T if merge else depth + 2
             _emit(
                 p[n], blanks[n], depth + 1, stop, states[n],
                 emission, slot, place, log_p, token, rest, log_blank, blank_vector,
             )  # fmt: skip
+        if not merge:
+            pn[n, depth + 1] = (pb[g, depth] + pn[g, depth]) * p[before, depth, c]
+            continue
         for t in range(depth, T):
-            phi = pb[g, t] if merge and c == last[g] else pb[g, t] + pn[g, t]
-            start = phi * p[row, t, c] if merge or t == depth else np.float32(0.0)
-            pn[n, t + 1] = start
-            if merge and t > depth:
+            phi = pb[g, t] if c == last[g] else pb[g, t] + pn[g, t]
+            pn[n, t + 1] = phi * p[before, t, c]
+            if t > depth:
                 pn[n, t + 1] += pn[n, t] * p[own, t, c]
                 pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blanks[own, t]
     return tokens[last[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
+
+
+@njit(cache=True)
+def _score(children, pb, pn, p, start, stop, repeat):
+    """psi of a prefix followed by each candidate; the one that repeats its last token needs a blank before it."""
+    for t in range(start, stop):
+        phi = pb[t] + pn[t]
+        for c in range(len(children)):
+            children[c] += phi * p[t, c]
+    if repeat >= 0:
+        psi = np.float32(0.0)
+        for t in range(start, stop):
+            psi += pb[t] * p[t, repeat]
+        children[repeat] = psi
 
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities stay what they are
