@@ -102,6 +102,10 @@ def whole(path, tokenizer_folder, sender):
     sender.send({**found, "seconds": seconds, "peak_mb": peak / 1024, "before_mb": before / 1024})
 
 
+def vocabulary(base):
+    return json.loads((base / "config.json").read_text())["vocab_size"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=100_000)
@@ -110,7 +114,7 @@ def main():
     parser.add_argument("--tokenizer", help="a folder; default: the embedded base's, in .cache")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    folder = options.tokenizer or str(next(Path(".cache").glob("embedded-*")))
+    folder = options.tokenizer or str(max(Path(".cache").glob("embedded-*"), key=vocabulary))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as place:
         path, sample = Path(place) / "all.jsonl", Path(place) / "sample.jsonl"

@@ -107,7 +107,9 @@ class Features:
         for number, (shard, end) in enumerate(zip(self._shards, ends, strict=True)):
             path = folder / shard_name(number)
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise self._damage(number, "is cut or missing" if path.is_file() else "is missing")
+                raise self._damage(
+                    number, "has another size than its manifest says" if path.is_file() else "is missing"
+                )
             if not 0 <= shard["first"] < end:
                 raise self._damage(number, "is listed wrongly in manifest.json")
 
