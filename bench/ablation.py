@@ -1,10 +1,10 @@
 """Every variant of head and objective, trained on the same data, decoded side by side on what training never saw.
 
-python bench/ablation.py [--steps N] [--seeds N] [--only a,b] [--out FOLDER] [base=... data=... any option of train.py]
+python bench/ablation.py [--steps N] [--seeds N] [--jobs N] [--only a,b] [--out FOLDER] [any option of train.py]
 
-First all variants train for the same steps. Then what a step of each costs is measured, interleaved, and each trains
-anew for as many steps as fit into the time of the dearest. What is there already is reused, so an interrupted command
-goes on where it was. Checkpoints are chosen on the development split, figures are those of the test split.
+What a step of each variant costs is measured first, interleaved. Then all train for the same steps, and anew for as
+many steps as fit into the time of the dearest. What is there already is reused, so an interrupted command goes on where
+it was. Checkpoints are chosen on the development split, figures are those of the test split.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +35,7 @@ from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import build_head
 from ctcdraft.model.head import parameters_of
+from ctcdraft.train.files import write_atomically
 from ctcdraft.train.task import DraftTask, base_features
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,8 +69,11 @@ class Study:
         stages.ds.init_distributed()
         self.base = stages.get_base(config.base, Path(config.cache_dir))
         self.data = stages.get_data(config, self.base)
+        self.every = {name: self._options(name) for name in VARIANTS}
         chosen = given.only.split(",") if given.only else list(VARIANTS)
-        self.variants = {name: self._options(name) for name in VARIANTS if name in {"default", *chosen}}
+        if unknown := sorted(set(chosen) - set(VARIANTS)):
+            sys.exit(f"--only: no such variant: {unknown}; choose of {list(VARIANTS)}")
+        self.variants = {name: options for name, options in self.every.items() if name in {"default", *chosen}}
 
     def config(self, variant, options=None):
         words = [*self.overrides, *(VARIANTS[variant] if options is None else options), "logger=none"]
@@ -84,11 +89,20 @@ class Study:
     def parameters(self, config):
         return parameters_of(build_head(config.head, self.base.hidden_size))
 
-    def step_seconds(self):
-        """Seconds of a training step of each variant (forward and backward, without DeepSpeed), interleaved."""
+    def costs(self):
+        """Seconds of a training step of every variant, as they were first measured: they decide how many steps an equal
+        time is."""
+        kept = Path(self.config("default").runs_dir) / f"{self.given.name}-costs.json"
+        if not kept.is_file():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, json.dumps(self._step_seconds(), indent=1).encode())
+        return json.loads(kept.read_text())
+
+    def _step_seconds(self):
+        """Forward and backward of each, without DeepSpeed, interleaved."""
         train = self.config("default").train
         calls = {}
-        for name, options in self.variants.items():
+        for name, options in self.every.items():
             config = self.config(name, options)
             task = DraftTask(build_head(config.head, self.base.hidden_size), config.objective, self.base)
             optimizer = torch.optim.AdamW(task.parameters(), lr=0.0)
@@ -103,12 +117,27 @@ class Study:
             calls[name] = Stepper(self.base, task, optimizer, sampler)
         return {name: median(seconds) for name, seconds in interleaved(calls, ROUNDS).items()}
 
-    def train(self, variant, steps, seed):
+    def train_all(self, steps, title):
+        """{variant: the names of its runs, one per seed}; `jobs` of them at a time."""
+        work = [(variant, seed) for seed in range(self.given.seeds) for variant in self.variants]
+        bar = tqdm(total=len(work), desc=title, unit="run", mininterval=1)
+        runs = defaultdict(list)
+        with bar, ThreadPoolExecutor(self.given.jobs) as pool:
+            for (variant, _), name in zip(
+                work, pool.map(lambda one: self._train(one[0], steps, one[1]), work), strict=True
+            ):
+                runs[variant].append(name)
+                bar.update()
+        return runs
+
+    def _train(self, variant, steps, seed):
         """The run's name."""
+        steps = steps[variant]
         slug = variant.replace(" ", "-").replace("^", "")
         name = f"{self.given.name}-{slug}-{steps}-s{seed}"
         words = [*self.overrides, *self.variants[variant], f"name={name}", f"seed={seed}", f"train.steps={steps}"]
-        self._run("train.py", *words, "bench=heldout", "bench.questions=1", "logger=none")
+        threads = max(1, torch.get_num_threads() // self.given.jobs)
+        self._run("train.py", *words, "bench=heldout", "bench.questions=1", "logger=none", threads=threads)
         return name
 
     def decode(self, names, setting):
@@ -122,9 +151,10 @@ class Study:
         places = [folder / name for name in names]
         return [(read_jsonl(p / "answers.jsonl"), json.loads((p / "results.json").read_text())) for p in places]
 
-    def _run(self, entry, *words):
+    def _run(self, entry, *words, threads=None):
+        env = self.environment if threads is None else {**self.environment, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(
-            [sys.executable, ROOT / "launch" / entry, *words], env=self.environment, capture_output=True, text=True
+            [sys.executable, ROOT / "launch" / entry, *words], env=env, capture_output=True, text=True
         )
         if done.returncode:
             sys.exit(f"{entry} {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -227,23 +257,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--questions", type=int, help="of the test split; all")
     parser.add_argument("--name", default="ablation", help="what the runs and the report are called")
     parser.add_argument("--only", help="variants, separated by commas; all: " + ", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     given, overrides = parser.parse_known_args()
     study = Study(given, overrides)
-    costs = study.step_seconds()
+    costs = study.costs()
+    dearest = max(costs[variant] for variant in study.variants)
     budgets = {
         "At equal steps": dict.fromkeys(study.variants, given.steps),
-        "At equal training time": {v: round(given.steps * max(costs.values()) / costs[v]) for v in study.variants},
+        "At equal training time": {v: round(given.steps * dearest / costs[v]) for v in study.variants},
     }
     parts = []
     for title, steps in budgets.items():
-        work = [(variant, seed) for variant in study.variants for seed in range(given.seeds)]
-        runs = defaultdict(list)
-        for variant, seed in tqdm(work, title, mininterval=1):
-            runs[variant].append(study.train(variant, steps[variant], seed))
+        runs = study.train_all(steps, title)
         parts.append(f"## {title}\n\n{table(study, runs, costs, given)}")
         if title == "At equal steps":
             curves(study, runs, given.out / f"{given.name}.png")
