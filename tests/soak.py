@@ -69,7 +69,7 @@ def kill_at_random(process: subprocess.Popen, run: Path, rng: random.Random, in_
     time.sleep(rng.uniform(0.0, 0.4))
     if in_save:
         until(lambda: any(run.glob("checkpoints/tmp_step_*")), process)
-        time.sleep(rng.uniform(0.0, 0.02))
+        time.sleep(rng.uniform(0.0, 0.005))
     everyone = [
         *psutil.Process(process.pid).children(recursive=True),
         process,
