@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import Head, HeadConfig, Slots, Vocabulary
+from ctcdraft.model.head import Context, Head, HeadConfig, Slots, Vocabulary
 from ctcdraft.model.lattice import Lattice
-from ctcdraft.model.layers import Block, Sight
+from ctcdraft.model.layers import Anchors, Block, Sight
 from ctcdraft.model.tree import Tree
 
 
@@ -38,16 +38,13 @@ class EagleHead(Head):
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(1, batch, capacity + self.config.slots * self.config.beam)
 
-    def encode(
-        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
-    ) -> Tensor:
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
         """The feature [B, L, D] that follows each position."""
-        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
-        return self._pass(hidden_BLD, root_BLD, sight, cache)
+        return Context(self._pass(hidden_BLD, root_BLD, sight, cache))
 
-    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
+    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
         """The first pass alone: the others depend on what it drafts."""
-        return Slots(context_NW.unsqueeze(1), None)
+        return Slots(context.states_BLW[anchors.batch_N, anchors.position_N].unsqueeze(1), None)
 
     def forward(
         self,
@@ -63,11 +60,11 @@ class EagleHead(Head):
         sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
         grown = _Grown()
         feature_ND = self._pass(hidden_BLD, root_BLD, sight, grown)[batch_N, position_N]
-        rows = _AnchorRows.of(batch_N, position_N, sight, hidden_BLD.shape[:2])
+        rows = _AnchorRows.of(Anchors.of(batch_N, position_N), sight, *hidden_BLD.shape[:2])
         states = [feature_ND]
         for step in range(1, min(self.config.slots, label_NUD.shape[1])):
             read_BAD = (rows.spread(feature_ND), rows.spread(label_NUD[:, step - 1]))
-            feature_ND = self._pass(*read_BAD, rows.sight(step), grown)[rows.batch_N, rows.place_N]
+            feature_ND = rows.gathered(self._pass(*read_BAD, rows.sight(step), grown))
             states.append(feature_ND)
         return Slots(torch.stack(states, dim=1), None)
 
@@ -80,7 +77,8 @@ class EagleHead(Head):
         cache: TreeCache,
         vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
-        feature_BLD = self.encode(hidden_BLD, root_BLD, cache, cache.sight(hidden_BLD.shape[1], hidden_BLD.device))
+        sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
+        feature_BLD = self._pass(hidden_BLD, root_BLD, sight, cache)
         cache.keep([range(count) for count in counts])
         return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.base) for b, count in enumerate(counts)]
 
@@ -97,7 +95,7 @@ class EagleHead(Head):
         assert sight is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
         cache = self.new_cache(B, L)
-        feature_BLD = self.encode(hidden_BLD, root_BLD, cache, cache.sight(L, hidden_BLD.device))
+        feature_BLD = self._pass(hidden_BLD, root_BLD, cache.sight(L, hidden_BLD.device), cache)
         drafted: dict[int, Tree] = {}
         for n in position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(batch_N[n]), int(position_N[n])
@@ -187,29 +185,22 @@ class _Grown:
 class _AnchorRows(NamedTuple):
     """Anchors as A places of each row, so that one pass of all of them is one batch."""
 
-    batch_N: Tensor
-    place_N: Tensor
+    anchors: Anchors
     position_BA: Tensor
     context_BAL: Tensor  # whom the anchor's position sees
 
     @staticmethod
-    def of(batch_N: Tensor, position_N: Tensor, sight: Sight, shape: Sequence[int]) -> "_AnchorRows":
-        B, L = shape
-        counts_B = torch.bincount(batch_N, minlength=B)
-        place_N = torch.arange(len(batch_N), device=batch_N.device) - (counts_B.cumsum(0) - counts_B)[batch_N]
-        at_BA = batch_N.new_zeros(B, max(1, int(counts_B.max())))
-        at_BA[batch_N, place_N] = position_N
-        if sight.mask_BLS is None:
-            context_BAL = torch.arange(L, device=batch_N.device) <= at_BA.unsqueeze(2)
-        else:
-            context_BAL = sight.mask_BLS[torch.arange(B, device=batch_N.device)[:, None], 0, at_BA]
-        positions_BL = sight.positions_BL.expand(B, L)
-        return _AnchorRows(batch_N, place_N, positions_BL.gather(1, at_BA), context_BAL)
+    def of(anchors: Anchors, sight: Sight, rows: int, length: int) -> "_AnchorRows":
+        position_N, seen_NL = sight.of(anchors, rows, length)
+        return _AnchorRows(anchors, anchors.spread(position_N, rows), anchors.spread(seen_NL, rows))
 
     def spread(self, values_ND: Tensor) -> Tensor:
         """[B, A, D], 0 where a row has no such anchor."""
-        spread = values_ND.new_zeros(*self.position_BA.shape, values_ND.shape[1])
-        return spread.index_put((self.batch_N, self.place_N), values_ND)
+        return self.anchors.spread(values_ND, len(self.position_BA))
+
+    def gathered(self, values_BAD: Tensor) -> Tensor:
+        """The anchors' own again, [N, D]."""
+        return values_BAD[self.anchors.batch_N, self.anchors.place_N]
 
     def sight(self, step: int) -> Sight:
         """In its pass of that number an anchor sees its context and its own passes so far."""

@@ -18,7 +18,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, moved_candidates_of
-from ctcdraft.model.layers import Block, Sight
+from ctcdraft.model.layers import Anchors, Block, Memory, Recall, Sight
 from ctcdraft.model.transition import Mixed, Tables, Transition
 from ctcdraft.model.tree import Tree
 
@@ -33,7 +33,8 @@ class HeadConfig:
     """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
 
     transition: what a slot emits depends on the last token collapsed, in the `shortlist` of its likeliest tokens or in
-    the `full` vocabulary (a reference for small ones), by a product of that `rank`; or `none`. beam: of eagle's tree.
+    the `full` vocabulary (a reference for small ones), by a product of that `rank`; or `none`. recall: slots look at
+    the encoded positions before them. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -48,6 +49,7 @@ class HeadConfig:
     transition: str = "none"
     shortlist: int = 32
     rank: int = 64
+    recall: bool = False
     beam: int = 8
 
     def __post_init__(self) -> None:
@@ -57,8 +59,10 @@ class HeadConfig:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
         if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
+        if self.kind in ("medusa", "eagle") and self.recall:
+            raise ValueError(f"head={self.kind} has no slots that could look back: leave head.recall at false")
         for name, value in asdict(self).items():
-            if name not in ("kind", "transition") and value < 1:
+            if name not in ("kind", "transition", "recall") and value < 1:
                 raise ValueError(f"head.{name}={value} must be at least 1")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
             if width % (2 * heads):
@@ -72,6 +76,13 @@ class Slots(NamedTuple):
     states_NTD: Tensor
     blank_NT: Tensor | None
     mixed: Mixed | None = None
+
+
+class Context(NamedTuple):
+    """Encoded positions [B, L, W], and what slots may look at of them and of the cached ones, or None."""
+
+    states_BLW: Tensor
+    memory: Memory | None = None
 
 
 class Vocabulary(NamedTuple):
@@ -112,8 +123,8 @@ class Head(nn.Module, ABC):
         sight: where rows hold several documents, which positions belong together; None: rows are one each.
         label_NUD embeds the labels, for a head that is trained along them.
         """
-        context_BLW = self.encode(hidden_BLD, root_BLD, sight=sight)
-        return self.fill(context_BLW[batch_N, position_N], root_BLD[batch_N, position_N])
+        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
+        return self.fill(self.encode(hidden_BLD, root_BLD, sight), Anchors.of(batch_N, position_N), sight, root_BLD)
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
@@ -121,11 +132,11 @@ class Head(nn.Module, ABC):
 
         Rows past counts[b] are padding.
         """
-        context_BLW = self.encode(hidden_BLD, root_BLD, cache, cache.sight(hidden_BLD.shape[1], hidden_BLD.device))
+        sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
+        context = self.encode(hidden_BLD, root_BLD, sight, cache)
         cache.keep([range(count) for count in counts])
-        last = torch.tensor(counts, device=context_BLW.device) - 1
-        at = torch.arange(len(counts), device=last.device), last
-        return self.fill(context_BLW[at], root_BLD[at])
+        last_B = torch.tensor(counts, device=hidden_BLD.device) - 1
+        return self.fill(context, Anchors.one_per_row(last_B), sight, root_BLD)
 
     @torch.no_grad()
     def drafts(
@@ -161,14 +172,12 @@ class Head(nn.Module, ABC):
         return TreeCache(0, batch, capacity)
 
     @abstractmethod
-    def encode(
-        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
-    ) -> Tensor:
-        """Context [B, L, W] of every position, on top of what the cache holds; sight None: positions 0..L-1."""
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
+        """Every position, on top of what the cache holds."""
 
     @abstractmethod
-    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
-        """The T slots of each anchor, of its context and its embedded root."""
+    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+        """The T slots of each anchor."""
 
     def shortlist(self, vocab: int) -> int:
         """How many tokens of each slot the transition moves. Raises ValueError where the full one would be too many."""
@@ -201,28 +210,31 @@ class SlotHead(Head):
         self.norm = nn.RMSNorm(M)
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
+        self.recall = Recall(M, config.mixer_heads, W) if config.recall else None
         if config.transition != "none":
             self.transition = Transition(M, hidden_size, config.rank, with_blank=config.kind == "ctc")
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
-        return TreeCache(self.config.layers, batch, capacity)
+        return TreeCache(self.config.layers + self.config.recall, batch, capacity)
 
-    def encode(
-        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
-    ) -> Tensor:
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
-        sight = sight or Sight(torch.arange(x.shape[1], device=x.device).unsqueeze(0))
         for layer, block in enumerate(self.context):
             x = block(x, sight, cache, layer)
-        return self.context_norm(x)
+        x = self.context_norm(x)
+        return Context(x, None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers))
 
-    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
-        x = self.to_slot(context_NW).unsqueeze(1) + self.slot
+    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+        at = anchors.batch_N, anchors.position_N
+        x = self.to_slot(context.states_BLW[at]).unsqueeze(1) + self.slot
+        if self.recall is not None and context.memory is not None:
+            x = x + self.recall(x, context.memory, anchors, sight)
         for block in self.mixer:
             x = block(x)
         x = self.norm(x)
         blank_NT = None if self.blank is None else self.blank(x).squeeze(-1)
-        return Slots(self.leave(x), blank_NT, None if self.transition is None else self.transition.mixed(x, root_ND))
+        mixed = None if self.transition is None else self.transition.mixed(x, root_BLD[at])
+        return Slots(self.leave(x), blank_NT, mixed)
 
 
 class MedusaHead(Head):
@@ -233,13 +245,11 @@ class MedusaHead(Head):
         self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, hidden_size))
 
-    def encode(
-        self, hidden_BLD: Tensor, root_BLD: Tensor, cache: TreeCache | None = None, sight: Sight | None = None
-    ) -> Tensor:
-        return hidden_BLD
+    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
+        return Context(hidden_BLD)
 
-    def fill(self, context_NW: Tensor, root_ND: Tensor) -> Slots:
-        rows_TND = context_NW.expand(self.config.slots, -1, -1)
+    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+        rows_TND = context.states_BLW[anchors.batch_N, anchors.position_N].expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
         return Slots(rows_TND.transpose(0, 1), None)
@@ -263,10 +273,10 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
     out."""
     config, body = head.config, 0
     rows = config.slots if head.one_pass else 1 + (config.slots - 1) * config.beam  # of the LM head
-    once = {"enter", "context", "to_slot", "weight"} if head.one_pass else set()
+    once = ("enter", "context", "to_slot", "recall.keys_values", "weight") if head.one_pass else ()
     for name, p in head.named_parameters():
         if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
-            body += p.numel() * (1 if name.split(".")[0] in once else rows)
+            body += p.numel() * (1 if name.startswith(once) else rows)
     return body, rows * base.vocab_size * base.hidden_size
 
 

@@ -1,6 +1,6 @@
 """The transformer blocks that heads are built from.
 
-Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to.
+Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, T slots of each.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,14 @@ class Sight(NamedTuple):
         if self.mask_BLS is None:
             return None
         return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
+
+    def of(self, anchors: "Anchors", rows: int, entries: int) -> tuple[Tensor, Tensor]:
+        """Where each anchor stands [N], and which entries it sees [N, S]; of that many rows."""
+        at = anchors.batch_N, anchors.position_N
+        position_N = self.positions_BL.expand(rows, -1)[at]
+        if self.mask_BLS is None:
+            return position_N, torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
+        return position_N, self.mask_BLS.squeeze(1).expand(rows, -1, -1)[at]
 
 
 class Block(nn.Module):
@@ -61,6 +69,75 @@ class Block(nn.Module):
             k, v = cache.update(k, v, layer)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.out(y.transpose(1, 2).reshape(B, L, W))
+
+
+class Anchors(NamedTuple):
+    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there."""
+
+    batch_N: Tensor
+    position_N: Tensor
+    place_N: Tensor
+    most: int
+
+    @staticmethod
+    def of(batch_N: Tensor, position_N: Tensor) -> "Anchors":
+        counts_B = torch.bincount(batch_N, minlength=1)
+        order_N = batch_N.argsort(stable=True)
+        sorted_N = torch.arange(len(batch_N), device=batch_N.device)
+        sorted_N = sorted_N - (counts_B.cumsum(0) - counts_B)[batch_N[order_N]]
+        place_N = torch.empty_like(sorted_N).index_put((order_N,), sorted_N)
+        return Anchors(batch_N, position_N, place_N, max(1, int(counts_B.max())))
+
+    @staticmethod
+    def one_per_row(position_B: Tensor) -> "Anchors":
+        """Without a wait for the device."""
+        rows_B = torch.arange(len(position_B), device=position_B.device)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1)
+
+    def spread(self, values_N: Tensor, rows: int) -> Tensor:
+        """[rows, most, ...] of [N, ...], 0 where a row has no such anchor."""
+        spread = values_N.new_zeros(rows, self.most, *values_N.shape[1:])
+        return spread.index_put((self.batch_N, self.place_N), values_N)
+
+
+class Memory(NamedTuple):
+    """Keys and values [B, H, S, width] of the positions that slots may look at."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Recall(nn.Module):
+    """Attention of an anchor's slots to the encoded positions up to it; slot t stands t + 1 positions behind it."""
+
+    def __init__(self, width: int, heads: int, context_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.keys_values = nn.Linear(context_width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def remember(self, context_BLW: Tensor, sight: Sight, cache: Cache | None, layer: int) -> Memory:
+        """What the slots may look at, cached entries included."""
+        B, L, _ = context_BLW.shape
+        k, v = self.keys_values(context_BLW).view(B, L, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+        k = _rotate(k, *_rotary(sight.positions_BL, k.shape[3], k.dtype))
+        return Memory(k, v) if cache is None else Memory(*cache.update(k, v, layer))
+
+    def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
+        N, T, W = x_NTW.shape
+        B, H, S, width = memory.keys.shape
+        position_N, seen_NS = sight.of(anchors, B, S)
+        position_NT = position_N.unsqueeze(1) + torch.arange(1, T + 1, device=x_NTW.device)
+        q = self.query(self.norm(x_NTW)).view(N, T, H, width).transpose(1, 2)
+        q = anchors.spread(_rotate(q, *_rotary(position_NT, width, q.dtype)), B)  # [B, A, H, T, width]
+        unseen_BAS = anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
+        mask = ~unseen_BAS.repeat_interleave(T, dim=1).unsqueeze(1)
+        q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
+        y = F.scaled_dot_product_attention(q, memory.keys, memory.values, attn_mask=mask)
+        y = y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4)[anchors.batch_N, anchors.place_N]
+        return self.out(y.reshape(N, T, W))
 
 
 def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import Head, Vocabulary, candidates
 from ctcdraft.model.lattice import Candidates, Lattice
-from ctcdraft.model.layers import Sight
+from ctcdraft.model.layers import Anchors, Sight
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.tree import Tree
 
@@ -238,15 +238,10 @@ class _Shape:
         seen_PK = torch.arange(self.width, device=device) <= slots_P.unsqueeze(1)
         owner.head_cache.at(slots_P, self.width)
         root_PD = owner.base.embed(self.following_P).to(dtype)
-        context_1PW = owner.head.encode(
-            self.hidden_PD.to(dtype).unsqueeze(0),
-            root_PD.unsqueeze(0),
-            owner.head_cache,
-            Sight(slots_P.unsqueeze(0), seen_PK[None, None]),
-        )
+        sight, root_1PD = Sight(slots_P.unsqueeze(0), seen_PK[None, None]), root_PD.unsqueeze(0)
+        context = owner.head.encode(self.hidden_PD.to(dtype).unsqueeze(0), root_1PD, sight, owner.head_cache)
         owner.head_cache.at(None)
-        last = owner.count - 1
-        slots = owner.head.fill(context_1PW[0].index_select(0, last), root_PD.index_select(0, last))
+        slots = owner.head.fill(context, Anchors.one_per_row(owner.count - 1), sight, root_1PD)
         self.found = candidates(slots, owner.head, owner.vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 

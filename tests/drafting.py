@@ -9,16 +9,14 @@ from transformers import DynamicCache
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
 from ctcdraft.model.tree import Tree
 
+SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 7, "rank": 8, "beam": 3}
 HEADS = [
-    HeadConfig(kind, slots=5, width=32, mixer_width=16, transition=transition, shortlist=7, rank=8, beam=3)
-    for kind, transition in (
-        ("ctc", "none"),
-        ("ctc", "shortlist"),
-        ("parallel", "none"),
-        ("parallel", "shortlist"),
-        ("medusa", "none"),
-        ("eagle", "none"),
-    )
+    HeadConfig("ctc", **SIZES),
+    HeadConfig("ctc", transition="shortlist", recall=True, **SIZES),
+    HeadConfig("parallel", recall=True, **SIZES),
+    HeadConfig("parallel", transition="shortlist", **SIZES),
+    HeadConfig("medusa", **SIZES),
+    HeadConfig("eagle", **SIZES),
 ]
 
 

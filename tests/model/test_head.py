@@ -5,10 +5,10 @@ from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import flops_per_draft, parameters_of
 
 
-@pytest.mark.parametrize("kind", ["ctc", "parallel", "medusa"])
-def test_inference_with_a_cache_equals_the_training_forward(base, kind):
+@pytest.mark.parametrize(("kind", "recall"), [("ctc", False), ("ctc", True), ("parallel", False), ("medusa", False)])
+def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall):
     torch.manual_seed(0)
-    config = HeadConfig(kind=kind, slots=5, width=32, mixer_width=16, layers=2, mixer_layers=2)
+    config = HeadConfig(kind=kind, slots=5, width=32, mixer_width=16, layers=2, mixer_layers=2, recall=recall)
     head = build_head(config, base.hidden_size).double().eval()
     ids = torch.randint(2, 260, (1, 24))
     hidden, root = base.hidden(ids), base.embed(ids.roll(-1, 1))
@@ -26,8 +26,10 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind):
         start = end
 
 
-def test_later_positions_and_padding_do_not_leak_into_an_anchor(base):
-    head = build_head(HeadConfig(slots=3, width=32, mixer_width=16), base.hidden_size).double()
+@pytest.mark.parametrize("recall", [False, True])
+def test_later_positions_and_padding_do_not_leak_into_an_anchor(base, recall):
+    config = HeadConfig(slots=3, width=32, mixer_width=16, recall=recall)
+    head = build_head(config, base.hidden_size).double()
     ids = torch.randint(2, 260, (1, 12))
     hidden, root = base.hidden(ids), base.embed(ids)
     anchor = (torch.zeros(1, dtype=torch.long), torch.tensor([5]))
@@ -35,6 +37,22 @@ def test_later_positions_and_padding_do_not_leak_into_an_anchor(base):
     hidden[:, 6:], root = 99.0, root.clone()
     root[:, 6:] = -99.0
     assert torch.equal(before, head(hidden, root, *anchor).states_NTD)
+
+
+def test_slots_that_recall_see_each_of_their_own_positions_and_of_no_other_row(base):
+    config = HeadConfig(slots=3, width=32, mixer_width=16, recall=True)
+    torch.manual_seed(0)
+    head = build_head(config, base.hidden_size).double()
+    hidden = torch.randn(2, 9, base.hidden_size, dtype=torch.float64, requires_grad=True)
+    root = torch.randn(2, 9, base.hidden_size, dtype=torch.float64)
+    torch.nn.init.zeros_(head.to_slot.weight)  # what is left comes by recall
+    batch, position = torch.tensor([1, 0, 1]), torch.tensor([7, 4, 2])
+    states = head(hidden, root, batch, position).states_NTD
+    for n, (b, p) in enumerate(zip(batch, position, strict=True)):
+        (grad,) = torch.autograd.grad(states[n].square().sum(), hidden, retain_graph=True)
+        touched = grad.abs().sum(dim=2) > 0
+        assert touched[b, : p + 1].all()
+        assert touched.sum() == p + 1
 
 
 def test_ctc_and_parallel_are_one_body(base):
@@ -51,6 +69,7 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
     ("sizes", "message"),
     [
         ({"kind": "hydra"}, "unknown"),
+        ({"kind": "medusa", "recall": True}, "leave head.recall at false"),
         ({"slots": 0}, "head.slots=0 must be at least 1"),
         ({"layers": -1}, "head.layers=-1"),
         ({"width": 30}, "even multiple"),

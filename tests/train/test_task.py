@@ -40,12 +40,13 @@ def losses(base, task, sampler):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["ctc", "medusa"])
-def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind):
+@pytest.mark.parametrize(("kind", "recall"), [("ctc", False), ("ctc", True), ("medusa", False)])
+def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind, recall):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     base.model.set_attn_implementation(attention)
     torch.manual_seed(0)
-    head = build_head(HeadConfig(kind=kind, slots=4, width=32, mixer_width=16, heads=2, mixer_heads=2), 32).double()
+    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": recall}
+    head = build_head(HeadConfig(kind=kind, **sizes), 32).double()
     if kind == "medusa":
         torch.nn.init.normal_(head.weight, std=0.1)
     objective = ObjectiveConfig("prefix_ctc" if kind == "ctc" else "cross_entropy", labels=4)
