@@ -76,20 +76,23 @@ def _forward(threads, slot, context, token, blank, index, logits, place, diagona
     N, T, K = index.shape
     R, U = slot.shape[2], place.shape[2]
     for chunk in prange(threads):
-        key = np.empty((R, K + 1), slot.dtype)  # the blank is one token more
-        d = np.empty(K + 1, slot.dtype)
-        key[:, K] = blank
+        key = np.zeros((-(-R // 4) * 4, K + 1), slot.dtype)  # the blank is one token more; filled up to whole fours
+        d, gate = np.empty(K + 1, slot.dtype), np.zeros(len(key), slot.dtype)
+        key[:R, K] = blank
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for t in range(T):
                 for k in range(K):
                     for r in range(R):
                         key[r, k] = token[index[n, t, k], r]
                 for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
-                    d[:] = 0
                     for r in range(R):
-                        g = _hardswish(slot[n, t, r] + context[n, s, r])
+                        gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
+                    d[:] = 0
+                    for r in range(0, R, 4):
+                        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
                         for k in range(K + 1):
-                            d[k] += g * key[r, k]
+                            total = d[k] + g0 * key[r, k]
+                            d[k] = total + g1 * key[r + 1, k] + g2 * key[r + 2, k] + g3 * key[r + 3, k]
                     blanked[n, t, s] = d[K]
                     top = logits[n, t, 0] + d[0]
                     for k in range(K):
