@@ -5,14 +5,16 @@ it was raised. Hydra's own flags (--help, --cfg job, --multirun ...) work as eve
 """
 
 import difflib
+import io
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import is_dataclass
 from importlib import resources
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TextIO, TypeVar, get_args, get_type_hints
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -40,10 +42,25 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
             sys.argv[1:] = masked(sys.argv[1:])
             codes.append(_guarded(lambda: task(typed(config, schema))))
 
-        hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
+        with redirect_stdout(_Masking(sys.stdout)):  # --cfg prints the options that were given
+            hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
         sys.exit(max(codes))
     words, sys.argv[1:] = sys.argv[1:], masked(sys.argv[1:])  # W&B writes down the command
     sys.exit(_guarded(lambda: task(typed(compose(config_name, words), schema))))
+
+
+class _Masking(io.TextIOBase):
+    """Standard output without secrets."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(masked(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:

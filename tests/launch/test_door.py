@@ -123,6 +123,16 @@ def test_hydras_own_flags_work(monkeypatch, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["head"]["slots"] == 11
 
 
+def test_hydras_own_flags_print_no_password(monkeypatch, capsys):
+    words = ["--cfg", "job", "data.regenerate.url=https://me:hunter22@host/v1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, lambda config: 1 / 0)
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert yaml.safe_load(said)["data"]["regenerate"]["url"] == "https://***@host/v1"
+
+
 def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
