@@ -73,16 +73,16 @@ class MovedShortlist(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ops: ModuleType, diagonal: bool, *prefixes: Tensor) -> tuple[Tensor, ...]:
-        *found, delta_NTSK = ops.forward(Prefixes(*prefixes), diagonal)
+        *found, p_NTSK = ops.forward(Prefixes(*prefixes), diagonal)
         ctx.ops, ctx.diagonal = ops, diagonal
-        ctx.save_for_backward(*prefixes, found[0], delta_NTSK)
+        ctx.save_for_backward(*prefixes, found[0], p_NTSK)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        *prefixes, moved_NTS, delta_NTSK = ctx.saved_tensors
-        *four, logits = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, moved_NTS, delta_NTSK, *grads)
+        *prefixes, moved_NTS, p_NTSK = ctx.saved_tensors
+        *four, logits = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, moved_NTS, p_NTSK, *grads)
         return None, None, *four, None, logits, None
 
 

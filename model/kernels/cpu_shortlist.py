@@ -1,10 +1,11 @@
 """`reference.moved_shortlist` compiled for a CPU: all that one anchor's slot needs stays in the first cache.
 
 Of a slot t only the contexts that can come before it are computed: at most t labels (`diagonal`: exactly t). Forward
-keeps delta [N, T, S, K]; backward reads it and makes everything else anew. Chunks of anchors go to threads, each
-with sums of its own, added up in a fixed order. No sum may be reordered (fastmath): the process that compiles would
-then round in another way than those that load what it compiled, and a resumed run in another than one never stopped.
-So loops run over numbers that do not depend on each other, which needs no permission to be vectorised.
+keeps p [N, T, S, K], the softmax of the moved shortlist; backward reads it and makes everything else anew. Chunks of
+anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered (fastmath): the
+process that compiles would then round in another way than those that load what it compiled, and a resumed run in
+another than one never stopped. So loops run over numbers that do not depend on each other, which needs no permission to
+be vectorised.
 
 Suffixes as in reference.py: N anchors, T slots, U labels, S = U + 1 contexts, K shortlist, R rank, V vocabulary.
 """
@@ -22,20 +23,20 @@ from ctcdraft.model.kernels.reference import Prefixes
 
 
 def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the reference returns, and delta [N, T, S, K]."""
+    """What the reference returns, and p [N, T, S, K]."""
     N, T, U = prefixes.place_NTU.shape
     lse_NT1 = prefixes.logits_NTK.logsumexp(dim=2, keepdim=True)
     moved_NTS = lse_NT1.expand(N, T, U + 1).contiguous()
     emit_NTU, stay_NTU = lse_NT1.new_zeros(N, T, U), lse_NT1.new_zeros(N, T, U)
     blank_NTS = torch.zeros_like(moved_NTS)
-    delta_NTSK = lse_NT1.new_zeros(N, T, U + 1, prefixes.index_NTK.shape[2])
-    out = [part.numpy() for part in (moved_NTS, emit_NTU, stay_NTU, blank_NTS, delta_NTSK)]
+    p_NTSK = lse_NT1.new_empty(N, T, U + 1, prefixes.index_NTK.shape[2])
+    out = [part.numpy() for part in (moved_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSK)]
     _forward(use_torch_threads(), *map(_array, prefixes), diagonal, *out)  # type: ignore[call-arg]
-    return moved_NTS, emit_NTU, stay_NTU, blank_NTS, delta_NTSK
+    return moved_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSK
 
 
 def backward(
-    prefixes: Prefixes, diagonal: bool, moved_NTS: Tensor, delta_NTSK: Tensor, *grads: Tensor
+    prefixes: Prefixes, diagonal: bool, moved_NTS: Tensor, p_NTSK: Tensor, *grads: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of slot, context, token, blank and logits, from those of the four that `forward` returned."""
     threads = use_torch_threads()
@@ -44,7 +45,7 @@ def backward(
     shared = (prefixes.token_VR, prefixes.blank_R)
     grad_token, grad_blank = (part.new_zeros(threads, *part.shape) for part in shared)
     out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_logits)]
-    states = [_array(part) for part in (moved_NTS, delta_NTSK, *grads)]
+    states = [_array(part) for part in (moved_NTS, p_NTSK, *grads)]
     _backward(threads, *map(_array, prefixes), diagonal, *states, *out)  # type: ignore[call-arg]
     return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_logits
 
@@ -72,7 +73,7 @@ def _hardswish(x):
 
 
 @njit(cache=True, parallel=True)
-def _forward(threads, slot, context, token, blank, index, logits, place, diagonal, moved, emit, stay, blanked, delta):
+def _forward(threads, slot, context, token, blank, index, logits, place, diagonal, moved, emit, stay, blanked, p):
     N, T, K = index.shape
     R, U = slot.shape[2], place.shape[2]
     for chunk in prange(threads):
@@ -96,11 +97,13 @@ def _forward(threads, slot, context, token, blank, index, logits, place, diagona
                     blanked[n, t, s] = d[K]
                     top = logits[n, t, 0] + d[0]
                     for k in range(K):
-                        delta[n, t, s, k] = d[k]
                         top = max(top, logits[n, t, k] + d[k])
                     total = top * 0
                     for k in range(K):
-                        total += np.exp(logits[n, t, k] + d[k] - top)
+                        p[n, t, s, k] = np.exp(logits[n, t, k] + d[k] - top)
+                        total += p[n, t, s, k]
+                    for k in range(K):
+                        p[n, t, s, k] /= total
                     moved[n, t, s] = top + np.log(total)
                     if s < U and place[n, t, s] >= 0:
                         emit[n, t, s] = d[place[n, t, s]]
@@ -110,7 +113,7 @@ def _forward(threads, slot, context, token, blank, index, logits, place, diagona
 
 @njit(cache=True, parallel=True)
 def _backward(
-    threads, slot, context, token, blank, index, logits, place, diagonal, moved, delta,
+    threads, slot, context, token, blank, index, logits, place, diagonal, moved, p,
     grad_moved, grad_emit, grad_stay, grad_blanked, grad_slot, grad_context, grad_token, grad_blank, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
@@ -129,12 +132,13 @@ def _backward(
                     reached = s == min(t, U) if diagonal else s <= t
                     if not reached and grad_moved[n, t, s] == 0:
                         continue
-                    for k in range(K):
-                        p = np.exp(logits[n, t, k] + delta[n, t, s, k] - moved[n, t, s])
-                        move[k] = p * grad_moved[n, t, s]
-                        grad_logits[n, t, k] += move[k]
                     if not reached:
+                        for k in range(K):
+                            grad_logits[n, t, k] += np.exp(logits[n, t, k] - moved[n, t, s]) * grad_moved[n, t, s]
                         continue
+                    for k in range(K):
+                        move[k] = p[n, t, s, k] * grad_moved[n, t, s]
+                        grad_logits[n, t, k] += move[k]
                     move[K] = grad_blanked[n, t, s]
                     if s < U and place[n, t, s] >= 0:
                         move[place[n, t, s]] += grad_emit[n, t, s]
