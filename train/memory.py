@@ -5,6 +5,7 @@ from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train.engine import PRECISIONS, ZeroConfig
 
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
+KEPT_BY_RECALL = 9  # the same of recall, per slot
 KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
 LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
 
@@ -21,7 +22,9 @@ def memory_per_rank(
     states = 12 if width == 2 else 8  # two moments in fp32, and the fp32 weights where those of the head are not
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
     offloaded = 0 if zero.offload else 1
-    per_slot = config.slots * (KEPT_PER_SLOT * config.mixer_width * config.mixer_layers + 3 * base.hidden_size)
+    looked_at = micro * length * 3 * config.mixer_width * width + micro * anchors * config.slots * length  # and a mask
+    mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_BY_RECALL * config.recall
+    per_slot = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
     return {
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
         "head weights": count * width // shared[2],
@@ -29,6 +32,6 @@ def memory_per_rank(
         "optimizer": offloaded * count * states // shared[0],
         "features": 2 * micro * length * base.hidden_size * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
-        "slots": micro * anchors * per_slot * width,
+        "slots": micro * anchors * per_slot * width + config.recall * looked_at,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * base.vocab_size * 4,
     }

@@ -17,7 +17,9 @@ def estimate(base, head, stage=0, ranks=1, precision="fp32"):
     return memory_per_rank(base, head, ZeroConfig(stage), precision=precision, ranks=ranks, **sizes)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"mixer_layers": 2, "layers": 2}, {"slots": 16, "mixer_width": 32}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"recall": True}, {"mixer_layers": 2, "layers": 2}, {"slots": 16, "mixer_width": 32}]
+)
 def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
     head = build_head(HeadConfig(**sizes), fp32_base.hidden_size)
     hidden = torch.randn(2, 200, fp32_base.hidden_size)
