@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
 VARIANTS = {
     "default": (),
-    "default with recall": ("head.recall=true",),
+    "default without recall": ("head.recall=false",),
     "ctc without transition": ("head.transition=none",),
     "exact ctc without transition": ("head.transition=none", "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),

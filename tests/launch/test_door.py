@@ -34,9 +34,9 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
     config = typed(compose("train", []), TrainEntry)
     for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
         part, plain = getattr(config, name), type(getattr(config, name))()
-        if name == "head":  # the simplest head has no transition, the default one has
-            assert (part.transition, plain.transition) == ("shortlist", "none")
-            plain = replace(plain, transition="shortlist")
+        if name == "head":  # the simplest head has no transition and no recall, the default one has
+            assert (part.transition, part.recall) == ("shortlist", True)
+            plain = replace(plain, transition="shortlist", recall=True)
         assert part == plain, name
 
 
