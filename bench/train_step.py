@@ -101,9 +101,8 @@ def stored_states(base, batch, kind, folder):
 
 def head_config(shape, transition):
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
-    return HeadConfig(
-        width=shape.width, heads=heads, mixer_width=shape.mixer, mixer_heads=mixer_heads, transition=transition
-    )
+    sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
+    return HeadConfig(**sizes, transition=transition, recall=True)
 
 
 class Step:
