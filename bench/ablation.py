@@ -274,7 +274,10 @@ def main():
     parts = []
     for title, steps in budgets.items():
         runs = study.train_all(steps, title)
-        parts.append(f"## {title}\n\n{table(study, runs, costs, given)}")
+        found = Path(study.config("default").runs_dir) / f"{given.name}-{'-'.join(title.lower().split())}.md"
+        if not found.is_file():
+            write_atomically(found, f"## {title}\n\n{table(study, runs, costs, given)}".encode())
+        parts.append(found.read_text())
         if title == "At equal steps":
             curves(study, runs, given.out / f"{given.name}.png")
     command = " ".join(["python bench/ablation.py", *sys.argv[1:]])
