@@ -14,6 +14,7 @@ from ctcdraft.data.batches import Batch
 WINDOW = 20  # logged rows that a loss is held against
 FEWEST = 5
 SPIKE = 1.5  # times their median, and above all of them
+LASTING = 3  # rows in a row: the loss of one batch says little
 BLANK_HIGH, BLANK_LOW = 0.95, 0.9
 
 
@@ -21,7 +22,7 @@ class Watch:
     """Reads the logged rows of a run, in order; a warning is given once, and again only after things were well."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._losses: deque[float] = deque(maxlen=WINDOW + LASTING)
         self._spiking = self._blank = False
 
     def warnings(self, row: dict[str, Any]) -> list[str]:
@@ -33,15 +34,16 @@ class Watch:
         loss = row.get("train/loss")
         if loss is None:
             return None
-        usual = statistics.median(self._losses) if len(self._losses) >= FEWEST else float("inf")
-        high = loss > SPIKE * usual and loss > max(self._losses)
-        new, self._spiking = high and not self._spiking, high
         self._losses.append(loss)
+        before, last = [*self._losses][:-LASTING], [*self._losses][-LASTING:]
+        usual = statistics.median(before) if len(before) >= FEWEST else float("inf")
+        high = min(last) > SPIKE * usual and max(last) > max(before)
+        new, self._spiking = high and not self._spiking, high
         if not new:
             return None
         return (
-            f"the loss jumped to {loss:.3f} at step {row['step']} (before: about {usual:.3f}): if it stays there, "
-            "lower optim.lr or optim.clip, or lengthen optim.warmup"
+            f"the loss jumped to {min(last):.3f} and stayed there for {LASTING} logged steps, up to step {row['step']} "
+            f"(before: about {usual:.3f}): lower optim.lr or optim.clip, or lengthen optim.warmup"
         )
 
     def _blanks(self, row: dict[str, Any]) -> str | None:
