@@ -59,6 +59,8 @@ class HeadConfig:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
         if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
+        if not isinstance(self.recall, bool):
+            raise ValueError(f"head.recall={self.recall!r} must be true or false")
         if self.kind in ("medusa", "eagle") and self.recall:
             raise ValueError(f"head={self.kind} has no slots that could look back: leave head.recall at false")
         for name, value in asdict(self).items():

@@ -70,6 +70,7 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
     [
         ({"kind": "hydra"}, "unknown"),
         ({"kind": "medusa", "recall": True}, "leave head.recall at false"),
+        ({"recall": "yes"}, "must be true or false"),
         ({"slots": 0}, "head.slots=0 must be at least 1"),
         ({"layers": -1}, "head.layers=-1"),
         ({"width": 30}, "even multiple"),
