@@ -125,6 +125,8 @@ def _override_sentence(config_name: str, error: Exception) -> str:
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         known = _leaves(config_name)
+        if key[1] in known:
+            return f"{key[1]}: what else was chosen has no such option (--cfg job shows those it has)"
         close = difflib.get_close_matches(key[1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "--cfg job shows all options"
         return f"{key[1]}: there is no such option; {hint}"

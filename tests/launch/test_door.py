@@ -73,6 +73,7 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["data.regenerate.temperatures=[]"], "error: data.regenerate.temperatures=[]"),
         (["data=sharegpt", "data.path=[a,b]", "data.weights=[1]"], "error: data.weights=[1.0]: give one above 0"),
         (["optim.lr=abc"], "error: optim.lr=abc: input should be a valid number"),
+        (["head=medusa", "head.rank=8"], "error: head.rank: what else was chosen has no such option"),
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, eagle, medusa, parallel"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
