@@ -25,6 +25,7 @@ from ctcdraft.model.tree import Tree
 KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
 MOST_FULL = 8192
+MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build
 TABLED = ("transition.to_token", "transition.from_context")  # computed once for the whole vocabulary
 
 
@@ -60,11 +61,18 @@ class HeadConfig:
         if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
         if not isinstance(self.recall, bool):
-            raise ValueError(f"head.recall={self.recall!r} must be true or false")
+            raise ValueError(f"head.recall must be true or false, not {type(self.recall).__name__}")
         if self.kind in ("medusa", "eagle") and self.recall:
             raise ValueError(f"head={self.kind} has no slots that could look back: leave head.recall at false")
         for name, value in asdict(self).items():
-            if name not in ("kind", "transition", "recall") and value < 1:
+            if name in ("kind", "transition", "recall"):
+                continue
+            if type(value) is not int:
+                raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
+            most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
+            if value > most:
+                raise ValueError(f"head.{name} must be at most {most}")
+            if value < 1:
                 raise ValueError(f"head.{name}={value} must be at least 1")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
             if width % (2 * heads):
