@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from bases import write_base
 from safetensors.torch import load_file
 
@@ -132,8 +131,11 @@ def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
         assert abs(row["train/loss"] - want["train/loss"]) < 1e-5 * want["train/loss"]
         assert row.get("dev/tokens_per_step") == want.get("dev/tokens_per_step")
     heads = [load_file(run / "head" / "model.safetensors") for run in runs]
-    # Adam divides by the gradient's size: where that is rounding alone, so is the direction of a step.
-    assert all(torch.allclose(weight, heads[1][name], atol=1e-4) for name, weight in heads[0].items())
+    for name, weight in heads[0].items():
+        apart = (weight - heads[1][name]).abs()
+        # Adam divides by the gradient's size: where, for one step, that is rounding alone, so is the step's direction.
+        assert (apart > 1e-5).sum() <= apart.numel() // 1000, name
+        assert apart.max() < 1e-4, name
     assert len(list((runs[1] / "wandb").glob("offline-run-*"))) == 1
     found = [json.loads((run / "eval" / "heldout" / "results.json").read_text()) for run in runs]
     assert found[0]["tokens_per_step"] == found[1]["tokens_per_step"]
