@@ -124,16 +124,14 @@ class Study:
         bar = tqdm(total=len(work), desc=title, unit="run", mininterval=1)
         runs = defaultdict(list)
         with bar, ThreadPoolExecutor(self.given.jobs) as pool:
-            for (variant, _), name in zip(
-                work, pool.map(lambda one: self._train(one[0], steps, one[1]), work), strict=True
-            ):
+            names = pool.map(lambda one: self._train(*one, steps[one[0]]), work)
+            for (variant, _), name in zip(work, names, strict=True):
                 runs[variant].append(name)
                 bar.update()
         return runs
 
-    def _train(self, variant, steps, seed):
+    def _train(self, variant, seed, steps):
         """The run's name."""
-        steps = steps[variant]
         slug = variant.replace(" ", "-").replace("^", "")
         name = f"{self.given.name}-{slug}-{steps}-s{seed}"
         words = [*self.overrides, *self.variants[variant], f"name={name}", f"seed={seed}", f"train.steps={steps}"]

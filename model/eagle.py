@@ -44,7 +44,7 @@ class EagleHead(Head):
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
         """The first pass alone: the others depend on what it drafts."""
-        return Slots(context.states_BLW[anchors.batch_N, anchors.position_N].unsqueeze(1), None)
+        return Slots(anchors.own(context.states_BLW).unsqueeze(1), None)
 
     def forward(
         self,
@@ -57,14 +57,15 @@ class EagleHead(Head):
     ) -> Slots:
         """T passes along the labels' embeddings, each on the feature of the one before."""
         assert label_NUD is not None
-        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
+        sight = sight or Sight.one_document(hidden_BLD)
         grown = _Grown()
-        feature_ND = self._pass(hidden_BLD, root_BLD, sight, grown)[batch_N, position_N]
-        rows = _AnchorRows.of(Anchors.of(batch_N, position_N), sight, *hidden_BLD.shape[:2])
+        anchors = Anchors.of(batch_N, position_N)
+        feature_ND = anchors.own(self._pass(hidden_BLD, root_BLD, sight, grown))
+        rows = _AnchorRows.of(anchors, sight, *hidden_BLD.shape[:2])
         states = [feature_ND]
         for step in range(1, min(self.config.slots, label_NUD.shape[1])):
             read_BAD = (rows.spread(feature_ND), rows.spread(label_NUD[:, step - 1]))
-            feature_ND = rows.gathered(self._pass(*read_BAD, rows.sight(step), grown))
+            feature_ND = anchors.gathered(self._pass(*read_BAD, rows.sight(step), grown))
             states.append(feature_ND)
         return Slots(torch.stack(states, dim=1), None)
 
@@ -197,10 +198,6 @@ class _AnchorRows(NamedTuple):
     def spread(self, values_ND: Tensor) -> Tensor:
         """[B, A, D], 0 where a row has no such anchor."""
         return self.anchors.spread(values_ND, len(self.position_BA))
-
-    def gathered(self, values_BAD: Tensor) -> Tensor:
-        """The anchors' own again, [N, D]."""
-        return values_BAD[self.anchors.batch_N, self.anchors.place_N]
 
     def sight(self, step: int) -> Sight:
         """In its pass of that number an anchor sees its context and its own passes so far."""

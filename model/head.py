@@ -133,7 +133,7 @@ class Head(nn.Module, ABC):
         sight: where rows hold several documents, which positions belong together; None: rows are one each.
         label_NUD embeds the labels, for a head that is trained along them.
         """
-        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
+        sight = sight or Sight.one_document(hidden_BLD)
         return self.fill(self.encode(hidden_BLD, root_BLD, sight), Anchors.of(batch_N, position_N), sight, root_BLD)
 
     @torch.no_grad()
@@ -235,15 +235,14 @@ class SlotHead(Head):
         return Context(x, None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers))
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
-        at = anchors.batch_N, anchors.position_N
-        x = self.to_slot(context.states_BLW[at]).unsqueeze(1) + self.slot
+        x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
         if self.recall is not None and context.memory is not None:
             x = x + self.recall(x, context.memory, anchors, sight)
         for block in self.mixer:
             x = block(x)
         x = self.norm(x)
         blank_NT = None if self.blank is None else self.blank(x).squeeze(-1)
-        mixed = None if self.transition is None else self.transition.mixed(x, root_BLD[at])
+        mixed = None if self.transition is None else self.transition.mixed(x, anchors.own(root_BLD))
         return Slots(self.leave(x), blank_NT, mixed)
 
 
@@ -259,7 +258,7 @@ class MedusaHead(Head):
         return Context(hidden_BLD)
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
-        rows_TND = context.states_BLW[anchors.batch_N, anchors.position_N].expand(self.config.slots, -1, -1)
+        rows_TND = anchors.own(context.states_BLW).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
         return Slots(rows_TND.transpose(0, 1), None)

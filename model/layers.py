@@ -22,6 +22,11 @@ class Sight(NamedTuple):
     positions_BL: Tensor
     mask_BLS: Tensor | None = None
 
+    @staticmethod
+    def one_document(x_BLD: Tensor) -> "Sight":
+        """Rows of one document each, from its beginning."""
+        return Sight(torch.arange(x_BLD.shape[1], device=x_BLD.device).unsqueeze(0))
+
     def additive(self, dtype: torch.dtype) -> Tensor | None:
         """The mask as numbers to add, for a base: its eager attention takes boolean masks for numbers, silently."""
         if self.mask_BLS is None:
@@ -30,11 +35,10 @@ class Sight(NamedTuple):
 
     def of(self, anchors: "Anchors", rows: int, entries: int) -> tuple[Tensor, Tensor]:
         """Where each anchor stands [N], and which entries it sees [N, S]; of that many rows."""
-        at = anchors.batch_N, anchors.position_N
-        position_N = self.positions_BL.expand(rows, -1)[at]
+        position_N = anchors.own(self.positions_BL.expand(rows, -1))
         if self.mask_BLS is None:
             return position_N, torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
-        return position_N, self.mask_BLS.squeeze(1).expand(rows, -1, -1)[at]
+        return position_N, anchors.own(self.mask_BLS.squeeze(1).expand(rows, -1, -1))
 
 
 class Block(nn.Module):
@@ -94,10 +98,18 @@ class Anchors(NamedTuple):
         rows_B = torch.arange(len(position_B), device=position_B.device)
         return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1)
 
+    def own(self, values_BL: Tensor) -> Tensor:
+        """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""
+        return values_BL[self.batch_N, self.position_N]
+
     def spread(self, values_N: Tensor, rows: int) -> Tensor:
         """[rows, most, ...] of [N, ...], 0 where a row has no such anchor."""
         spread = values_N.new_zeros(rows, self.most, *values_N.shape[1:])
         return spread.index_put((self.batch_N, self.place_N), values_N)
+
+    def gathered(self, values_BA: Tensor) -> Tensor:
+        """What `spread` spread: [N, ...] of [rows, most, ...]."""
+        return values_BA[self.batch_N, self.place_N]
 
 
 class Memory(NamedTuple):
@@ -136,7 +148,7 @@ class Recall(nn.Module):
         mask = ~unseen_BAS.repeat_interleave(T, dim=1).unsqueeze(1)
         q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
         y = F.scaled_dot_product_attention(q, memory.keys, memory.values, attn_mask=mask)
-        y = y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4)[anchors.batch_N, anchors.place_N]
+        y = anchors.gathered(y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4))
         return self.out(y.reshape(N, T, W))
 
 

@@ -22,7 +22,8 @@ def memory_per_rank(
     states = 12 if width == 2 else 8  # two moments in fp32, and the fp32 weights where those of the head are not
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
     offloaded = 0 if zero.offload else 1
-    looked_at = micro * length * 3 * config.mixer_width * width + micro * anchors * config.slots * length  # and a mask
+    seen = micro * anchors * config.slots * length  # recall's mask, a byte each
+    recalled = micro * length * 3 * config.mixer_width * width
     mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_BY_RECALL * config.recall
     per_slot = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
     return {
@@ -32,6 +33,6 @@ def memory_per_rank(
         "optimizer": offloaded * count * states // shared[0],
         "features": 2 * micro * length * base.hidden_size * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
-        "slots": micro * anchors * per_slot * width + config.recall * looked_at,
+        "slots": micro * anchors * per_slot * width + config.recall * (recalled + seen),
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * base.vocab_size * 4,
     }
