@@ -36,13 +36,14 @@ from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import build_head
 from ctcdraft.model.head import parameters_of
 from ctcdraft.train.files import write_atomically
-from ctcdraft.train.task import DraftTask, base_features
+from ctcdraft.train.task import DraftTask, base_features, head_for
 
 ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
 VARIANTS = {
     "default": (),
     "default without recall": ("head.recall=false",),
+    "default without successors": ("head.successors=0", "head.shortlist=32"),
     "ctc without transition": ("head.transition=none",),
     "exact ctc without transition": ("head.transition=none", "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
@@ -105,10 +106,11 @@ class Study:
         calls = {}
         for name, options in self.every.items():
             config = self.config(name, options)
-            task = DraftTask(build_head(config.head, self.base.hidden_size), config.objective, self.base)
+            corpus = stages.load_corpus(self.data, "train")
+            task = DraftTask(head_for(config.head, self.base, corpus), config.objective, self.base)
             optimizer = torch.optim.AdamW(task.parameters(), lr=0.0)
             sampler = Sampler(
-                stages.load_corpus(self.data, "train"),
+                corpus,
                 batch=train.batch,
                 anchors=train.anchors,
                 labels=config.objective.labels,

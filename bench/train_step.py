@@ -99,10 +99,15 @@ def stored_states(base, batch, kind, folder):
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
-def head_config(shape, transition):
+def random_head(base, shape, transition):
+    """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    return HeadConfig(**sizes, transition=transition, recall=True)
+    config = HeadConfig(**sizes, transition=transition, shortlist=16, successors=16, recall=True)
+    head = build_head(config, base.hidden_size)
+    if head.transition is not None:
+        head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
+    return head.to(base.device)
 
 
 class Step:
@@ -111,7 +116,7 @@ class Step:
     def __init__(self, base, shape, anchors, features=None, transition="shortlist"):
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         self.dtype = getattr(torch, shape.dtype)
-        self.head = build_head(head_config(shape, transition), base.hidden_size).to(DEVICE, self.dtype)
+        self.head = random_head(base, shape, transition).to(self.dtype)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4, fused=True)
         self.seconds = {part: [] for part in PARTS}
 

@@ -11,10 +11,10 @@ from statistics import median
 import numpy as np
 import torch
 from measure import interleaved
-from train_step import SHAPES, head_config, random_base
+from train_step import SHAPES, random_base, random_head
 
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.model import Decoder, DraftConfig, build_head, tree
+from ctcdraft.model import Decoder, DraftConfig, tree
 from ctcdraft.model.lattice import candidates_of
 
 NODES = 32
@@ -48,14 +48,14 @@ class Draft:
 
     def __init__(self, base, shape, transition):
         torch.manual_seed(0)
-        self.head = build_head(head_config(shape, transition), base.hidden_size).to(base.device).eval()
+        self.head = random_head(base, shape, transition).eval()
         for p in self.head.parameters():  # what begins at 0 would spare the search its work
             p.data.add_(torch.randn_like(p) * 0.05)
         self.decoder = Decoder(base, self.head, DraftConfig(nodes=NODES))
         ids = torch.randint(0, base.vocab_size, (1, CONTEXT), device=base.device)
-        self.hidden, self.root = base.hidden(ids).float(), base.embed(ids).float()
+        self.hidden, self.root = base.hidden(ids).float(), ids
         self.cache = self.head.new_cache(1, 2 * CONTEXT)
-        self.head.step(self.hidden, self.root, [CONTEXT], self.cache)
+        self.head.step(self.hidden, base.embed(ids).float(), [CONTEXT], self.cache)
 
     def __call__(self):
         read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], [ACCEPTED], self.cache

@@ -290,9 +290,8 @@ class Decoder:
             row_L[: len(request.following)] = torch.tensor(request.following)
         hidden_BLD = pad_sequence([request.hidden[0] for request in batch.active if request.hidden is not None], True)
         dtype = next(head.parameters()).dtype
-        root_BLD = self.base.embed(following_BL.to(self.base.device))
-        read = hidden_BLD.to(dtype), root_BLD.to(dtype), counts, batch.head_cache
-        return head.drafts(*read, self.vocabulary)
+        following_BL = following_BL.to(self.base.device)
+        return head.drafts(hidden_BLD.to(dtype), following_BL, counts, batch.head_cache, self.vocabulary)
 
     def _propose(self, request: Request, drafted: Lattice | Tree, ends: NDArray[np.int64]) -> Tree:
         return self.tree_of(drafted, request.room, ends)

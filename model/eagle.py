@@ -73,13 +73,13 @@ class EagleHead(Head):
     def drafts(
         self,
         hidden_BLD: Tensor,
-        root_BLD: Tensor,
+        root_BL: Tensor,
         counts: Sequence[int],
         cache: TreeCache,
         vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
         sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
-        feature_BLD = self._pass(hidden_BLD, root_BLD, sight, cache)
+        feature_BLD = self._pass(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), sight, cache)
         cache.keep([range(count) for count in counts])
         return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.base) for b, count in enumerate(counts)]
 
@@ -87,7 +87,7 @@ class EagleHead(Head):
     def drafts_at(
         self,
         hidden_BLD: Tensor,
-        root_BLD: Tensor,
+        root_BL: Tensor,
         batch_N: Tensor,
         position_N: Tensor,
         sight: Sight | None,
@@ -96,6 +96,7 @@ class EagleHead(Head):
         assert sight is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
         cache = self.new_cache(B, L)
+        root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
         feature_BLD = self._pass(hidden_BLD, root_BLD, cache.sight(L, hidden_BLD.device), cache)
         drafted: dict[int, Tree] = {}
         for n in position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor

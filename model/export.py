@@ -137,6 +137,8 @@ def load_head(folder: str | Path, base: Base) -> Head:
         state = load(blob)
         head = build_head(HeadConfig(**config["head"]), config["hidden_size"])
         head.load_state_dict(state)
+        if head.transition is not None and len(head.transition.successor_VJ) not in (0, base.vocab_size):
+            raise ValueError(f"its table of successors is not one of {base.vocab_size} tokens")
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, moved_candidates_of
+from ctcdraft.model.lattice import Candidates, Lattice, MovableCandidates, candidates_of, movable_candidates_of
 from ctcdraft.model.layers import Anchors, Block, Memory, Recall, Sight
 from ctcdraft.model.transition import Mixed, Tables, Transition
 from ctcdraft.model.tree import Tree
@@ -33,9 +33,9 @@ TABLED = ("transition.to_token", "transition.from_context")  # computed once for
 class HeadConfig:
     """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
 
-    transition: what a slot emits depends on the last token collapsed, in the `shortlist` of its likeliest tokens or in
-    the `full` vocabulary (a reference for small ones), by a product of that `rank`; or `none`. recall: slots look at
-    the encoded positions before them. beam: of eagle's tree.
+    transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
+    and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
+    product of that `rank`; or `none`. recall: slots look at the encoded positions before them. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -49,6 +49,7 @@ class HeadConfig:
     mixer_layers: int = 1
     transition: str = "none"
     shortlist: int = 32
+    successors: int = 0
     rank: int = 64
     recall: bool = False
     beam: int = 8
@@ -58,6 +59,8 @@ class HeadConfig:
             raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
         if self.transition not in TRANSITIONS:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
+        if self.successors and self.transition == "full":
+            raise ValueError("head.transition=full moves every token, successors too: leave head.successors at 0")
         if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
         if not isinstance(self.recall, bool):
@@ -72,8 +75,8 @@ class HeadConfig:
             most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
-            if value < 1:
-                raise ValueError(f"head.{name}={value} must be at least 1")
+            if value < (name != "successors"):
+                raise ValueError(f"head.{name}={value} must be at least {int(name != 'successors')}")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
             if width % (2 * heads):
                 raise ValueError(f"a width of {width} is no even multiple of its {heads} attention heads")
@@ -101,6 +104,10 @@ class Vocabulary(NamedTuple):
     base: Base
     top_k: int
     tables: Tables | None
+
+    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """As the base's first layer gets them, [..., D]."""
+        return self.base.embed(tokens).to(dtype)
 
 
 class Head(nn.Module, ABC):
@@ -152,30 +159,33 @@ class Head(nn.Module, ABC):
     def drafts(
         self,
         hidden_BLD: Tensor,
-        root_BLD: Tensor,
+        root_BL: Tensor,
         counts: Sequence[int],
         cache: TreeCache,
         vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
-        """`step`, and what each sequence's slots make of the vocabulary.
+        """`step`, and what each sequence's slots make of the vocabulary; root_BL: the tokens after each position.
 
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
-        return [*candidates(self.step(hidden_BLD, root_BLD, counts, cache), self, vocabulary).lattices()]
+        slots = self.step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), counts, cache)
+        last_B = torch.tensor(counts, device=root_BL.device) - 1
+        root_B = Anchors.one_per_row(last_B).own(root_BL)
+        return [*candidates(slots, root_B, self, vocabulary).lattices()]
 
     @torch.no_grad()
     def drafts_at(
         self,
         hidden_BLD: Tensor,
-        root_BLD: Tensor,
+        root_BL: Tensor,
         batch_N: Tensor,
         position_N: Tensor,
         sight: Sight | None,
         vocabulary: Vocabulary,
     ) -> list[Lattice | Tree]:
         """The same at anchors within whole sequences."""
-        slots = self(hidden_BLD, root_BLD, batch_N, position_N, sight)
-        return [*candidates(slots, self, vocabulary).lattices()]
+        slots = self(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), batch_N, position_N, sight)
+        return [*candidates(slots, root_BL[batch_N, position_N], self, vocabulary).lattices()]
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included."""
@@ -222,7 +232,8 @@ class SlotHead(Head):
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
         self.recall = Recall(M, config.mixer_heads, W) if config.recall else None
         if config.transition != "none":
-            self.transition = Transition(M, hidden_size, config.rank, with_blank=config.kind == "ctc")
+            with_blank = config.kind == "ctc"
+            self.transition = Transition(M, hidden_size, config.rank, config.successors, with_blank=with_blank)
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.config.layers + self.config.recall, batch, capacity)
@@ -290,19 +301,12 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def candidates(slots: Slots, head: Head, vocabulary: Vocabulary) -> Candidates:
-    """What each anchor's slots put forward of the vocabulary."""
+def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary) -> Candidates | MovableCandidates:
+    """What each anchor's slots put forward of the vocabulary; root_N: the token before its first slot."""
     base, top_k, tables = vocabulary
     N, T, D = slots.states_NTD.shape
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
     if head.transition is None or slots.mixed is None or tables is None:
         return candidates_of(logits_NTV, slots.blank_NT, top_k)
-    return moved_candidates_of(
-        logits_NTV,
-        slots.blank_NT,
-        top_k,
-        transition=head.transition,
-        mixed=slots.mixed,
-        tables=tables,
-        shortlist=head.shortlist(base.vocab_size),
-    )
+    shortlist = head.shortlist(base.vocab_size)
+    return movable_candidates_of(logits_NTV, slots.blank_NT, slots.mixed, root_N, tables, shortlist)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctcdraft.model.kernels import linear_lse_top, prefix_lattice
+from ctcdraft.model.kernels import linear_gather, linear_lse_top, prefix_lattice
 from ctcdraft.model.kernels.reference import LOG_ZERO
 from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, slot_by_slot
 
@@ -273,7 +273,7 @@ def _slot_losses(rows: _Rows, decay: float) -> tuple[Tensor, Tensor, Tensor]:
     if rows.known is None:
         log_p_NK = logits_NK - shortlist.lse_NT
     else:
-        known = rows.known.masked(valid_NK)
+        known = rows.known.masked(valid_NK).first(K)
         log_p_NK, coverage_K = slot_by_slot(known, shortlist, logits_NK, labels_NK, rows.implementation)
     return *cross_entropy_losses(log_p_NK, lengths_N, decay=decay), coverage_K
 
@@ -290,10 +290,22 @@ def _gather(rows: _Rows, valid_NT: Tensor | None, index_NTK: Tensor) -> tuple[Sh
         few = linear_lse_top(states_MD[at], rows.weight_VD, index_MK[at], top_k, rows.implementation)
         found = tuple(part.new_zeros(N * T, *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
     lse_M, logits_MK, top_MS, top_index_MS = found
-    return (
-        Shortlist(top_index_MS.view(N, T, top_k), top_MS.view(N, T, top_k), lse_M.view(N, T)),
-        logits_MK.view(N, T, K),
+    shortlist = Shortlist(
+        top_index_MS.view(N, T, top_k), top_MS.view(N, T, top_k), lse_M.view(N, T), _successor_logits(rows, valid_NT, T)
     )
+    return shortlist, logits_MK.view(N, T, K)
+
+
+def _successor_logits(rows: _Rows, valid_NT: Tensor | None, T: int) -> Tensor:
+    """[N, T, S, J] of the valid slots, 0 in the others."""
+    states_NTD, lse_dtype = rows.states_NTD[:, :T], torch.promote_types(rows.states_NTD.dtype, torch.float32)
+    if rows.known is None:
+        return states_NTD.new_zeros(*states_NTD.shape[:2], 0, 0, dtype=lse_dtype)
+    if valid_NT is not None:
+        states_NTD = states_NTD.masked_fill(~valid_NT.unsqueeze(2), 0.0)
+    N, S, J = rows.known.successor_NSJ.shape
+    index_NX = rows.known.successor_NSJ.flatten(1).clamp(min=0)
+    return linear_gather(states_NTD, rows.weight_VD, index_NX).view(N, T, S, J)
 
 
 def _checked_slots(slot_lengths_N: Tensor | None, label_lengths_N: Tensor, T: int) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import Head, Vocabulary, candidates
-from ctcdraft.model.lattice import Candidates, Lattice
+from ctcdraft.model.lattice import Candidates, Lattice, MovableCandidates
 from ctcdraft.model.layers import Anchors, Sight
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.tree import Tree
@@ -150,7 +150,7 @@ class _Shape:
         self.owner, self.rows, self.width, self.sampling = owner, rows, width, sampling
         self.fed = _Fed.of(rows, owner.base.device)
         self.longest = min(rows, owner.longest)
-        self.found: Candidates | None = None
+        self.found: Candidates | MovableCandidates | None = None
         self.replay: list[Callable[[], None]] | None = None
         none = torch.zeros(0, device=owner.base.device)
         self.hidden_PD = self.following_P = self.verified = self.answer = self.host = none
@@ -237,12 +237,12 @@ class _Shape:
         slots_P = owner.past - owner.count + torch.arange(self.longest, device=device)
         seen_PK = torch.arange(self.width, device=device) <= slots_P.unsqueeze(1)
         owner.head_cache.at(slots_P, self.width)
-        root_PD = owner.base.embed(self.following_P).to(dtype)
-        sight, root_1PD = Sight(slots_P.unsqueeze(0), seen_PK[None, None]), root_PD.unsqueeze(0)
+        root_1PD = owner.vocabulary.embed(self.following_P.unsqueeze(0), dtype)
+        sight = Sight(slots_P.unsqueeze(0), seen_PK[None, None])
         context = owner.head.encode(self.hidden_PD.to(dtype).unsqueeze(0), root_1PD, sight, owner.head_cache)
         owner.head_cache.at(None)
         slots = owner.head.fill(context, Anchors.one_per_row(owner.count - 1), sight, root_1PD)
-        self.found = candidates(slots, owner.head, owner.vocabulary)
+        self.found = candidates(slots, owner.root, owner.head, owner.vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 
     def _read(self, answer: NDArray[np.int32], draft_seconds: float) -> Stepped:

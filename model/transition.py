@@ -1,9 +1,13 @@
 """The transition: what a slot emits depends on g, what has been collapsed so far (docs/method.md).
 
-A slot's shortlist S_t is its k likeliest tokens; they alone are moved, and what is outside keeps its logit:
+A slot's k likeliest tokens, and the j tokens that most often follow the last one of g in the training data, are moved;
+what is outside of this shortlist S_t(g) keeps its logit:
 
-    p_t(v | g) ~ exp(z_t(v) + [v in S_t] delta_t(g, v)),   delta_t(g, v) = <P w_v, hardswish(A s_t + r(g))>
+    p_t(v | g) ~ exp(z_t(v) + [v in S_t(g)] delta_t(g, v)),   delta_t(g, v) = <P w_v, hardswish(A s_t + r(g))>
     r(empty) = B e(root),   r(gu) = B e(u) + C hardswish(r(g))
+
+A slot that cannot know which word will have begun has all their endings far down its list; behind a given beginning
+they are the few successors that it has.
 
 Along a known prefix g is known, so every recursion of the lattice stays exact. The state r(g) has the rank of the
 product, so that drafting carries it from node to node within the search: no network is called for a node.
@@ -11,13 +15,16 @@ product, so that drafting carries it from node to node within the search: no net
 The normaliser is exact at any vocabulary: what lies outside the shortlist, as one number, plus the shortlist. With
 the whole vocabulary as shortlist it is the full transition. hardswish, not gelu, since it costs no exponential.
 
-Shape suffixes: N anchors, T slots, K shortlist, C contexts (prefixes g), R rank, V vocabulary, D hidden of the base.
+Shape suffixes: N anchors, T slots, K shortlist, J successors, S contexts (prefixes g), R rank, V vocabulary, D hidden
+of the base.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
@@ -25,11 +32,13 @@ from ctcdraft.model.kernels import Prefixes, moved_shortlist
 
 
 class Shortlist(NamedTuple):
-    """A slot's likeliest tokens and their logits, largest first [N, T, K]; lse of the whole vocabulary [N, T]."""
+    """A slot's likeliest tokens and their logits, largest first [N, T, K]; lse of the whole vocabulary [N, T]; the
+    logits of the successors of each prefix's last token [N, T, S, J] (empty without a transition)."""
 
     index_NTK: Tensor
     logits_NTK: Tensor
     lse_NT: Tensor
+    successor_NTSJ: Tensor
 
 
 class Mixed(NamedTuple):
@@ -40,25 +49,36 @@ class Mixed(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """B e(u) and P w_v of every token [V, R]."""
+    """B e(u), P w_v and the successors (-1: none) of every token [V, R], [V, R], [V, J]; C and the blank's vector. On
+    the host, for drafting."""
 
-    context_VR: Tensor
-    token_VR: Tensor
+    context_VR: NDArray[np.float32]
+    token_VR: NDArray[np.float32]
+    successor_VJ: NDArray[np.int32]
+    carry_RR: NDArray[np.float32]
+    blank_R: NDArray[np.float32]
 
 
 class Known(NamedTuple):
-    """A transition and what it needs to follow known labels: B e(y) [N, U, R], P w_v [V, R], tokens of a shortlist."""
+    """A transition and what it needs to follow known labels: B e(y) [N, U, R], P w_v [V, R], successors of root and
+    labels [N, S, J], tokens of a shortlist."""
 
     transition: "Transition"
     mixed: Mixed
     label_NUR: Tensor
     token_VR: Tensor
+    successor_NSJ: Tensor
     shortlist: int
 
     def rows(self, kept_X: Tensor) -> "Known":
         """Of these anchors alone."""
-        mixed = Mixed(self.mixed.slot_NTR[kept_X], self.mixed.root_NR[kept_X])
-        return self._replace(mixed=mixed, label_NUR=self.label_NUR[kept_X])
+        mixed = Mixed(*(part[kept_X] for part in self.mixed))
+        label_NUR, successor_NSJ = self.label_NUR[kept_X], self.successor_NSJ[kept_X]
+        return self._replace(mixed=mixed, label_NUR=label_NUR, successor_NSJ=successor_NSJ)
+
+    def first(self, labels: int) -> "Known":
+        """Along so many labels only."""
+        return self._replace(label_NUR=self.label_NUR[:, :labels], successor_NSJ=self.successor_NSJ[:, : labels + 1])
 
     def masked(self, valid_NT: Tensor) -> "Known":
         """Without what the other slots hold, NaN included; of as many slots as `valid` has."""
@@ -80,10 +100,15 @@ class Transition(nn.Module):
     """A, B, C, P, and the blank's vector. It begins as none: C, P and the blank's vector start at 0.
 
     Embeddings and rows of the LM head come in at the scale of 1, since bases differ in theirs by orders of magnitude.
+    successor_VJ: what often follows each token, from data (`learn_successors`); without rows: nothing does.
     """
 
-    def __init__(self, slot_width: int, hidden_size: int, rank: int, *, with_blank: bool) -> None:
+    successor_VJ: Tensor
+
+    def __init__(self, slot_width: int, hidden_size: int, rank: int, successors: int, *, with_blank: bool) -> None:
         super().__init__()
+        table_VJ = torch.zeros(0, successors, dtype=torch.int32)
+        self.register_buffer("successor_VJ", table_VJ, persistent=successors > 0)
         self.from_slot = nn.Linear(slot_width, rank)
         self.from_context = nn.Linear(hidden_size, rank, bias=False)
         self.to_token = nn.Linear(hidden_size, rank, bias=False)
@@ -91,6 +116,27 @@ class Transition(nn.Module):
         nn.init.zeros_(self.to_token.weight)
         nn.init.zeros_(self.carry.weight)
         self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
+
+    def learn_successors(self, table_VJ: Tensor) -> None:
+        """Take the table [V, J] of token ids, likeliest first, -1 where there are fewer.
+
+        Raises ValueError where it is none.
+        """
+        V, J = len(table_VJ), self.successor_VJ.shape[1]
+        if table_VJ.dim() != 2 or table_VJ.shape[1] != J or not bool(((table_VJ >= -1) & (table_VJ < V)).all()):
+            raise ValueError(f"successors must be a table of [vocabulary, {J}] token ids (-1: none)")
+        self.successor_VJ = table_VJ.to(self.successor_VJ.device, torch.int32)
+
+    def successors(self, tokens_X: Tensor) -> Tensor:
+        """What often follows each token, [..., J]; -1: nothing."""
+        if not len(self.successor_VJ):
+            return tokens_X.new_full((*tokens_X.shape, self.successor_VJ.shape[1]), -1)
+        return F.embedding(tokens_X, self.successor_VJ).long()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        if (table := state_dict.get(f"{prefix}successor_VJ")) is not None:
+            self.learn_successors(table)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def mixed(self, slot_NTM: Tensor, root_ND: Tensor) -> Mixed:
         """A s_t and B e(root)."""
@@ -107,13 +153,21 @@ class Transition(nn.Module):
 
     @torch.no_grad()
     def tables(self, base: Base) -> Tables:
-        """Both for the whole vocabulary, for drafting."""
+        """For the whole vocabulary, for drafting."""
         every_V = torch.arange(base.vocab_size, device=base.device)
-        return Tables(self.contexts(base.embed(every_V).to(self.to_token.weight.dtype)), self.tokens(base))
+        blank_R = self.carry.weight.new_zeros(len(self.carry.weight)) if self.blank_R is None else self.blank_R
+        context_VR = self.contexts(base.embed(every_V).to(self.to_token.weight.dtype))
+        return Tables(
+            _on_host(context_VR),
+            _on_host(self.tokens(base)),
+            self.successors(every_V).int().cpu().numpy(),
+            _on_host(self.carry.weight),
+            _on_host(blank_R),
+        )
 
     def forward(
-        self, known: Known, shortlist: Shortlist, place_NTU: Tensor, diagonal: bool, implementation: str
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, known: Known, shortlist: Shortlist, labels_NU: Tensor, diagonal: bool, implementation: str
+    ) -> "Moved":
         """`moved_shortlist` along known labels, in the precision of the logits."""
         slot_NTR, root_NR = known.mixed
         dtype = shortlist.logits_NTK.dtype
@@ -121,6 +175,8 @@ class Transition(nn.Module):
         states = [root_NR]
         for label_NR in known.label_NUR.unbind(1):
             states.append(label_NR + self.carry(F.hardswish(states[-1])))
+        place_NTU = _places(shortlist.index_NTK.unsqueeze(2), labels_NU.unsqueeze(1))
+        emit_at_NU = _places(known.successor_NSJ[:, :-1], labels_NU)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
             torch.stack(states, dim=1).to(dtype),
@@ -129,8 +185,26 @@ class Transition(nn.Module):
             shortlist.index_NTK,
             shortlist.logits_NTK,
             place_NTU,
+            known.successor_NSJ,
+            shortlist.successor_NTSJ,
+            emit_at_NU,
+            _places(known.successor_NSJ[:, 1:], labels_NU),
         )
-        return moved_shortlist(prefixes, diagonal, implementation)
+        held_NTU = (place_NTU >= 0) | (emit_at_NU >= 0).unsqueeze(1)
+        coverage_T = held_NTU.diagonal(dim1=1, dim2=2).float().mean(dim=0)
+        return Moved(*moved_shortlist(prefixes, diagonal, implementation), coverage_T)
+
+
+class Moved(NamedTuple):
+    """What `moved_shortlist` gives: lse of the shortlist, moved and as it is, and deltas; and how often it holds slot
+    t's label t + 1."""
+
+    moved_NTS: Tensor
+    still_NTS: Tensor
+    emit_NTU: Tensor
+    stay_NTU: Tensor
+    blank_NTS: Tensor
+    coverage_T: Tensor
 
 
 def along_labels(
@@ -143,15 +217,14 @@ def along_labels(
 ) -> Emissions:
     """Every slot behind every prefix of the labels."""
     U = labels_NU.shape[1]
-    place_NTU = _places(shortlist.index_NTK, labels_NU.unsqueeze(1))
-    moved_NTS, emit_NTU, stay_NTU, share_NTS = known.transition(known, shortlist, place_NTU, False, implementation)
-    blank_NTS = blank_NT.unsqueeze(2) + share_NTS
-    total_NTS = normaliser(moved_NTS, shortlist, blank_NTS)
+    moved = known.transition(known, shortlist, labels_NU, False, implementation)
+    blank_NTS = blank_NT.unsqueeze(2) + moved.blank_NTS
+    total_NTS = normaliser(moved, shortlist.lse_NT, blank_NTS)
     return Emissions(
-        logits_NTU + emit_NTU - total_NTS[:, :, :U],
-        logits_NTU + stay_NTU - total_NTS[:, :, 1:],
+        logits_NTU + moved.emit_NTU - total_NTS[:, :, :U],
+        logits_NTU + moved.stay_NTU - total_NTS[:, :, 1:],
         blank_NTS - total_NTS,
-        (place_NTU.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0),
+        moved.coverage_T,
     )
 
 
@@ -160,25 +233,27 @@ def slot_by_slot(
 ) -> tuple[Tensor, Tensor]:
     """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and the coverage [T]."""
     T = labels_NT.shape[1]
-    known = known._replace(label_NUR=known.label_NUR[:, :T])
-    place_NTT = _places(shortlist.index_NTK, labels_NT.unsqueeze(1))
-    moved_NTS, emit_NTT, _, _ = known.transition(known, shortlist, place_NTT, True, implementation)
-    total_NTS = normaliser(moved_NTS, shortlist, None)
-    log_p_NT = logits_NT + (emit_NTT - total_NTS[:, :, :T]).diagonal(dim1=1, dim2=2)
-    return log_p_NT, (place_NTT.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0)
+    moved = known.transition(known, shortlist, labels_NT, True, implementation)
+    total_NTS = normaliser(moved, shortlist.lse_NT, None)
+    log_p_NT = logits_NT + (moved.emit_NTU - total_NTS[:, :, :T]).diagonal(dim1=1, dim2=2)
+    return log_p_NT, moved.coverage_T
 
 
-def normaliser(moved_NTC: Tensor, shortlist: Shortlist, blank_NTC: Tensor | None) -> Tensor:
+def normaliser(moved: Moved, lse_NT: Tensor, blank_NTS: Tensor | None) -> Tensor:
     """Log of all there is of a slot in each context: rest of the vocabulary, moved shortlist, blank."""
-    lse_NT = shortlist.lse_NT
     least = torch.finfo(lse_NT.dtype).eps  # a shortlist that holds all there is leaves nothing
-    share_NT = (shortlist.logits_NTK.logsumexp(dim=2) - lse_NT).clamp(max=-least)
-    rest_NT = lse_NT + torch.log(-torch.expm1(share_NT))
-    total_NTC = torch.logaddexp(rest_NT.unsqueeze(2), moved_NTC)
-    return total_NTC if blank_NTC is None else torch.logaddexp(total_NTC, blank_NTC)
+    share_NTS = (moved.still_NTS - lse_NT.unsqueeze(2)).clamp(max=-least)
+    rest_NTS = lse_NT.unsqueeze(2) + torch.log(-torch.expm1(share_NTS))
+    total_NTS = torch.logaddexp(rest_NTS, moved.moved_NTS)
+    return total_NTS if blank_NTS is None else torch.logaddexp(total_NTS, blank_NTS)
 
 
-def _places(index_NTK: Tensor, labels_NTU: Tensor) -> Tensor:
-    """Where in its slot's shortlist each label stands, -1 where it does not: [N, T, U]; labels [N, 1, U]."""
-    inside, place = (index_NTK.unsqueeze(2) == labels_NTU.unsqueeze(3)).to(torch.uint8).max(dim=3)
-    return place.masked_fill(inside == 0, -1)
+def _on_host(part: Tensor) -> NDArray[np.float32]:
+    return part.detach().float().cpu().numpy()
+
+
+def _places(index_X1K: Tensor, labels_XU: Tensor) -> Tensor:
+    """Where each label stands in its row of the index, [..., U]; -1: nowhere."""
+    found_XUK = index_X1K == labels_XU.unsqueeze(-1)
+    places_K = torch.arange(1, found_XUK.shape[-1] + 1, device=labels_XU.device)
+    return F.pad(found_XUK * places_K, (0, 1)).amax(dim=-1) - 1

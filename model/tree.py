@@ -15,6 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ctcdraft.model.lattice import Behind, Lattice
+from ctcdraft.model.transition import Tables
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class Tree:
 
 NO_TOKENS = np.zeros(0, np.int64)
 _ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-NOT_MOVED = Behind(
-    _ROW, _TABLE, _TABLE, _TABLE, np.zeros((0, 0), np.int64), _TABLE, np.zeros((0, 0, 0), np.float32), _ROW, _ROW, _ROW
-)
+_NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _ROW)
+_NO_PLACES, _NONE_HELD = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.bool_)
+NOT_MOVED = Behind(0, _ROW, _TABLE, _NO_PLACES, _NONE_HELD, _TABLE, _TABLE, _ROW, _ROW, _NO_TABLES)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -85,19 +86,17 @@ def search(
         return EMPTY
     ends = NO_TOKENS if leaves is None else leaves
     plain = lattice.emission, lattice.blank, lattice.tokens, ends, lattice.merge, nodes, depth, chain
-    if lattice.behind is None:
-        return Tree(*_search(*plain, False, *NOT_MOVED))
-    return Tree(*_search(*plain, True, *lattice.behind))
+    *behind, tables = NOT_MOVED if lattice.behind is None else lattice.behind
+    return Tree(*_search(*plain, lattice.behind is not None, *behind, *tables))  # type: ignore[call-arg]
 
 
 def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
     if lattice.behind is None:
         return lattice.emission, lattice.blank
-    p, blanks = np.empty_like(lattice.emission), np.empty_like(lattice.blank)
-    root, _, _, *rest = lattice.behind
-    _emit(p, blanks, 0, lattice.slots, root, lattice.emission, *rest)
-    return p, blanks
+    *behind, tables = lattice.behind
+    p, blanks = _first(lattice.emission, lattice.tokens, *behind, *tables)  # type: ignore[call-arg]
+    return p[:, : len(lattice.tokens)], blanks
 
 
 def chosen(
@@ -153,29 +152,39 @@ def _largest(values):
 @njit(cache=True)
 def _search(
     emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving,
-    root, step, carry, slot, place, log_p, token, rest, log_blank, blank_vector,
+    root_token, root, slot, place, held, log_p, every, rest, log_blank,
+    context, token, successor, carry, blank_vector,
 ):  # fmt: skip
     T, C = emission.shape
+    J = successor.shape[1]
+    # Columns are what may follow a prefix: the candidates; then successors of its last token that are none of them
+    # (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
+    columns = C + J + (J > 0)
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
     # token. Index 0 is the empty prefix, index n + 1 is node n.
     pb = np.zeros((nodes + 1, T + 1), np.float32)
     pn = np.zeros((nodes + 1, T + 1), np.float32)
     # p[i, t, c], blanks[i, t]: what slot t emits behind prefix i, from slot depths[i] on; one row where nothing moves
     rows = nodes + 1 if moving else 1
-    p, blanks = np.empty((rows, T, C), np.float32), np.empty((rows, T), np.float32)
-    states = np.zeros((rows, len(root)), np.float32)
+    p, blanks = np.empty((rows, T, columns), np.float32), np.empty((rows, T), np.float32)
+    states, own = np.zeros((rows, len(root)), np.float32), np.full((rows, J), -1)
+    keys = token[tokens] if moving else token
     if moving:
         states[0] = root
-        _emit(p[0], blanks[0], 0, T, states[0], emission, slot, place, log_p, token, rest, log_blank, blank_vector)
+        _emit(
+            p[0], blanks[0], own[0], 0, T, states[0], root_token, tokens, keys, emission,
+            slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
+        )  # fmt: skip
     else:
         p[0], blanks[0] = emission, blank
     pb[0, 0] = 1.0
     for t in range(T):
         pb[0, t + 1] = pb[0, t] * blanks[0, t]
-    # children[i, c]: psi of prefix i followed by candidate c, -1 once taken; best[i] the largest of row i
-    children = np.zeros((nodes + 1, C), np.float32)
+    # children[i, c]: psi of prefix i followed by column c, -1 once taken; best[i] the largest of row i
+    children = np.zeros((nodes + 1, columns), np.float32)
     best = np.zeros(nodes + 1, np.float32)
-    last = np.full(nodes + 1, -1)  # the candidate that each prefix ends in
+    said = np.empty(nodes + 1, np.int64)  # the token that each prefix ends in
+    stays = np.full(nodes + 1, -1)  # and its own column for it
     parents = np.empty(nodes, np.int64)
     depths = np.zeros(nodes + 1, np.int64)
     psis = np.empty(nodes, np.float32)
@@ -185,42 +194,60 @@ def _search(
         i = count  # the prefix that was found last
         if grows:
             stop = T if merge else depths[i] + 1
-            repeat = last[i] if merge and i > 0 else -1
-            _score(children[i], pb[i], pn[i], p[i if moving else 0], depths[i], stop, repeat)
+            _score(children[i], pb[i], pn[i], p[i if moving else 0], depths[i], stop, stays[i] if merge else -1)
+            if J > 0:
+                children[i, C + J] = 0.0  # it is no candidate
             best[i] = children[i, _largest(children[i])]
         g = count if chain else _largest(best[: count + 1])
         if count == nodes or best[g] <= 0.0:
             break
         c = _largest(children[g])
         n, depth = count + 1, depths[g]
-        parents[count], depths[n], psis[count], last[n] = g - 1, depth + 1, best[g], c
+        said[n] = tokens[c] if c < C else own[g, c - C]
+        parents[count], depths[n], psis[count] = g - 1, depth + 1, best[g]
         children[g, c] = -1.0
         best[g] = children[g, _largest(children[g])]
         count = n
         grows = depth + 1 < max_depth and n < nodes
         for end in ends:
-            grows &= tokens[c] != end
+            grows &= said[n] != end
         if not grows:
             continue
-        before, own = 0, 0
+        before, after = 0, 0
+        stays[n] = c
         if moving:
-            before, own = g, n
-            _advance(states[n], states[g], step[c], carry)
+            before, after = g, n
+            _advance(states[n], states[g], context[said[n]], carry)
             stop = T if merge else depth + 2
-            _emit(
-                p[n], blanks[n], depth + 1, stop, states[n],
-                emission, slot, place, log_p, token, rest, log_blank, blank_vector,
+            stays[n] = _emit(
+                p[n], blanks[n], own[n], depth + 1, stop, states[n], said[n], tokens, keys, emission,
+                slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
             )  # fmt: skip
         if not merge:
             pn[n, depth + 1] = (pb[g, depth] + pn[g, depth]) * p[before, depth, c]
             continue
         for t in range(depth, T):
-            phi = pb[g, t] if c == last[g] else pb[g, t] + pn[g, t]
+            phi = pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]
             pn[n, t + 1] = phi * p[before, t, c]
             if t > depth:
-                pn[n, t + 1] += pn[n, t] * p[own, t, c]
-                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blanks[own, t]
-    return tokens[last[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
+                pn[n, t + 1] += pn[n, t] * p[after, t, stays[n]]
+                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blanks[after, t]
+    return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
+
+
+@njit(cache=True)
+def _first(
+    emission, tokens, root_token, root, slot, place, held, log_p, every, rest, log_blank,
+    context, token, successor, carry, blank_vector,
+):  # fmt: skip
+    """What slots emit behind the empty prefix."""
+    (T, C), J = emission.shape, successor.shape[1]
+    p, blanks = np.empty((T, C + J + (J > 0)), np.float32), np.empty(T, np.float32)
+    _emit(
+        p, blanks, np.full(J, -1), 0, T, root, root_token, tokens, token[tokens], emission,
+        slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
+    )  # fmt: skip
+    return p, blanks
 
 
 @njit(cache=True)
@@ -259,11 +286,41 @@ def _advance(state, before, step, carry):
         state[r] = carried
 
 
+@njit(cache=True)
+def _column(tokens, v):
+    """Where token v stands among the candidates (ascending), -1: nowhere."""
+    low, high = 0, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if tokens[middle] < v:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < len(tokens) and tokens[low] == v else -1
+
+
 @njit(cache=True, fastmath=FAST)
-def _emit(p, blanks, start, stop, state, emission, slot, place, log_p, token, rest, log_blank, blank_vector):
-    """p_t(y | prefix) and p_t(blank | prefix) of slots start..stop-1, from the prefix's state."""
-    C, R, K = emission.shape[1], len(state), log_p.shape[1]
-    gate, moved, scale = np.empty(R, np.float32), np.empty(K, np.float32), np.empty(K, np.int32)
+def _emit(
+    p, blanks, own, start, stop, state, last, tokens, keys, emission,
+    slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
+):  # fmt: skip
+    """p_t(y | prefix) and p_t(blank | prefix) of slots start..stop-1, from the prefix's state and last token; the
+    column of that token. `own` takes the tokens of the prefix's own columns."""
+    C, R, K, J = len(tokens), len(state), log_p.shape[1], len(own)
+    column = np.empty(J, np.int64)
+    stay = _column(tokens, last)
+    for j in range(J):
+        column[j] = _column(tokens, successor[last, j])
+        if column[j] < 0:
+            column[j], own[j] = C + j, successor[last, j]
+            if own[j] == last:
+                stay = C + j
+    unmoved = stay < 0
+    if unmoved:
+        stay = C + J
+    # the shortlist, moved; successors, moved; successors, as they were
+    gate, moved, scale = np.empty(R, np.float32), np.empty(K + 2 * J, np.float32), np.empty(K + 2 * J, np.int32)
+    counts = np.zeros(J, np.bool_)
     for t in range(start, stop):
         share = np.float32(0.0)
         for r in range(R):
@@ -272,20 +329,40 @@ def _emit(p, blanks, start, stop, state, emission, slot, place, log_p, token, re
         for k in range(K):
             delta = np.float32(0.0)
             for r in range(R):
-                delta += gate[r] * token[t, k, r]
+                delta += gate[r] * keys[place[t, k], r]
             moved[k] = log_p[t, k] + delta
+        for j in range(J):
+            v = successor[last, j]
+            counts[j] = v >= 0 and (column[j] >= C or not held[t, column[j]])
+            moved[K + j] = moved[K + J + j] = every[t, max(v, 0)]
+            if counts[j]:
+                delta = np.float32(0.0)
+                for r in range(R):
+                    delta += gate[r] * token[v, r]
+                moved[K + j] += delta
         _exp(moved, scale)
         total = rest[t]
+        for j in range(J):
+            total -= moved[K + J + j] if counts[j] else np.float32(0.0)
+        total = max(total, np.float32(0.0))
         for k in range(K):
             total += moved[k]
+        for j in range(J):
+            total += moved[K + j] if counts[j] else np.float32(0.0)
         p_blank = np.exp(min(log_blank[t] + share, np.float32(80.0)))
         inverse = np.float32(1.0) / (total + p_blank)
         blanks[t] = p_blank * inverse
         for c in range(C):
             p[t, c] = emission[t, c] * inverse
+        p[t, C:] = 0.0
         for k in range(K):
-            if place[t, k] >= 0:
-                p[t, place[t, k]] = moved[k] * inverse
+            p[t, place[t, k]] = moved[k] * inverse
+        for j in range(J):
+            if counts[j]:
+                p[t, column[j]] = moved[K + j] * inverse
+        if unmoved:
+            p[t, stay] = np.exp(every[t, last]) * inverse
+    return stay
 
 
 @njit(cache=True, fastmath={"contract"})

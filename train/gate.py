@@ -20,14 +20,22 @@ from ctcdraft.data.store import Corpus, Example
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, Slots, build_head
+from ctcdraft.model.head import HeadConfig, Slots
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes
 from ctcdraft.model.tree import Tree, first_emissions
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.shards import DataConfig
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, embedded_labels
+from ctcdraft.train.task import (
+    DraftTask,
+    ObjectiveConfig,
+    base_features,
+    draft_losses,
+    embedded_labels,
+    head_for,
+    roots_of,
+)
 
 RELABELLINGS = 16
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1}  # relative error that two ways may differ by
@@ -108,13 +116,12 @@ class _Gate:
         chat = replace(data, kind="sharegpt", path="-", max_new_tokens=config.answer_tokens)
         self.example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
         self.prompt = prompt_ids(base.tokenizer, self.messages)
+        corpus = _corpus_of(self.example)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.head = build_head(head, base.hidden_size).to(base.device)
+            self.head = head_for(head, base, corpus)
         self.task = DraftTask(self.head, objective, base)
-        self.sampler = Sampler(
-            _corpus_of(self.example), batch=1, anchors=4096, labels=objective.labels, max_length=4096, seed=0
-        )
+        self.sampler = Sampler(corpus, batch=1, anchors=4096, labels=objective.labels, max_length=4096, seed=0)
         self.batch = self.sampler.collate(0, slice(0, 1)).to(base.device)
         self.near = NEAR[base.dtype]
 
@@ -262,9 +269,10 @@ class _Gate:
         return draft_losses(self.head, self.objective, self.base, slots, self.batch, self._labels())
 
     def _drafted(self) -> list[Lattice | Tree]:
-        hidden, roots = base_features(self.base, self.batch, torch.float32)
+        hidden, _ = base_features(self.base, self.batch, torch.float32)
         vocabulary = self.head.vocabulary(self.base, self.draft.top_k)
-        return self.head.drafts_at(hidden, roots, self.batch.batch_N, self.batch.position_N, None, vocabulary)
+        at = self.batch.batch_N, self.batch.position_N
+        return self.head.drafts_at(hidden, roots_of(self.batch), *at, None, vocabulary)
 
     # -- training and decoding ------------------------------------------------------------------------------
 

@@ -22,14 +22,14 @@ from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.model.head import HeadConfig
 from ctcdraft.train import engine as ds
 from ctcdraft.train import pulse
 from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_best, save_checkpoint
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.simulate import Simulator
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit, head_for
 from ctcdraft.train.watch import Replay, Watch, save_replay
 
 
@@ -126,7 +126,8 @@ class Trainer:
         micro, self.accumulate = plan.train.split(ds.world_size())
         self.micro = micro
         torch.manual_seed(plan.seed)
-        head = build_head(plan.head, base.hidden_size).to(base.device)
+        corpus = load_corpus(data_folder, "train")
+        head = head_for(plan.head, base, corpus)
         self.task = DraftTask(head, plan.objective, base)
         self.dtype = ds.PRECISIONS[plan.train.precision]
         self.engine = ds.build_engine(
@@ -139,7 +140,7 @@ class Trainer:
             accumulate=self.accumulate,
         )
         self.sampler = Sampler(
-            load_corpus(data_folder, "train"),
+            corpus,
             batch=plan.train.batch,
             anchors=plan.train.anchors,
             labels=plan.objective.labels,

@@ -12,7 +12,7 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
-from ctcdraft.train.task import base_features, document_sight
+from ctcdraft.train.task import base_features, document_sight, roots_of
 
 ANCHORS_PER_SEQUENCE = 8
 LOGGED_ANCHORS = 32
@@ -76,8 +76,8 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     base, head = decoder.base, decoder.head
     assert head is not None
     batch = batch.to(base.device)
-    hidden, roots = base_features(base, batch, torch.float32)
+    hidden, _ = base_features(base, batch, torch.float32)
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
     anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
-    drafted = head.drafts_at(hidden, roots, *anchors, head.vocabulary(base, decoder.draft.top_k))
+    drafted = head.drafts_at(hidden, roots_of(batch), *anchors, head.vocabulary(base, decoder.draft.top_k))
     return [(decoder.tree_of(one), row[:length]) for one, (row, length) in zip(drafted, known, strict=True)]

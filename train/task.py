@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import Hidden, decoded
+from ctcdraft.data.store import Corpus
+from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
-from ctcdraft.model.head import Head, HeadConfig, Slots
+from ctcdraft.model.head import Head, HeadConfig, Slots, build_head
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.transition import Known
@@ -40,6 +42,14 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
     if (head.kind == "ctc") != (objective.kind != "cross_entropy"):
         fitting = "prefix_ctc or ctc" if head.kind == "ctc" else "cross_entropy"
         raise ValueError(f"head={head.kind} cannot be trained with {objective.kind}: use objective={fitting}")
+
+
+def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
+    """A freshly initialised head, on the base's device; it knows what follows what in the corpus."""
+    head = build_head(config, base.hidden_size)
+    if head.transition is not None and config.successors:
+        head.transition.learn_successors(torch.from_numpy(successors_of(corpus, base.vocab_size, config.successors)))
+    return head.to(base.device)
 
 
 class Sums(NamedTuple):
@@ -96,7 +106,10 @@ def draft_losses(
     dtype, known = slots.states_NTD.dtype, None
     if head.transition is not None and slots.mixed is not None:
         label_NUR, token_VR = head.transition.contexts(label_NUD), head.transition.tokens(base)
-        known = Known(head.transition, slots.mixed, label_NUR, token_VR, head.shortlist(base.vocab_size))
+        root_N1 = roots_of(batch)[batch.batch_N, batch.position_N].unsqueeze(1)
+        successor_NSJ = head.transition.successors(torch.cat([root_N1, batch.labels_NU], dim=1))
+        shortlist = head.shortlist(base.vocab_size)
+        known = Known(head.transition, slots.mixed, label_NUR, token_VR, successor_NSJ, shortlist)
     return anchor_losses(
         slots.states_NTD,
         base.lm_weight.to(dtype),
@@ -122,8 +135,13 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor,
         mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
         hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions)
     with torch.no_grad():
-        root_BLD = base.embed(batch.ids_BL.roll(-1, dims=1))
+        root_BLD = base.embed(roots_of(batch))
     return hidden_BLD.to(dtype), root_BLD.to(dtype)
+
+
+def roots_of(batch: Batch) -> Tensor:
+    """The token after each position, [B, L]."""
+    return batch.ids_BL.roll(-1, dims=1)
 
 
 def document_sight(batch: Batch) -> Sight | None:

@@ -10,12 +10,15 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
 from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
 from ctcdraft.model.kernels.reference import Prefixes
 
+GATHERED = 1 << 22  # numbers of gathered rows that are there at a time
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
 
@@ -57,6 +60,25 @@ def linear_lse_top(
     return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
 
 
+def linear_gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+    """Logits of every slot at columns of its anchor [N, T, X], in float32 or wider: a small product per anchor.
+
+    The gathered rows [N, X, D] of the weight are never there at once, and are gathered anew in backward.
+    """
+    N, X = index_NX.shape
+    most = max(1, GATHERED // max(1, X * weight_VD.shape[1]))
+    parts = [
+        checkpoint(_products, states_NTD[n : n + most], weight_VD, index_NX[n : n + most], use_reentrant=False)
+        for n in range(0, N, most)
+    ]
+    wide = torch.promote_types(states_NTD.dtype, torch.float32)
+    return torch.cat([states_NTD.new_zeros(0, states_NTD.shape[1], X), *parts]).to(wide)
+
+
+def _products(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+    return states_NTD @ F.embedding(index_NX, weight_VD).transpose(1, 2)
+
+
 def prefix_lattice(
     log_emit_NTU: Tensor,
     log_stay_NTU: Tensor,
@@ -77,10 +99,10 @@ def prefix_lattice(
 
 def moved_shortlist(
     prefixes: Prefixes, diagonal: bool = False, implementation: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A transition along known labels: see `reference.moved_shortlist`.
 
-    Compiled on a CPU; on a GPU the reference, whose [N, T, S, K] is small beside a tile of logits.
+    Compiled on a CPU; on a GPU the reference, whose [N, T, S, K + J] is small beside a tile of logits.
     """
     alike = {part.dtype for part in prefixes if part.is_floating_point()}
     compiled = prefixes.slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
@@ -121,4 +143,12 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
         raise ValueError(f"top_k={top_k} must lie in [0, {len(weight_VD)}]")
 
 
-__all__ = ["IMPLEMENTATIONS", "Prefixes", "linear_lse_gather", "linear_lse_top", "moved_shortlist", "prefix_lattice"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Prefixes",
+    "linear_gather",
+    "linear_lse_gather",
+    "linear_lse_top",
+    "moved_shortlist",
+    "prefix_lattice",
+]

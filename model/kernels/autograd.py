@@ -73,17 +73,18 @@ class MovedShortlist(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ops: ModuleType, diagonal: bool, *prefixes: Tensor) -> tuple[Tensor, ...]:
-        *found, p_NTSK = ops.forward(Prefixes(*prefixes), diagonal)
+        moved_NTS, still_NTS, *others, p_NTSX = ops.forward(Prefixes(*prefixes), diagonal)
         ctx.ops, ctx.diagonal = ops, diagonal
-        ctx.save_for_backward(*prefixes, found[0], p_NTSK)
-        return tuple(found)
+        ctx.save_for_backward(*prefixes, still_NTS, p_NTSX)
+        return moved_NTS, still_NTS, *others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        *prefixes, moved_NTS, p_NTSK = ctx.saved_tensors
-        *four, logits = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, moved_NTS, p_NTSK, *grads)
-        return None, None, *four, None, logits, None
+        *prefixes, still_NTS, p_NTSX = ctx.saved_tensors
+        found = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, still_NTS, p_NTSX, *grads)
+        slot, context, token, blank, logits, successor = found
+        return None, None, slot, context, token, blank, None, logits, None, None, successor, None, None
 
 
 def refuse_second_derivative() -> None:

@@ -1,13 +1,14 @@
 """`reference.moved_shortlist` compiled for a CPU: all that one anchor's slot needs stays in the first cache.
 
 Of a slot t only the contexts that can come before it are computed: at most t labels (`diagonal`: exactly t). Forward
-keeps p [N, T, S, K], the softmax of the moved shortlist; backward reads it and makes everything else anew. Chunks of
+keeps p [N, T, S, K + J], the softmax of what is moved; backward reads it and makes everything else anew. Chunks of
 anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered (fastmath): the
 process that compiles would then round in another way than those that load what it compiled, and a resumed run in
 another than one never stopped. So loops run over numbers that do not depend on each other, which needs no permission to
 be vectorised.
 
-Suffixes as in reference.py: N anchors, T slots, U labels, S = U + 1 contexts, K shortlist, R rank, V vocabulary.
+Suffixes as in reference.py: N anchors, T slots, U labels, S = U + 1 contexts, K shortlist, J successors, R rank,
+V vocabulary.
 """
 
 from typing import Any
@@ -22,32 +23,34 @@ from torch import Tensor
 from ctcdraft.model.kernels.reference import Prefixes
 
 
-def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the reference returns, and p [N, T, S, K]."""
+def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the reference returns, and p [N, T, S, K + J]."""
     N, T, U = prefixes.place_NTU.shape
+    K, J = prefixes.index_NTK.shape[2], prefixes.successor_NSJ.shape[2]
     lse_NT1 = prefixes.logits_NTK.logsumexp(dim=2, keepdim=True)
-    moved_NTS = lse_NT1.expand(N, T, U + 1).contiguous()
+    moved_NTS, still_NTS = (lse_NT1.expand(N, T, U + 1).contiguous() for _ in range(2))
     emit_NTU, stay_NTU = lse_NT1.new_zeros(N, T, U), lse_NT1.new_zeros(N, T, U)
     blank_NTS = torch.zeros_like(moved_NTS)
-    p_NTSK = lse_NT1.new_empty(N, T, U + 1, prefixes.index_NTK.shape[2])
-    out = [part.numpy() for part in (moved_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSK)]
+    p_NTSX = lse_NT1.new_empty(N, T, U + 1, K + J)
+    out = [part.numpy() for part in (moved_NTS, still_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSX)]
     _forward(use_torch_threads(), *map(_array, prefixes), diagonal, *out)  # type: ignore[call-arg]
-    return moved_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSK
+    return moved_NTS, still_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSX
 
 
 def backward(
-    prefixes: Prefixes, diagonal: bool, moved_NTS: Tensor, p_NTSK: Tensor, *grads: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of slot, context, token, blank and logits, from those of the four that `forward` returned."""
+    prefixes: Prefixes, diagonal: bool, still_NTS: Tensor, p_NTSX: Tensor, *grads: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of slot, context, token, blank, logits and the successors' logits, from those of the five that
+    `forward` returned."""
     threads = use_torch_threads()
-    own = (prefixes.slot_NTR, prefixes.context_NSR, prefixes.logits_NTK)
-    grad_slot, grad_context, grad_logits = (torch.zeros_like(part) for part in own)
+    own = (prefixes.slot_NTR, prefixes.context_NSR, prefixes.logits_NTK, prefixes.successor_logits_NTSJ)
+    grad_slot, grad_context, grad_logits, grad_successor = (torch.zeros_like(part) for part in own)
     shared = (prefixes.token_VR, prefixes.blank_R)
     grad_token, grad_blank = (part.new_zeros(threads, *part.shape) for part in shared)
-    out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_logits)]
-    states = [_array(part) for part in (moved_NTS, p_NTSK, *grads)]
+    out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_logits, grad_successor)]
+    states = [_array(part) for part in (still_NTS, p_NTSX, *grads)]
     _backward(threads, *map(_array, prefixes), diagonal, *states, *out)  # type: ignore[call-arg]
-    return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_logits
+    return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_logits, grad_successor
 
 
 def use_torch_threads() -> int:
@@ -72,85 +75,137 @@ def _hardswish(x):
     return x * min(max(x + 3, 0), 6) / 6
 
 
+@njit(cache=True)
+def _products(d, gate, key):
+    """d = gate @ key, four ranks at a time (their number is filled up to whole fours)."""
+    d[:] = 0
+    for r in range(0, len(gate), 4):
+        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
+        for k in range(len(d)):
+            total = d[k] + g0 * key[r, k]
+            d[k] = total + g1 * key[r + 1, k] + g2 * key[r + 2, k] + g3 * key[r + 3, k]
+
+
 @njit(cache=True, parallel=True)
-def _forward(threads, slot, context, token, blank, index, logits, place, diagonal, moved, emit, stay, blanked, p):
+def _forward(
+    threads, slot, context, token, blank, index, logits, place, successor, successor_logits, emit_at, stay_at, diagonal,
+    moved, still, emit, stay, blanked, p,
+):  # fmt: skip
     N, T, K = index.shape
-    R, U = slot.shape[2], place.shape[2]
+    R, U, J = slot.shape[2], place.shape[2], successor.shape[2]
     for chunk in prange(threads):
-        key = np.zeros((-(-R // 4) * 4, K + 1), slot.dtype)  # the blank is one token more; filled up to whole fours
-        d, gate = np.empty(K + 1, slot.dtype), np.zeros(len(key), slot.dtype)
+        fours = -(-R // 4) * 4
+        key = np.zeros((fours, K + 1), slot.dtype)  # the blank is one token more
+        next_key = np.zeros((U + 1, fours, J), slot.dtype)
+        d, e, gate = np.empty(K + 1, slot.dtype), np.empty(J, slot.dtype), np.zeros(fours, slot.dtype)
+        seen = np.full(len(token), -1)  # the last slot (of all anchors) whose shortlist held a token
         key[:R, K] = blank
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
+            for s in range(U + 1):
+                for j in range(J):
+                    for r in range(R):
+                        next_key[s, r, j] = token[max(successor[n, s, j], 0), r]
             for t in range(T):
+                whole = logits[n, t, 0] * 0
                 for k in range(K):
+                    seen[index[n, t, k]] = n * T + t
+                    whole += np.exp(logits[n, t, k] - logits[n, t, 0])
                     for r in range(R):
                         key[r, k] = token[index[n, t, k], r]
                 for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
-                    d[:] = 0
-                    for r in range(0, R, 4):
-                        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
-                        for k in range(K + 1):
-                            total = d[k] + g0 * key[r, k]
-                            d[k] = total + g1 * key[r + 1, k] + g2 * key[r + 2, k] + g3 * key[r + 3, k]
+                    _products(d, gate, key)
+                    _products(e, gate, next_key[s])
                     blanked[n, t, s] = d[K]
                     top = logits[n, t, 0] + d[0]
                     for k in range(K):
-                        top = max(top, logits[n, t, k] + d[k])
+                        p[n, t, s, k] = logits[n, t, k] + d[k]
+                        top = max(top, p[n, t, s, k])
+                    left = whole
+                    for j in range(J):
+                        v = successor[n, s, j]
+                        if v < 0 or seen[v] == n * T + t:
+                            p[n, t, s, K + j] = -np.inf
+                            continue
+                        p[n, t, s, K + j] = successor_logits[n, t, s, j] + e[j]
+                        top = max(top, p[n, t, s, K + j])
+                        left += np.exp(successor_logits[n, t, s, j] - logits[n, t, 0])
                     total = top * 0
-                    for k in range(K):
-                        p[n, t, s, k] = np.exp(logits[n, t, k] + d[k] - top)
+                    for k in range(K + J):
+                        p[n, t, s, k] = np.exp(p[n, t, s, k] - top)
                         total += p[n, t, s, k]
-                    for k in range(K):
+                    for k in range(K + J):
                         p[n, t, s, k] /= total
                     moved[n, t, s] = top + np.log(total)
+                    still[n, t, s] = logits[n, t, 0] + np.log(left)
                     if s < U and place[n, t, s] >= 0:
                         emit[n, t, s] = d[place[n, t, s]]
+                    elif s < U and emit_at[n, s] >= 0:
+                        emit[n, t, s] = e[emit_at[n, s]]
                     if s > 0 and place[n, t, s - 1] >= 0:
                         stay[n, t, s - 1] = d[place[n, t, s - 1]]
+                    elif s > 0 and stay_at[n, s - 1] >= 0:
+                        stay[n, t, s - 1] = e[stay_at[n, s - 1]]
 
 
 @njit(cache=True, parallel=True)
 def _backward(
-    threads, slot, context, token, blank, index, logits, place, diagonal, moved, p,
-    grad_moved, grad_emit, grad_stay, grad_blanked, grad_slot, grad_context, grad_token, grad_blank, grad_logits,
+    threads, slot, context, token, blank, index, logits, place, successor, successor_logits, emit_at, stay_at, diagonal,
+    still, p, grad_moved, grad_still, grad_emit, grad_stay, grad_blanked,
+    grad_slot, grad_context, grad_token, grad_blank, grad_logits, grad_successor,
 ):  # fmt: skip
     N, T, K = index.shape
-    R, U = slot.shape[2], place.shape[2]
+    R, U, J = slot.shape[2], place.shape[2], successor.shape[2]
     for chunk in prange(threads):
         key, grad_key = np.empty((K + 1, R), slot.dtype), np.empty((K + 1, R), slot.dtype)
-        move = np.empty(K + 1, slot.dtype)
+        next_key, grad_next = np.empty((U + 1, J, R), slot.dtype), np.empty((U + 1, J, R), slot.dtype)
+        move, next_move = np.empty(K + 1, slot.dtype), np.empty(J, slot.dtype)
         gate, back = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
+        seen = np.full(len(token), -1)
         key[K] = blank
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
+            grad_next[:] = 0
+            for s in range(U + 1):
+                for j in range(J):
+                    next_key[s, j] = token[max(successor[n, s, j], 0)]
             for t in range(T):
                 for k in range(K):
+                    seen[index[n, t, k]] = n * T + t
                     key[k] = token[index[n, t, k]]
                 grad_key[:] = 0
                 for s in range(U + 1):
                     reached = s == min(t, U) if diagonal else s <= t
-                    if not reached and grad_moved[n, t, s] == 0:
-                        continue
+                    both = grad_moved[n, t, s] + grad_still[n, t, s]
                     if not reached:
-                        for k in range(K):
-                            grad_logits[n, t, k] += np.exp(logits[n, t, k] - moved[n, t, s]) * grad_moved[n, t, s]
+                        if both != 0:
+                            for k in range(K):
+                                grad_logits[n, t, k] += np.exp(logits[n, t, k] - still[n, t, s]) * both
                         continue
                     for k in range(K):
                         move[k] = p[n, t, s, k] * grad_moved[n, t, s]
-                        grad_logits[n, t, k] += move[k]
+                        unmoved = np.exp(logits[n, t, k] - still[n, t, s]) * grad_still[n, t, s]
+                        grad_logits[n, t, k] += move[k] + unmoved
                     move[K] = grad_blanked[n, t, s]
+                    for j in range(J):
+                        v = successor[n, s, j]
+                        next_move[j] = p[n, t, s, K + j] * grad_moved[n, t, s]
+                        if v >= 0 and seen[v] != n * T + t:
+                            unmoved = np.exp(successor_logits[n, t, s, j] - still[n, t, s]) * grad_still[n, t, s]
+                            grad_successor[n, t, s, j] = next_move[j] + unmoved
                     if s < U and place[n, t, s] >= 0:
                         move[place[n, t, s]] += grad_emit[n, t, s]
+                    elif s < U and emit_at[n, s] >= 0:
+                        next_move[emit_at[n, s]] += grad_emit[n, t, s]
                     if s > 0 and place[n, t, s - 1] >= 0:
                         move[place[n, t, s - 1]] += grad_stay[n, t, s - 1]
+                    elif s > 0 and stay_at[n, s - 1] >= 0:
+                        next_move[stay_at[n, s - 1]] += grad_stay[n, t, s - 1]
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
                     back[:] = 0
-                    for k in range(K + 1):
-                        for r in range(R):
-                            back[r] += move[k] * key[k, r]
-                            grad_key[k, r] += move[k] * gate[r]
+                    _outer(back, grad_key, move, key, gate)
+                    _outer(back, grad_next[s], next_move, next_key[s], gate)
                     for r in range(R):
                         x = slot[n, t, r] + context[n, s, r]
                         back[r] *= 0 if x <= -3 else 1 if x >= 3 else x / 3 + 0.5
@@ -159,3 +214,15 @@ def _backward(
                 for k in range(K):
                     grad_token[chunk, index[n, t, k]] += grad_key[k]
                 grad_blank[chunk] += grad_key[K]
+            for s in range(U + 1):
+                for j in range(J):
+                    grad_token[chunk, max(successor[n, s, j], 0)] += grad_next[s, j]
+
+
+@njit(cache=True)
+def _outer(back, grad_key, move, key, gate):
+    """Gradients of the gate and of the keys, from those of their products."""
+    for k in range(len(move)):
+        for r in range(len(gate)):
+            back[r] += move[k] * key[k, r]
+            grad_key[k, r] += move[k] * gate[r]

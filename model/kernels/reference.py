@@ -1,7 +1,7 @@
 """Plain torch: the oracle of every fast path, with the same signatures, in any float dtype.
 
 Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered and S top columns, V vocabulary, D hidden; of a
-transition: S = U + 1 contexts, K tokens of a shortlist, R rank.
+transition: S = U + 1 contexts, K tokens of a shortlist, J successors of a token, R rank.
 """
 
 from typing import NamedTuple
@@ -71,7 +71,11 @@ def prefix_lattice(
 
 class Prefixes(NamedTuple):
     """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
-    a slot's shortlist and its logits, and where in it label k + 1 stands (-1: it does not)."""
+    a slot's shortlist and its logits, and where in it label k + 1 stands (-1: it does not).
+
+    successor: of the last token of each prefix its likeliest successors (-1: none), and their logits in each slot;
+    emit_at, stay_at: where label k + 1 stands among those of label k, and among its own (-1: it does not).
+    """
 
     slot_NTR: Tensor
     context_NSR: Tensor
@@ -80,25 +84,46 @@ class Prefixes(NamedTuple):
     index_NTK: Tensor
     logits_NTK: Tensor
     place_NTU: Tensor
+    successor_NSJ: Tensor
+    successor_logits_NTSJ: Tensor
+    emit_at_NU: Tensor
+    stay_at_NU: Tensor
 
 
-def moved_shortlist(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def moved_shortlist(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The transition of every slot behind every prefix of known labels (docs/method.md, "The transition").
 
-    A token v of the shortlist is moved by delta = <P w_v, hardswish(A s_t + context_s)>. Returns the lse of the moved
-    shortlist [N, T, S], the delta of label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0
-    outside the shortlist, and the blank's own [N, T, S]. Where slot t cannot follow s labels (s > t; `diagonal`, where
-    slot t writes label t + 1: s != t) nothing is moved.
+    A token v of the slot's shortlist, or among the successors of the prefix's last token, is moved by
+    delta = <P w_v, hardswish(A s_t + context_s)>. Returns the lse of all of them, moved and as they were [N, T, S], the
+    delta of label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0 where it is not among them, and
+    the blank's own [N, T, S]. Where slot t cannot follow s labels (s > t; `diagonal`, where slot t writes label t + 1:
+    s != t) nothing is moved, and successors do not count.
     """
-    slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU = prefixes
+    slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU = prefixes[:7]
     T, U = place_NTU.shape[1:]
-    gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1))
-    delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
     t_T1, s_S = torch.arange(T, device=place_NTU.device).unsqueeze(1), torch.arange(U + 1, device=place_NTU.device)
     reached_TS1 = ((t_T1.clamp(max=U) == s_S) if diagonal else (s_S <= t_T1)).unsqueeze(2)
-    delta_NTSK = delta_NTSK.masked_fill(~reached_TS1, 0.0)
-    moved_NTS = (logits_NTK.unsqueeze(2) + delta_NTSK).logsumexp(dim=3)
-    inside_NTU1, at_NTU1 = (place_NTU >= 0).unsqueeze(3), place_NTU.clamp(min=0).unsqueeze(3)
-    emit_NTU = (delta_NTSK[:, :, :U].gather(3, at_NTU1) * inside_NTU1).squeeze(3)
-    stay_NTU = (delta_NTSK[:, :, 1:].gather(3, at_NTU1) * inside_NTU1).squeeze(3)
-    return moved_NTS, emit_NTU, stay_NTU, (gate_NTSR @ blank_R).masked_fill(~reached_TS1.squeeze(2), 0.0)
+    gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1)) * reached_TS1
+    successor_N1SJ = prefixes.successor_NSJ.unsqueeze(1)
+    twice_NTSJ = (successor_N1SJ.unsqueeze(4) == index_NTK[:, :, None, None]).any(dim=4)
+    counts_NTSJ = (successor_N1SJ >= 0) & ~twice_NTSJ & reached_TS1
+    key_NSJR = F.embedding(prefixes.successor_NSJ.clamp(min=0), token_VR)
+    delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
+    delta_NTSJ = (gate_NTSR.transpose(1, 2) @ key_NSJR.transpose(2, 3)).transpose(1, 2)
+    delta_NTSX = torch.cat([delta_NTSK, delta_NTSJ], dim=3)
+    logits_NTSK = logits_NTK.unsqueeze(2).expand_as(delta_NTSK)
+    successor_logits_NTSJ = prefixes.successor_logits_NTSJ.masked_fill(~counts_NTSJ, float("-inf"))
+    logits_NTSX = torch.cat([logits_NTSK, successor_logits_NTSJ], dim=3)
+    K = index_NTK.shape[2]
+
+    def of_labels(delta_NTUX: Tensor, at_NU: Tensor) -> Tensor:
+        at_NTU = place_NTU.where(place_NTU >= 0, (K + at_NU).where(at_NU >= 0, -1).unsqueeze(1))
+        return (delta_NTUX.gather(3, at_NTU.clamp(min=0).unsqueeze(3)).squeeze(3)) * (at_NTU >= 0)
+
+    return (
+        (logits_NTSX + delta_NTSX).logsumexp(dim=3),
+        logits_NTSX.logsumexp(dim=3),
+        of_labels(delta_NTSX[:, :, :U], prefixes.emit_at_NU),
+        of_labels(delta_NTSX[:, :, 1:], prefixes.stay_at_NU),
+        gate_NTSR @ blank_R,
+    )

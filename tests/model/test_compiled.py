@@ -8,28 +8,33 @@ PRINT_BITS = """
 import numpy as np, torch
 from ctcdraft.model.kernels import Prefixes, moved_shortlist
 from ctcdraft.model.kernels.cpu_top import merge_top
-from ctcdraft.model.lattice import Moved, Candidates
+from ctcdraft.model.lattice import movable_candidates_of
+from ctcdraft.model.transition import Mixed, Tables
 from ctcdraft.model.tree import search
 
 torch.set_num_threads(1)
 g = torch.Generator().manual_seed(0)
-N, T, U, K, R, V = 6, 8, 8, 32, 64, 300
+N, T, U, K, J, R, V = 6, 8, 8, 16, 16, 64, 300
 floats = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, T, R), (N, U + 1, R), (V, R), (R,))]
 logits = torch.randn(N, T, K, generator=g).requires_grad_()
 index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
-found = moved_shortlist(Prefixes(*floats, index, logits, torch.randint(-1, K, (N, T, U), generator=g)))
-bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), [*floats, logits])]
+place, *at = (torch.randint(-1, m, shape, generator=g) for m, shape in ((K, (N, T, U)), (J, (N, U)), (J, (N, U))))
+successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
+successor_logits = torch.randn(N, T, U + 1, J, generator=g).requires_grad_()
+of_labels = successor[torch.randint(V, (N, U + 1), generator=g)]
+found = moved_shortlist(Prefixes(*floats, index, logits, place, of_labels, successor_logits, *at))
+wanted = [*floats, logits, successor_logits]
+bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), wanted)]
 
 top, where = torch.full((5, 3), -torch.inf), torch.zeros(5, 3, dtype=torch.long)
 merge_top(top, where, torch.randn(5, V, generator=g), 0)
 
-tokens, log_p = index[:, :, :8].flatten(1), torch.randn(N, T, K, generator=g).log_softmax(2) - 0.5
-slot, root, step = (torch.randn(N, *shape, generator=g) for shape in ((T, R), (R,), (T * 8, R)))
-carry, token = torch.randn(N, R, R, generator=g) / 8, torch.randn(N, T, K, R, generator=g) / 8
-blank = torch.randn(N, T, generator=g), floats[3].detach().expand(N, -1)
-moved = Moved(root, step, carry, slot, index, log_p, token, *blank)
-emission = torch.rand(N, T, T * 8, generator=g) / 99
-trees = [search(one, 64) for one in Candidates(tokens, emission, None, moved).lattices()]
+context, token, carry = (torch.randn(n, R, generator=g).numpy() / 8 for n in (V, V, R))
+tables = Tables(context, token, successor.int().numpy(), carry, floats[3].detach().numpy())
+mixed = Mixed(*(torch.randn(N, *shape, generator=g) for shape in ((T, R), (R,))))
+blank_NT, logits_NTV = torch.randn(N, T, generator=g), torch.randn(N, T, V, generator=g)
+drafted = movable_candidates_of(logits_NTV, blank_NT, mixed, torch.arange(N), tables, K)
+trees = [search(one, 64) for one in drafted.lattices()]
 bits += [top, where, *(torch.from_numpy(part) for tree in trees for part in (tree.tokens, tree.psi))]
 print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1).sum()) for part in bits])
 """

@@ -26,9 +26,10 @@ def path_of(tree, node):
 
 def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
     head = random_head(CONFIG, base)
-    hidden, root = (torch.randn(2, 7, base.hidden_size).double() for _ in range(2))
+    hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
+    root = base.embed(ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
-    for n, tree in enumerate(head.drafts_at(hidden, root, batch, position, None, Vocabulary(base, 8, None))):
+    for n, tree in enumerate(head.drafts_at(hidden, ids, batch, position, None, Vocabulary(base, 8, None))):
         assert len(tree) == 3 + 3 * 3 * 3
         paths = [path_of(tree, node) for node in range(len(tree))]
         assert len({tuple(path) for path in paths}) == len(tree)
@@ -43,7 +44,7 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
 
 def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
     head = random_head(CONFIG, base)
-    hidden, root = (torch.randn(2, 9, base.hidden_size).double() for _ in range(2))
+    hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
     cache = head.new_cache(2, 32)
     start = 0
     for end in (4, 5, 9):  # each draft's own entries must not stay behind

@@ -28,10 +28,8 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     loaded = load_head(tmp_path / "head", base)
     ids = torch.tensor([[5, 6, 7, 8]])
     hidden, root = base.hidden(ids), base.embed(ids)
-    lattices = [
-        candidates(h.step(hidden, root, [hidden.shape[1]], h.new_cache(1, 64)), h, h.vocabulary(base, 8)).lattices()[0]
-        for h in (head, loaded)
-    ]
+    slots = [(h.step(hidden, root, [4], h.new_cache(1, 64)), torch.tensor([8]), h) for h in (head, loaded)]
+    lattices = [candidates(*given, given[-1].vocabulary(base, 8)).lattices()[0] for given in slots]
     assert np.array_equal(lattices[0].emission, lattices[1].emission)
     assert np.array_equal(lattices[0].blank, lattices[1].blank)
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1

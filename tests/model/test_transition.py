@@ -21,21 +21,26 @@ D, RANK = 6, 4
 class Case:
     """Random slots, transition and labels of one anchor, in float64."""
 
-    def __init__(self, T, V, labels, seed, with_blank=True):
+    def __init__(self, T, V, labels, seed, with_blank=True, successors=0):
         torch.manual_seed(seed)
         self.T, self.V, self.labels = T, V, torch.tensor([labels])
         self.weight = torch.randn(V, D, dtype=torch.float64)
         self.states = torch.randn(1, T, D, dtype=torch.float64, requires_grad=True)
         self.blank = torch.randn(1, T, dtype=torch.float64, requires_grad=True) if with_blank else None
-        self.transition = Transition(5, D, RANK, with_blank=with_blank).double()
+        self.transition = Transition(5, D, RANK, successors, with_blank=with_blank).double()
         for p in self.transition.parameters():
             p.data.normal_()
         self.mixed = Mixed(*(torch.randn(*s, dtype=torch.float64) for s in ((1, T, RANK), (1, RANK))))
+        self.root = int(torch.randint(V, ()))
+        table_VJ = torch.rand(V, V).argsort(dim=1)[:, :successors]
+        self.transition.learn_successors(table_VJ.where(torch.rand(table_VJ.shape) > 0.2, -1))
         self.context_VR = torch.randn(V, RANK, dtype=torch.float64)
         self.token_VR = torch.randn(V, RANK, dtype=torch.float64, requires_grad=True)
 
     def loss(self, shortlist, objective="prefix_ctc", lengths=None, **options):
-        known = Known(self.transition, self.mixed, self.context_VR[self.labels], self.token_VR, shortlist)
+        label_NUR = self.context_VR[self.labels]
+        successor_NSJ = self.transition.successors(torch.cat([torch.tensor([[self.root]]), self.labels], dim=1))
+        known = Known(self.transition, self.mixed, label_NUR, self.token_VR, successor_NSJ, shortlist)
         lengths = torch.tensor([self.labels.shape[1]]) if lengths is None else lengths
         arguments = (self.states, self.weight, self.blank, self.labels, lengths)
         return anchor_losses(*arguments, objective=objective, known=known, **options)
@@ -50,7 +55,8 @@ class Case:
         """Slot t's distribution over tokens and blank behind a prefix, spelt out: [V (+ 1)]."""
         z = self.weight @ self.states[0, t]
         gate = torch.nn.functional.hardswish(self.mixed.slot_NTR[0, t] + self.state(prefix))
-        held = set(z.topk(shortlist).indices.tolist())
+        last = prefix[-1] if prefix else self.root
+        held = {*z.topk(shortlist).indices.tolist(), *self.transition.successor_VJ[last].tolist()}
         moved = [z[v] + (gate @ self.token_VR[v] if v in held else 0.0) for v in range(self.V)]
         if self.blank is not None:
             moved.append(self.blank[0, t] + self.transition.blank_R @ gate)
@@ -84,10 +90,13 @@ def gradients(loss, case):
     T=st.integers(1, 4),
     labels=st.lists(st.integers(0, 2), min_size=1, max_size=3),
     shortlist=st.integers(1, 3),
+    successors=st.integers(0, 2),
     seed=st.integers(0, 9999),
 )
-def test_psi_and_gradients_equal_brute_force_over_all_alignments(implementation, T, labels, shortlist, seed):
-    case = Case(T, 3, labels, seed)
+def test_psi_and_gradients_equal_brute_force_over_all_alignments(
+    implementation, T, labels, shortlist, successors, seed
+):
+    case = Case(T, 3, labels, seed, successors=successors)
     out = case.loss(shortlist, implementation=implementation)
     found = case.outputs(shortlist)
     want = []
@@ -110,7 +119,7 @@ def test_the_papers_objective_is_the_probability_of_exactly_the_labels():
 
 
 def test_slot_by_slot_each_label_stands_behind_those_before():
-    case = Case(4, 5, [2, 0, 2], seed=1, with_blank=False)
+    case = Case(4, 5, [2, 0, 2], seed=1, with_blank=False, successors=2)
     out = case.loss(2, objective="cross_entropy")
     want = 0.0
     for t, label in enumerate([2, 0, 2]):
@@ -148,42 +157,48 @@ def test_content_of_slots_and_labels_past_their_length_has_no_effect():
 def test_a_fresh_transition_changes_nothing(base):
     """Training begins where the head without one would."""
     torch.manual_seed(0)
-    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist"), base.hidden_size).double()
+    config = HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist", shortlist=5)
+    head = build_head(config, base.hidden_size).double()
     hidden, root = torch.randn(1, 6, base.hidden_size).double(), torch.randn(1, 6, base.hidden_size).double()
-    slots = head.step(hidden, root, [6], head.new_cache(1, 32))
-    (moved,) = candidates(slots, head, head.vocabulary(base, 5)).lattices()
-    (plain,) = candidates(slots, head, Vocabulary(base, 5, None)).lattices()
+    slots, last = head.step(hidden, root, [6], head.new_cache(1, 32)), torch.tensor([3])
+    (moved,) = candidates(slots, last, head, head.vocabulary(base, 5)).lattices()
+    (plain,) = candidates(slots, last, head, Vocabulary(base, 5, None)).lattices()
     for moved_tree, plain_tree in [(search(moved, n), search(plain, n)) for n in (1, 30)]:
         assert np.array_equal(moved_tree.tokens, plain_tree.tokens)
         assert np.allclose(moved_tree.psi, plain_tree.psi, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["ctc", "parallel"])
-@pytest.mark.parametrize("form", ["shortlist", "full"])
-def test_the_tree_has_the_psi_that_training_computes(base, kind, form):
-    config = HeadConfig(kind, slots=5, width=32, mixer_width=16, transition=form, shortlist=12, rank=8)
-    head = random_head(config, base)
+@pytest.mark.parametrize(("form", "successors"), [("shortlist", 0), ("shortlist", 6), ("full", 0)])
+def test_the_tree_has_the_psi_that_training_computes(base, kind, form, successors):
+    sizes = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 12 - successors, "rank": 8}
+    head = random_head(HeadConfig(kind, transition=form, successors=successors, **sizes), base)
+    table = torch.randint(-1, base.vocab_size, (base.vocab_size, successors))
+    table[::3, :1] = torch.arange(base.vocab_size)[::3, None]  # some are their own successors
+    head.transition.learn_successors(table)
     hidden, root = torch.randn(3, 4, base.hidden_size).double(), torch.randn(3, 4, base.hidden_size).double()
     slots = head.step(hidden, root, [4, 4, 4], head.new_cache(3, 32))
-    top_k = 12 if form == "shortlist" else base.vocab_size
-    checked = 0
-    for n, lattice in enumerate(candidates(slots, head, head.vocabulary(base, top_k)).lattices()):
+    roots, checked = [4, 0, 3], 0
+    drafted = candidates(slots, torch.tensor(roots), head, head.vocabulary(base, 1))
+    for n, lattice in enumerate(drafted.lattices()):
         tree = search(lattice, 40)
         for node in range(len(tree)):
             path, at = [], node
             while at >= 0:
                 path.insert(0, int(tree.tokens[at]))
                 at = int(tree.parents[at])
-            want = float(training_psi(head, base, slots, n, path).detach())
+            want = float(training_psi(head, base, slots, n, roots[n], path).detach())
             assert abs(want - float(tree.psi[node])) < 1e-5 * max(1.0, want)
             checked += len(path) > 1
     assert checked > 20
 
 
-def training_psi(head, base, slots, n, path):
+def training_psi(head, base, slots, n, root, path):
     label_NUR = head.transition.contexts(base.embed(torch.tensor([path])))
     mixed = Mixed(*(part[n : n + 1] for part in slots.mixed))
-    known = Known(head.transition, mixed, label_NUR, head.transition.tokens(base), head.shortlist(base.vocab_size))
+    successor_NSJ = head.transition.successors(torch.tensor([[root, *path]]))
+    token_VR, shortlist = head.transition.tokens(base), head.shortlist(base.vocab_size)
+    known = Known(head.transition, mixed, label_NUR, token_VR, successor_NSJ, shortlist)
     blank = None if slots.blank_NT is None else slots.blank_NT[n : n + 1]
     out = anchor_losses(
         slots.states_NTD[n : n + 1],
@@ -212,22 +227,28 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     T=st.integers(1, 5),
     U=st.integers(1, 6),
     K=st.integers(1, 9),
+    J=st.integers(0, 7),
     diagonal=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, diagonal, seed):
+def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, diagonal, seed):
     g = torch.Generator().manual_seed(seed)
     R, V = 5, 11
     floats = [(N, T, R), (N, U + 1, R), (V, R), (R,)]
     inputs = [torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in floats]
-    logits = torch.randn(N, T, K, generator=g, dtype=torch.float64).requires_grad_()
+    logits, successor_logits = (
+        torch.randn(N, T, *shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((K,), (U + 1, J))
+    )
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
-    place = torch.randint(-1, K, (N, T, U), generator=g)
-    prefixes = Prefixes(*inputs, index, logits, place)
+    successor = torch.rand(N, U + 1, V, generator=g).argsort(dim=2)[:, :, :J]
+    successor = successor.where(torch.rand(successor.shape, generator=g) > 0.2, -1)
+    place, *at = (torch.randint(-1, m, shape, generator=g) for m, shape in ((K, (N, T, U)), (J, (N, U)), (J, (N, U))))
+    prefixes = Prefixes(*inputs, index, logits, place, successor, successor_logits, *at)
     want, got = (moved_shortlist(prefixes, diagonal, name) for name in ("reference", "chunked"))
     weights = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in want]
     for a, b in zip(want, got, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
     sums = [sum((w * part).sum() for w, part in zip(weights, out, strict=True)) for out in (want, got)]
-    for a, b in zip(*(torch.autograd.grad(total, [*inputs, logits]) for total in sums), strict=True):
+    inputs += [logits, successor_logits]
+    for a, b in zip(*(torch.autograd.grad(total, inputs) for total in sums), strict=True):
         assert torch.allclose(a, b, atol=1e-9)

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattices import lattice_from_logits
 
-from ctcdraft.model.lattice import Behind, Lattice
+from ctcdraft.model.lattice import movable_candidates_of
+from ctcdraft.model.transition import Mixed, Tables
 from ctcdraft.model.tree import search
 
 
@@ -58,70 +59,67 @@ def test_without_merging_psi_is_the_product_of_the_slots(T, V, nodes, seed):
     assert len(tree) == min(nodes, sum(V**k for k in range(1, T + 1)))
 
 
-def moving_lattice(T, Y, seed, R=4, K=2):
-    """Random slots over a vocabulary of Y candidates and others, with a transition over shortlists of K tokens."""
+def moving_lattice(T, V, seed, R=4, K=2, J=0):
+    """Random slots over a vocabulary, with a transition over shortlists of K tokens and J successors of each token."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
+        return torch.tensor(rng.standard_normal(shape), dtype=torch.float32)
 
-    vocab = Y + 2
-    p = rng.dirichlet(np.ones(vocab), size=T).astype(np.float32)
-    ids = np.argsort(-p, axis=1)[:, : min(K, vocab)]
-    listed = np.take_along_axis(p, ids, axis=1)
-    place = np.where(ids < Y, ids, -1)
-    rest = (1 - listed.sum(axis=1)).clip(min=0)
-    parts = (normal(R), normal(Y, R), normal(R, R), normal(T, R), place, np.log(listed), normal(T, *ids.shape[1:], R))
-    behind = Behind(*parts, rest, normal(T), normal(R))
-    return Lattice(np.arange(Y), np.ascontiguousarray(p[:, :Y]), np.zeros(T, np.float32), True, behind)
+    successor = np.argsort(rng.random((V, V)), axis=1)[:, : min(J, V)]
+    successor = np.where(rng.random(successor.shape) > 0.2, successor, -1).astype(np.int32)
+    tables = Tables(normal(V, R).numpy(), normal(V, R).numpy(), successor, normal(R, R).numpy(), normal(R).numpy())
+    mixed, root = Mixed(normal(1, T, R), normal(1, R)), torch.tensor([int(rng.integers(V))])
+    drafted = movable_candidates_of(normal(1, T, V), normal(1, T), mixed, root, tables, min(K, V))
+    return drafted.lattices()[0]
 
 
 def emitted(lattice, t, prefix):
-    """p_t of all candidates and of the blank behind a prefix, in float64."""
+    """p_t of all tokens and of the blank behind a prefix, in float64; and which of them may be put forward."""
     b = lattice.behind
+    tables = b.tables
 
     def hardswish(x):
         return x * np.clip(x + 3, 0, 6) / 6
 
     state = b.root.astype(float)
     for token in prefix:
-        state = b.step[token] + b.carry.astype(float) @ hardswish(state)
+        state = tables.context_VR[token] + tables.carry_RR.astype(float) @ hardswish(state)
     gate = hardswish(b.slot[t] + state)
-    moved = np.exp(b.log_p[t] + b.token[t] @ gate)
-    blank = np.exp(b.log_blank[t] + b.blank_R @ gate)
-    p = lattice.emission[t].astype(float)
-    for k, c in enumerate(b.place[t]):
-        if c >= 0:
-            p[c] = moved[k]
-    return p / (b.rest[t] + moved.sum() + blank), blank / (b.rest[t] + moved.sum() + blank)
+    last = prefix[-1] if prefix else b.root_token
+    nexts = {v for v in tables.successor_VJ[last].tolist() if v >= 0}
+    moved = {*lattice.tokens[b.place[t]].tolist(), *nexts}
+    p = np.exp(b.every[t].astype(float))
+    for v in moved:
+        p[v] *= np.exp(tables.token_VR[v] @ gate)
+    blank = np.exp(b.log_blank[t] + tables.blank_R @ gate)
+    return p / (p.sum() + blank), blank / (p.sum() + blank), {*lattice.tokens.tolist(), *nexts}
 
 
 def brute_starts(lattice):
     """{prefix: psi}: the probability that a slot writes the prefix's last token, summed over slots."""
-    T, Y = lattice.emission.shape
-    psi = {}
+    T, psi = lattice.slots, {}
 
     def go(t, output, previous, p):
         if t == T:
             return
-        emission, blank = emitted(lattice, t, output)
+        emission, blank, forward = emitted(lattice, t, output)
         go(t + 1, output, -1, p * blank)
-        for c in range(Y):
-            if previous == c:
-                go(t + 1, output, c, p * emission[c])
-            else:
-                grown = (*output, c)
-                psi[grown] = psi.get(grown, 0.0) + p * emission[c]
-                go(t + 1, grown, c, p * emission[c])
+        if previous >= 0:
+            go(t + 1, output, previous, p * emission[previous])
+        for v in forward - {previous}:
+            grown = (*output, v)
+            psi[grown] = psi.get(grown, 0.0) + p * emission[v]
+            go(t + 1, grown, v, p * emission[v])
 
     go(0, (), -1, 1.0)
     return psi
 
 
-@settings(max_examples=40, deadline=None)
-@given(T=st.integers(1, 4), Y=st.integers(1, 3), K=st.integers(1, 5), seed=st.integers(0, 9999))
-def test_a_transition_lattice_is_exact(T, Y, K, seed):
-    lattice = moving_lattice(T, Y, seed, K=K)
+@settings(max_examples=60, deadline=None)
+@given(T=st.integers(1, 4), V=st.integers(1, 4), K=st.integers(1, 4), J=st.integers(0, 3), seed=st.integers(0, 9999))
+def test_a_transition_lattice_is_exact(T, V, K, J, seed):
+    lattice = moving_lattice(T, V, seed, K=K, J=J)
     tree, psi = search(lattice, 40), brute_starts(lattice)
     for path, value in zip(prefixes(tree), tree.psi, strict=True):
         assert abs(value - psi[path]) < 1e-5
