@@ -52,6 +52,8 @@ VARIANTS = {
     "medusa": ("head=medusa", *CROSS_ENTROPY),
     "medusa with as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
     "eagle": ("head=eagle", *CROSS_ENTROPY),
+    "eagle of 8 passes": ("head=eagle", *CROSS_ENTROPY, "head.slots=8", "objective.labels=8"),
+    "default of 8 slots": ("head.slots=8", "objective.labels=8"),
 }
 SETTINGS = {
     "chain": ("draft=chain",),

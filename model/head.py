@@ -40,7 +40,7 @@ class HeadConfig:
     """
 
     kind: str = "ctc"
-    slots: int = 8
+    slots: int = 12
     width: int = 128
     heads: int = 4
     layers: int = 1

@@ -22,7 +22,7 @@ class ObjectiveConfig:
     """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: weight of prefix (slot) k ~ decay^k."""
 
     kind: str = "prefix_ctc"
-    labels: int = 8
+    labels: int = 12
     decay: float = 1.0
 
     def __post_init__(self) -> None:

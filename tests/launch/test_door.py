@@ -77,7 +77,7 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, eagle, medusa, parallel"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
-        (["objective.labels=9"], "error: objective.labels=9 do not fit into head.slots=8"),
+        (["objective.labels=13"], "error: objective.labels=13 do not fit into head.slots=12"),
         (["draft.nodes=0"], "error: draft.nodes=0"),
         (["train.steps=1.5"], "error: train.steps=1.5: input should be a valid integer"),
         (["train.precision=fp8"], "error: train.precision='fp8'"),
