@@ -1,5 +1,6 @@
 """The table of bigrams against counting by hand."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -25,7 +26,7 @@ sequences = st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_s
 def test_the_most_frequent_successors_in_answers_come_first(sequences, count):
     counted = Counter()
     for sequence in sequences:
-        counted.update((a, b) for (a, _), (b, answered) in zip(sequence, sequence[1:], strict=False) if answered)
+        counted.update((a, b) for (a, _), (b, answered) in itertools.pairwise(sequence) if answered)
     table = successors_of(corpus_of(sequences), 4, count)
     assert table.shape == (4, count)
     for token in range(4):
