@@ -25,7 +25,7 @@ from ctcdraft.model.tree import Tree
 KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
 MOST_FULL = 8192
-MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build
+MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build; also of successors
 TABLED = ("transition.to_token", "transition.from_context")  # computed once for the whole vocabulary
 
 
@@ -72,7 +72,7 @@ class HeadConfig:
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
-            most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
+            most = MOST_LAYERS if name.endswith("layers") or name == "successors" else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
             if value < (name != "successors"):

@@ -9,6 +9,7 @@ taken yet competes with those of other nodes: no heap of all children.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -164,22 +165,22 @@ def _search(
     # token. Index 0 is the empty prefix, index n + 1 is node n.
     pb = np.zeros((nodes + 1, T + 1), np.float32)
     pn = np.zeros((nodes + 1, T + 1), np.float32)
-    # p[i, t, c], blanks[i, t]: what slot t emits behind prefix i, from slot depths[i] on; one row where nothing moves
+    # p[i, t, c]: what slot t emits behind prefix i; one row where nothing moves
     rows = nodes + 1 if moving else 1
-    p, blanks = np.empty((rows, T, columns), np.float32), np.empty((rows, T), np.float32)
+    p = np.zeros((rows, T, columns), np.float32)
     states, own = np.zeros((rows, len(root)), np.float32), np.full((rows, J), -1)
-    keys = token[tokens] if moving else token
+    at = _anchor(
+        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector, moving
+    )
+    pb[0, 0] = 1.0
     if moving:
         states[0] = root
-        _emit(
-            p[0], blanks[0], own[0], 0, T, states[0], root_token, tokens, keys, emission,
-            slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
-        )  # fmt: skip
+        _place(own[0], root_token, at)
     else:
-        p[0], blanks[0] = emission, blank
-    pb[0, 0] = 1.0
+        p[0] = emission
     for t in range(T):
-        pb[0, t + 1] = pb[0, t] * blanks[0, t]
+        if pb[0, t] > UNLIKELY:
+            pb[0, t + 1] = pb[0, t] * (_emit(p[0, t], t, states[0], root_token, -1, at) if moving else blank[t])
     # children[i, c]: psi of prefix i followed by column c, -1 once taken; best[i] the largest of row i
     children = np.zeros((nodes + 1, columns), np.float32)
     best = np.zeros(nodes + 1, np.float32)
@@ -213,25 +214,20 @@ def _search(
             grows &= said[n] != end
         if not grows:
             continue
-        before, after = 0, 0
+        before, after = (g, n) if moving else (0, 0)
         stays[n] = c
         if moving:
-            before, after = g, n
             _advance(states[n], states[g], context[said[n]], carry)
-            stop = T if merge else depth + 2
-            stays[n] = _emit(
-                p[n], blanks[n], own[n], depth + 1, stop, states[n], said[n], tokens, keys, emission,
-                slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
-            )  # fmt: skip
-        if not merge:
-            pn[n, depth + 1] = (pb[g, depth] + pn[g, depth]) * p[before, depth, c]
-            continue
-        for t in range(depth, T):
-            phi = pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]
+            stays[n] = _place(own[n], said[n], at)
+        for t in range(depth, T if merge else depth + 1):
+            phi = pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]
             pn[n, t + 1] = phi * p[before, t, c]
-            if t > depth:
+            if pb[n, t] + pn[n, t] > UNLIKELY:
+                p_blank = _emit(p[n, t], t, states[n], said[n], stays[n], at) if moving else blank[t]
                 pn[n, t + 1] += pn[n, t] * p[after, t, stays[n]]
-                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * blanks[after, t]
+                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * p_blank
+        if moving and not merge:
+            _emit(p[n, depth + 1], depth + 1, states[n], said[n], stays[n], at)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
 
 
@@ -242,11 +238,13 @@ def _first(
 ):  # fmt: skip
     """What slots emit behind the empty prefix."""
     (T, C), J = emission.shape, successor.shape[1]
-    p, blanks = np.empty((T, C + J + (J > 0)), np.float32), np.empty(T, np.float32)
-    _emit(
-        p, blanks, np.full(J, -1), 0, T, root, root_token, tokens, token[tokens], emission,
-        slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
-    )  # fmt: skip
+    p, blanks = np.zeros((T, C + J + (J > 0)), np.float32), np.empty(T, np.float32)
+    at = _anchor(
+        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector, True
+    )
+    _place(np.full(J, -1), root_token, at)
+    for t in range(T):
+        blanks[t] = _emit(p[t], t, root, root_token, -1, at)
     return p, blanks
 
 
@@ -255,6 +253,8 @@ def _score(children, pb, pn, p, start, stop, repeat):
     """psi of a prefix followed by each candidate; the one that repeats its last token needs a blank before it."""
     for t in range(start, stop):
         phi = pb[t] + pn[t]
+        if phi == 0.0:
+            continue
         for c in range(len(children)):
             children[c] += phi * p[t, c]
     if repeat >= 0:
@@ -264,6 +264,7 @@ def _score(children, pb, pn, p, start, stop, repeat):
         children[repeat] = psi
 
 
+UNLIKELY = np.float32(1e-9)  # slots that are this unlikely to write what follows a prefix are not looked at
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities stay what they are
 
 
@@ -286,6 +287,56 @@ def _advance(state, before, step, carry):
         state[r] = carried
 
 
+class _Anchor(NamedTuple):
+    """What `_emit` reads, bundled within compiled code, where that is free: see `Behind`. keys: P w_v of candidates;
+    column [J]: where the successors of the last token stand; then room for intermediate results."""
+
+    tokens: Any
+    emission: Any
+    slot: Any
+    place: Any
+    held: Any
+    log_p: Any
+    every: Any
+    rest: Any
+    log_blank: Any
+    token: Any
+    successor: Any
+    blank_vector: Any
+    keys: Any
+    column: Any
+    gate: Any
+    moved: Any
+    scale: Any
+    counts: Any
+
+
+@njit(cache=True)
+def _anchor(tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector, moving):
+    J, R = successor.shape[1], token.shape[1]
+    room = log_p.shape[1] + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
+    return _Anchor(
+        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
+        token[tokens] if moving else token, np.empty(J, np.int64), np.empty(R, np.float32),
+        np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def _place(own, last, at):
+    """The column of a prefix's last token; `own` takes the tokens of its own columns, at.column those of successors."""
+    C = len(at.tokens)
+    stay = _column(at.tokens, last)
+    for j in range(len(own)):
+        v = at.successor[last, j]
+        at.column[j] = _column(at.tokens, v)
+        if at.column[j] < 0:
+            at.column[j], own[j] = C + j, v
+            if v == last:
+                stay = C + j
+    return C + len(own) if stay < 0 else stay
+
+
 @njit(cache=True)
 def _column(tokens, v):
     """Where token v stands among the candidates (ascending), -1: nowhere."""
@@ -300,69 +351,53 @@ def _column(tokens, v):
 
 
 @njit(cache=True, fastmath=FAST)
-def _emit(
-    p, blanks, own, start, stop, state, last, tokens, keys, emission,
-    slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
-):  # fmt: skip
-    """p_t(y | prefix) and p_t(blank | prefix) of slots start..stop-1, from the prefix's state and last token; the
-    column of that token. `own` takes the tokens of the prefix's own columns."""
-    C, R, K, J = len(tokens), len(state), log_p.shape[1], len(own)
-    column = np.empty(J, np.int64)
-    stay = _column(tokens, last)
-    for j in range(J):
-        column[j] = _column(tokens, successor[last, j])
-        if column[j] < 0:
-            column[j], own[j] = C + j, successor[last, j]
-            if own[j] == last:
-                stay = C + j
-    unmoved = stay < 0
-    if unmoved:
-        stay = C + J
-    # the shortlist, moved; successors, moved; successors, as they were
-    gate, moved, scale = np.empty(R, np.float32), np.empty(K + 2 * J, np.float32), np.empty(K + 2 * J, np.int32)
-    counts = np.zeros(J, np.bool_)
-    for t in range(start, stop):
-        share = np.float32(0.0)
+def _emit(p, t, state, last, stay, at):
+    """p_t(y | prefix) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix)
+    is given back.
+
+    stay: the column of the last token, -1 for the empty prefix.
+    """
+    C, R, K, J = len(at.tokens), len(state), at.log_p.shape[1], len(at.column)
+    gate, moved, counts = at.gate, at.moved, at.counts
+    share = np.float32(0.0)
+    for r in range(R):
+        gate[r] = _hardswish(at.slot[t, r] + state[r])
+        share += gate[r] * at.blank_vector[r]
+    for k in range(K):
+        delta = np.float32(0.0)
         for r in range(R):
-            gate[r] = _hardswish(slot[t, r] + state[r])
-            share += gate[r] * blank_vector[r]
-        for k in range(K):
+            delta += gate[r] * at.keys[at.place[t, k], r]
+        moved[k] = at.log_p[t, k] + delta
+    for j in range(J):
+        v = at.successor[last, j]
+        counts[j] = v >= 0 and (at.column[j] >= C or not at.held[t, at.column[j]])
+        moved[K + j] = moved[K + J + j] = at.every[t, max(v, 0)]
+        if counts[j]:
             delta = np.float32(0.0)
             for r in range(R):
-                delta += gate[r] * keys[place[t, k], r]
-            moved[k] = log_p[t, k] + delta
-        for j in range(J):
-            v = successor[last, j]
-            counts[j] = v >= 0 and (column[j] >= C or not held[t, column[j]])
-            moved[K + j] = moved[K + J + j] = every[t, max(v, 0)]
-            if counts[j]:
-                delta = np.float32(0.0)
-                for r in range(R):
-                    delta += gate[r] * token[v, r]
-                moved[K + j] += delta
-        _exp(moved, scale)
-        total = rest[t]
-        for j in range(J):
-            total -= moved[K + J + j] if counts[j] else np.float32(0.0)
-        total = max(total, np.float32(0.0))
-        for k in range(K):
-            total += moved[k]
-        for j in range(J):
-            total += moved[K + j] if counts[j] else np.float32(0.0)
-        p_blank = np.exp(min(log_blank[t] + share, np.float32(80.0)))
-        inverse = np.float32(1.0) / (total + p_blank)
-        blanks[t] = p_blank * inverse
-        for c in range(C):
-            p[t, c] = emission[t, c] * inverse
-        p[t, C:] = 0.0
-        for k in range(K):
-            p[t, place[t, k]] = moved[k] * inverse
-        for j in range(J):
-            if counts[j]:
-                p[t, column[j]] = moved[K + j] * inverse
-        if unmoved:
-            p[t, stay] = np.exp(every[t, last]) * inverse
-    return stay
+                delta += gate[r] * at.token[v, r]
+            moved[K + j] += delta
+    _exp(moved, at.scale)
+    total = at.rest[t]
+    for j in range(J):
+        total -= moved[K + J + j] if counts[j] else np.float32(0.0)
+    total = max(total, np.float32(0.0))
+    for k in range(K):
+        total += moved[k]
+    for j in range(J):
+        total += moved[K + j] if counts[j] else np.float32(0.0)
+    p_blank = np.exp(min(at.log_blank[t] + share, np.float32(80.0)))
+    inverse = np.float32(1.0) / (total + p_blank)
+    for c in range(C):
+        p[c] = at.emission[t, c] * inverse
+    for k in range(K):
+        p[at.place[t, k]] = moved[k] * inverse
+    for j in range(J):
+        if counts[j]:
+            p[at.column[j]] = moved[K + j] * inverse
+    if stay == C + J:
+        p[stay] = np.exp(at.every[t, last]) * inverse
+    return p_blank * inverse
 
 
 @njit(cache=True, fastmath={"contract"})

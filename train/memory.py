@@ -26,6 +26,8 @@ def memory_per_rank(
     recalled = micro * length * 3 * config.mixer_width * width
     mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_BY_RECALL * config.recall
     per_slot = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
+    moved = config.slots * (config.slots + 1) * (config.shortlist + 2 * config.successors) * micro * anchors
+    tables = 3 * base.vocab_size * config.rank  # P w_v, its gradient, and that of one more thread
     return {
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
         "head weights": count * width // shared[2],
@@ -34,5 +36,6 @@ def memory_per_rank(
         "features": 2 * micro * length * base.hidden_size * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
         "slots": micro * anchors * per_slot * width + config.recall * (recalled + seen),
+        "transition": (config.transition != "none") * (moved + tables) * 4,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * base.vocab_size * 4,
     }

@@ -161,6 +161,7 @@ def _backward(
         key, grad_key = np.empty((K + 1, R), slot.dtype), np.empty((K + 1, R), slot.dtype)
         next_key, grad_next = np.empty((U + 1, J, R), slot.dtype), np.empty((U + 1, J, R), slot.dtype)
         move, next_move = np.empty(K + 1, slot.dtype), np.empty(J, slot.dtype)
+        share = np.empty(K, slot.dtype)  # of the shortlist's tokens, the first one's being 1
         gate, back = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
         seen = np.full(len(token), -1)
         key[K] = blank
@@ -172,27 +173,27 @@ def _backward(
             for t in range(T):
                 for k in range(K):
                     seen[index[n, t, k]] = n * T + t
+                    share[k] = np.exp(logits[n, t, k] - logits[n, t, 0])
                     key[k] = token[index[n, t, k]]
                 grad_key[:] = 0
                 for s in range(U + 1):
                     reached = s == min(t, U) if diagonal else s <= t
-                    both = grad_moved[n, t, s] + grad_still[n, t, s]
+                    unmoved = grad_still[n, t, s] if reached else grad_still[n, t, s] + grad_moved[n, t, s]
+                    unmoved *= np.exp(logits[n, t, 0] - still[n, t, s])
+                    for k in range(K):
+                        grad_logits[n, t, k] += share[k] * unmoved
                     if not reached:
-                        if both != 0:
-                            for k in range(K):
-                                grad_logits[n, t, k] += np.exp(logits[n, t, k] - still[n, t, s]) * both
                         continue
                     for k in range(K):
                         move[k] = p[n, t, s, k] * grad_moved[n, t, s]
-                        unmoved = np.exp(logits[n, t, k] - still[n, t, s]) * grad_still[n, t, s]
-                        grad_logits[n, t, k] += move[k] + unmoved
+                        grad_logits[n, t, k] += move[k]
                     move[K] = grad_blanked[n, t, s]
                     for j in range(J):
                         v = successor[n, s, j]
                         next_move[j] = p[n, t, s, K + j] * grad_moved[n, t, s]
                         if v >= 0 and seen[v] != n * T + t:
-                            unmoved = np.exp(successor_logits[n, t, s, j] - still[n, t, s]) * grad_still[n, t, s]
-                            grad_successor[n, t, s, j] = next_move[j] + unmoved
+                            left = np.exp(successor_logits[n, t, s, j] - still[n, t, s])
+                            grad_successor[n, t, s, j] = next_move[j] + left * grad_still[n, t, s]
                     if s < U and place[n, t, s] >= 0:
                         move[place[n, t, s]] += grad_emit[n, t, s]
                     elif s < U and emit_at[n, s] >= 0:
