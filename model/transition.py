@@ -254,6 +254,6 @@ def _on_host(part: Tensor) -> NDArray[np.float32]:
 
 def _places(index_X1K: Tensor, labels_XU: Tensor) -> Tensor:
     """Where each label stands in its row of the index, [..., U]; -1: nowhere."""
-    found_XUK = index_X1K == labels_XU.unsqueeze(-1)
-    places_K = torch.arange(1, found_XUK.shape[-1] + 1, device=labels_XU.device)
-    return F.pad(found_XUK * places_K, (0, 1)).amax(dim=-1) - 1
+    found_XUK = (index_X1K == labels_XU.unsqueeze(-1)).to(torch.uint8)
+    inside_XU, place_XU = F.pad(found_XUK, (0, 1)).max(dim=-1)
+    return place_XU.masked_fill(inside_XU == 0, -1)
