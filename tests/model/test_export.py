@@ -35,6 +35,24 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1
 
 
+def test_successors_go_with_the_head_and_are_those_of_its_base(base_folder, tmp_path):
+    base = load_base(str(base_folder))
+    config = HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist", successors=3)
+    head = build_head(config, base.hidden_size).eval()
+    head.transition.learn_successors(torch.randint(-1, base.vocab_size, (base.vocab_size, 3)))
+    export_head(head, base, tmp_path / "head", TRAINING)
+    loaded = load_head(tmp_path / "head", base)
+    assert torch.equal(loaded.transition.successor_VJ, head.transition.successor_VJ)
+    head.transition.learn_successors(torch.zeros(7, 3, dtype=torch.long))
+    export_head(head, base, tmp_path / "other", TRAINING)
+    with pytest.raises(ValueError, match=f"table of successors is not one of {base.vocab_size} tokens"):
+        load_head(tmp_path / "other", base)
+    head.transition.successor_VJ[0, 0] = 99
+    export_head(head, base, tmp_path / "broken", TRAINING)
+    with pytest.raises(ValueError, match="token ids"):
+        load_head(tmp_path / "broken", base)
+
+
 def test_another_base_is_refused_with_both_names(exported, tmp_path):
     other = load_base(str(write_base(tmp_path / "other-base", seed=9)), dtype="fp64")
     with pytest.raises(ValueError, match=r"trained on tiny-llama and cannot draft for other-base: .*lm_head"):
