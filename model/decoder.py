@@ -37,7 +37,8 @@ PROBE_TOKENS = 64  # context of the steps that budget=auto is measured on
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """kind: `tree` or `chain`; nodes: the budget N; top_k: candidates that each slot may put forward.
+    """kind: `tree` or `chain`; nodes: the budget N; top_k: candidates that each slot may put forward (where a
+    transition moves them, they are its shortlist and successors).
 
     budget: `fixed`, or `auto`: at most `nodes`, as many per step as pay by calibrated psi and the time of a step, which
     is measured once (for one sequence at a time; a batch keeps to `nodes`).

@@ -12,7 +12,7 @@ from ctcdraft.model.tree import Tree
 SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 7, "rank": 8, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="shortlist", recall=True, **SIZES),
+    HeadConfig("ctc", transition="shortlist", successors=5, recall=True, **SIZES),
     HeadConfig("parallel", recall=True, **SIZES),
     HeadConfig("parallel", transition="shortlist", **SIZES),
     HeadConfig("medusa", **SIZES),
@@ -40,6 +40,8 @@ def random_head(config, base, seed=0):
     head = build_head(config, base.hidden_size).to(base.device, base.dtype).eval()
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
+    if head.transition is not None:
+        head.transition.learn_successors(torch.randint(-1, base.vocab_size, (base.vocab_size, config.successors)))
     return head
 
 
