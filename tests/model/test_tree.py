@@ -69,7 +69,7 @@ def moving_lattice(T, V, seed, R=4, K=2, J=0):
     successor = np.argsort(rng.random((V, V)), axis=1)[:, : min(J, V)]
     successor = np.where(rng.random(successor.shape) > 0.2, successor, -1).astype(np.int32)
     # Small moves: float32 knows what is outside a shortlist to 1e-7, which shows where all inside is moved far down.
-    context, token, carry = normal(V, R).numpy(), normal(V, R).numpy() / 2, normal(R, R).numpy()
+    context, token, carry = normal(V, R).numpy(), normal(V, R).numpy() / 2, normal(R, R).numpy() / 4
     tables = Tables(context, token, successor, carry, normal(R).numpy() / 2)
     mixed, root = Mixed(normal(1, T, R), normal(1, R)), torch.tensor([int(rng.integers(V))])
     drafted = movable_candidates_of(normal(1, T, V), normal(1, T), mixed, root, tables, min(K, V))
