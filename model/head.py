@@ -59,8 +59,6 @@ class HeadConfig:
             raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
         if self.transition not in TRANSITIONS:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
-        if self.successors and self.transition == "full":
-            raise ValueError("head.transition=full moves every token, successors too: leave head.successors at 0")
         if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
         if not isinstance(self.recall, bool):
@@ -232,8 +230,9 @@ class SlotHead(Head):
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
         self.recall = Recall(M, config.mixer_heads, W) if config.recall else None
         if config.transition != "none":
+            successors = config.successors if config.transition == "shortlist" else 0  # the whole vocabulary has them
             with_blank = config.kind == "ctc"
-            self.transition = Transition(M, hidden_size, config.rank, config.successors, with_blank=with_blank)
+            self.transition = Transition(M, hidden_size, config.rank, successors, with_blank=with_blank)
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.config.layers + self.config.recall, batch, capacity)
