@@ -49,8 +49,8 @@ class Mixed(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """B e(u), P w_v and the successors (-1: none) of every token [V, R], [V, R], [V, J]; C and the blank's vector. On
-    the host, for drafting."""
+    """B e(u), P w_v and the successors (-1: none) of every token [V, R], [V, R], [V, J]; C transposed and the blank's
+    vector. On the host, for drafting."""
 
     context_VR: NDArray[np.float32]
     token_VR: NDArray[np.float32]
@@ -161,7 +161,7 @@ class Transition(nn.Module):
             _on_host(context_VR),
             _on_host(self.tokens(base)),
             self.successors(every_V).int().cpu().numpy(),
-            _on_host(self.carry.weight),
+            _on_host(self.carry.weight.T.contiguous()),
             _on_host(blank_R),
         )
 

@@ -170,7 +170,7 @@ def _search(
     p = np.zeros((rows, T, columns), np.float32)
     states, own = np.zeros((rows, len(root)), np.float32), np.full((rows, J), -1)
     at = _anchor(
-        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector, moving
+        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector
     )
     pb[0, 0] = 1.0
     if moving:
@@ -217,7 +217,7 @@ def _search(
         before, after = (g, n) if moving else (0, 0)
         stays[n] = c
         if moving:
-            _advance(states[n], states[g], context[said[n]], carry)
+            _advance(states[n], states[g], context[said[n]], at)
             stays[n] = _place(own[n], said[n], at)
         for t in range(depth, T if merge else depth + 1):
             phi = pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]
@@ -240,7 +240,7 @@ def _first(
     (T, C), J = emission.shape, successor.shape[1]
     p, blanks = np.zeros((T, C + J + (J > 0)), np.float32), np.empty(T, np.float32)
     at = _anchor(
-        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector, True
+        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector
     )
     _place(np.full(J, -1), root_token, at)
     for t in range(T):
@@ -265,7 +265,6 @@ def _score(children, pb, pn, p, start, stop, repeat):
 
 
 UNLIKELY = np.float32(1e-9)  # slots that are this unlikely to write what follows a prefix are not looked at
-FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities stay what they are
 
 
 @njit(cache=True)
@@ -273,23 +272,33 @@ def _hardswish(x):
     return x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)
 
 
-@njit(cache=True, fastmath=FAST)
-def _advance(state, before, step, carry):
+@njit(cache=True)
+def _products(out, gate, key):
+    """out + gate @ key, four ranks at a time; a sum's order is fixed, see kernels/cpu_shortlist.py. (Not its function:
+    numba would go on with the compiled search of before where only another file has changed.)"""
+    R, X = key.shape
+    for r in range(0, R // 4 * 4, 4):
+        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
+        for x in range(X):
+            out[x] += (g0 * key[r, x] + g1 * key[r + 1, x]) + (g2 * key[r + 2, x] + g3 * key[r + 3, x])
+    for r in range(R // 4 * 4, R):
+        for x in range(X):
+            out[x] += gate[r] * key[r, x]
+
+
+@njit(cache=True)
+def _advance(state, before, step, at):
     """The state behind a prefix that has grown by one token."""
-    R = len(state)
-    gate = np.empty(R, np.float32)
-    for r in range(R):
-        gate[r] = _hardswish(before[r])
-    for r in range(R):
-        carried = step[r]
-        for q in range(R):
-            carried += carry[r, q] * gate[q]
-        state[r] = carried
+    for r in range(len(state)):
+        at.gate[r] = _hardswish(before[r])
+    state[:] = step
+    _products(state, at.gate, at.carry)
 
 
 class _Anchor(NamedTuple):
-    """What `_emit` reads, bundled within compiled code, where that is free: see `Behind`. keys: P w_v of candidates;
-    column [J]: where the successors of the last token stand; then room for intermediate results."""
+    """What `_emit` reads, bundled within compiled code, where that is free: see `Behind`. key [T, R, K]: P w_v of the
+    shortlists; next_key [R, J] and column [J]: P w_v of the last token's successors, and where they stand; then room
+    for intermediate results."""
 
     tokens: Any
     emission: Any
@@ -302,8 +311,10 @@ class _Anchor(NamedTuple):
     log_blank: Any
     token: Any
     successor: Any
+    carry: Any
     blank_vector: Any
-    keys: Any
+    key: Any
+    next_key: Any
     column: Any
     gate: Any
     moved: Any
@@ -312,21 +323,26 @@ class _Anchor(NamedTuple):
 
 
 @njit(cache=True)
-def _anchor(tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector, moving):
-    J, R = successor.shape[1], token.shape[1]
-    room = log_p.shape[1] + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
+def _anchor(tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector):
+    (T, K), J, R = log_p.shape, successor.shape[1], slot.shape[1]
+    key = np.empty((T, R, K), np.float32)
+    for t in range(T):
+        _transposed(key[t], token, tokens[place[t]])
+    room = K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
     return _Anchor(
-        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, blank_vector,
-        token[tokens] if moving else token, np.empty(J, np.int64), np.empty(R, np.float32),
+        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector,
+        key, np.zeros((R, J), np.float32), np.empty(J, np.int64), np.empty(R, np.float32),
         np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
     )  # fmt: skip
 
 
 @njit(cache=True)
 def _place(own, last, at):
-    """The column of a prefix's last token; `own` takes the tokens of its own columns, at.column those of successors."""
+    """The column of a prefix's last token; `own` takes the tokens of its own columns, `at` what it
+    says of successors."""
     C = len(at.tokens)
     stay = _column(at.tokens, last)
+    _transposed(at.next_key, at.token, at.successor[last])
     for j in range(len(own)):
         v = at.successor[last, j]
         at.column[j] = _column(at.tokens, v)
@@ -335,6 +351,15 @@ def _place(own, last, at):
             if v == last:
                 stay = C + j
     return C + len(own) if stay < 0 else stay
+
+
+@njit(cache=True)
+def _transposed(out, rows, index):
+    """Columns of `out` are the rows at the index, anything where it is -1."""
+    R, X = out.shape
+    for r in range(R):
+        for x in range(X):
+            out[r, x] = rows[max(index[x], 0), r]
 
 
 @njit(cache=True)
@@ -350,7 +375,7 @@ def _column(tokens, v):
     return low if low < len(tokens) and tokens[low] == v else -1
 
 
-@njit(cache=True, fastmath=FAST)
+@njit(cache=True)
 def _emit(p, t, state, last, stay, at):
     """p_t(y | prefix) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix)
     is given back.
@@ -363,20 +388,13 @@ def _emit(p, t, state, last, stay, at):
     for r in range(R):
         gate[r] = _hardswish(at.slot[t, r] + state[r])
         share += gate[r] * at.blank_vector[r]
-    for k in range(K):
-        delta = np.float32(0.0)
-        for r in range(R):
-            delta += gate[r] * at.keys[at.place[t, k], r]
-        moved[k] = at.log_p[t, k] + delta
+    moved[:K] = at.log_p[t]
     for j in range(J):
         v = at.successor[last, j]
         counts[j] = v >= 0 and (at.column[j] >= C or not at.held[t, at.column[j]])
         moved[K + j] = moved[K + J + j] = at.every[t, max(v, 0)]
-        if counts[j]:
-            delta = np.float32(0.0)
-            for r in range(R):
-                delta += gate[r] * at.token[v, r]
-            moved[K + j] += delta
+    _products(moved[:K], gate, at.key[t])
+    _products(moved[K : K + J], gate, at.next_key)
     _exp(moved, at.scale)
     total = at.rest[t]
     for j in range(J):

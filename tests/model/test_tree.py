@@ -86,7 +86,7 @@ def emitted(lattice, t, prefix):
 
     state = b.root.astype(float)
     for token in prefix:
-        state = tables.context_VR[token] + tables.carry_RR.astype(float) @ hardswish(state)
+        state = tables.context_VR[token] + tables.carry_RR.T.astype(float) @ hardswish(state)
     gate = hardswish(b.slot[t] + state)
     last = prefix[-1] if prefix else b.root_token
     nexts = {v for v in tables.successor_VJ[last].tolist() if v >= 0}
