@@ -96,6 +96,18 @@ class Emissions(NamedTuple):
     coverage_T: Tensor
 
 
+class Moved(NamedTuple):
+    """What `moved_shortlist` gives: lse of the shortlist, moved and as it is, and deltas; and how often it holds slot
+    t's label t + 1."""
+
+    moved_NTS: Tensor
+    still_NTS: Tensor
+    emit_NTU: Tensor
+    stay_NTU: Tensor
+    blank_NTS: Tensor
+    coverage_T: Tensor
+
+
 class Transition(nn.Module):
     """A, B, C, P, and the blank's vector. It begins as none: C, P and the blank's vector start at 0.
 
@@ -167,7 +179,7 @@ class Transition(nn.Module):
 
     def forward(
         self, known: Known, shortlist: Shortlist, labels_NU: Tensor, diagonal: bool, implementation: str
-    ) -> "Moved":
+    ) -> Moved:
         """`moved_shortlist` along known labels, in the precision of the logits."""
         slot_NTR, root_NR = known.mixed
         dtype = shortlist.logits_NTK.dtype
@@ -175,36 +187,25 @@ class Transition(nn.Module):
         states = [root_NR]
         for label_NR in known.label_NUR.unbind(1):
             states.append(label_NR + self.carry(F.hardswish(states[-1])))
-        place_NTU = _places(shortlist.index_NTK.unsqueeze(2), labels_NU.unsqueeze(1))
-        emit_at_NU = _places(known.successor_NSJ[:, :-1], labels_NU)
+        listed_NTU = _places(shortlist.index_NTK.unsqueeze(2), labels_NU.unsqueeze(1))
+        emit_NTU, stay_NTU = (
+            (listed_NTU + successor_NUJ.shape[2]).where(listed_NTU >= 0, _places(successor_NUJ, labels_NU).unsqueeze(1))
+            for successor_NUJ in (known.successor_NSJ[:, :-1], known.successor_NSJ[:, 1:])
+        )
         prefixes = Prefixes(
             slot_NTR.to(dtype),
             torch.stack(states, dim=1).to(dtype),
             known.token_VR.to(dtype),
             blank_R.to(dtype),
-            shortlist.index_NTK,
-            shortlist.logits_NTK,
-            place_NTU,
             known.successor_NSJ,
             shortlist.successor_NTSJ,
-            emit_at_NU,
-            _places(known.successor_NSJ[:, 1:], labels_NU),
+            shortlist.index_NTK,
+            shortlist.logits_NTK,
+            emit_NTU,
+            stay_NTU,
         )
-        held_NTU = (place_NTU >= 0) | (emit_at_NU >= 0).unsqueeze(1)
-        coverage_T = held_NTU.diagonal(dim1=1, dim2=2).float().mean(dim=0)
+        coverage_T = (emit_NTU.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0)
         return Moved(*moved_shortlist(prefixes, diagonal, implementation), coverage_T)
-
-
-class Moved(NamedTuple):
-    """What `moved_shortlist` gives: lse of the shortlist, moved and as it is, and deltas; and how often it holds slot
-    t's label t + 1."""
-
-    moved_NTS: Tensor
-    still_NTS: Tensor
-    emit_NTU: Tensor
-    stay_NTU: Tensor
-    blank_NTS: Tensor
-    coverage_T: Tensor
 
 
 def along_labels(

@@ -83,8 +83,8 @@ class MovedShortlist(torch.autograd.Function):
         refuse_second_derivative()
         *prefixes, still_NTS, p_NTSX = ctx.saved_tensors
         found = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, still_NTS, p_NTSX, *grads)
-        slot, context, token, blank, logits, successor = found
-        return None, None, slot, context, token, blank, None, logits, None, None, successor, None, None
+        *four, successor_logits, logits = found
+        return None, None, *four, None, successor_logits, None, logits, None, None
 
 
 def refuse_second_derivative() -> None:

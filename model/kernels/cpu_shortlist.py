@@ -1,7 +1,7 @@
 """`reference.moved_shortlist` compiled for a CPU: all that one anchor's slot needs stays in the first cache.
 
 Of a slot t only the contexts that can come before it are computed: at most t labels (`diagonal`: exactly t). Forward
-keeps p [N, T, S, K + J], the softmax of what is moved; backward reads it and makes everything else anew. Chunks of
+keeps p [N, T, S, J + K], the softmax of what is moved; backward reads it and makes everything else anew. Chunks of
 anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered (fastmath): the
 process that compiles would then round in another way than those that load what it compiled, and a resumed run in
 another than one never stopped. So loops run over numbers that do not depend on each other, which needs no permission to
@@ -24,14 +24,14 @@ from ctcdraft.model.kernels.reference import Prefixes
 
 
 def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the reference returns, and p [N, T, S, K + J]."""
-    N, T, U = prefixes.place_NTU.shape
-    K, J = prefixes.index_NTK.shape[2], prefixes.successor_NSJ.shape[2]
+    """What the reference returns, and p [N, T, S, J + K]."""
+    N, T, U = prefixes.emit_NTU.shape
+    J, K = prefixes.successor_NSJ.shape[2], prefixes.index_NTK.shape[2]
     lse_NT1 = prefixes.logits_NTK.logsumexp(dim=2, keepdim=True)
     moved_NTS, still_NTS = (lse_NT1.expand(N, T, U + 1).contiguous() for _ in range(2))
     emit_NTU, stay_NTU = lse_NT1.new_zeros(N, T, U), lse_NT1.new_zeros(N, T, U)
     blank_NTS = torch.zeros_like(moved_NTS)
-    p_NTSX = lse_NT1.new_empty(N, T, U + 1, K + J)
+    p_NTSX = lse_NT1.new_empty(N, T, U + 1, J + K)
     out = [part.numpy() for part in (moved_NTS, still_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSX)]
     _forward(use_torch_threads(), *map(_array, prefixes), diagonal, *out)  # type: ignore[call-arg]
     return moved_NTS, still_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSX
@@ -40,17 +40,17 @@ def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor,
 def backward(
     prefixes: Prefixes, diagonal: bool, still_NTS: Tensor, p_NTSX: Tensor, *grads: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of slot, context, token, blank, logits and the successors' logits, from those of the five that
+    """Gradients of slot, context, token, blank, the successors' logits and the shortlist's, from those of the five that
     `forward` returned."""
     threads = use_torch_threads()
-    own = (prefixes.slot_NTR, prefixes.context_NSR, prefixes.logits_NTK, prefixes.successor_logits_NTSJ)
-    grad_slot, grad_context, grad_logits, grad_successor = (torch.zeros_like(part) for part in own)
+    own = (prefixes.slot_NTR, prefixes.context_NSR, prefixes.successor_logits_NTSJ, prefixes.logits_NTK)
+    grad_slot, grad_context, grad_next, grad_logits = (torch.zeros_like(part) for part in own)
     shared = (prefixes.token_VR, prefixes.blank_R)
     grad_token, grad_blank = (part.new_zeros(threads, *part.shape) for part in shared)
-    out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_logits, grad_successor)]
+    out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_next, grad_logits)]
     states = [_array(part) for part in (still_NTS, p_NTSX, *grads)]
     _backward(threads, *map(_array, prefixes), diagonal, *states, *out)  # type: ignore[call-arg]
-    return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_logits, grad_successor
+    return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_next, grad_logits
 
 
 def use_torch_threads() -> int:
@@ -88,16 +88,16 @@ def _products(d, gate, key):
 
 @njit(cache=True, parallel=True)
 def _forward(
-    threads, slot, context, token, blank, index, logits, place, successor, successor_logits, emit_at, stay_at, diagonal,
+    threads, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place, diagonal,
     moved, still, emit, stay, blanked, p,
 ):  # fmt: skip
     N, T, K = index.shape
-    R, U, J = slot.shape[2], place.shape[2], successor.shape[2]
+    R, U, J = slot.shape[2], emit_place.shape[2], successor.shape[2]
     for chunk in prange(threads):
         fours = -(-R // 4) * 4
-        key = np.zeros((fours, K + 1), slot.dtype)  # the blank is one token more
         next_key = np.zeros((U + 1, fours, J), slot.dtype)
-        d, e, gate = np.empty(K + 1, slot.dtype), np.empty(J, slot.dtype), np.zeros(fours, slot.dtype)
+        key = np.zeros((fours, K + 1), slot.dtype)  # the blank is one token more
+        d, gate = np.empty(J + K + 1, slot.dtype), np.zeros(fours, slot.dtype)
         seen = np.full(len(token), -1)  # the last slot (of all anchors) whose shortlist held a token
         key[:R, K] = blank
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
@@ -106,67 +106,61 @@ def _forward(
                     for r in range(R):
                         next_key[s, r, j] = token[max(successor[n, s, j], 0), r]
             for t in range(T):
-                whole = logits[n, t, 0] * 0
+                listed = logits[n, t, 0] * 0  # in all the shortlist holds, its first token being 1
                 for k in range(K):
                     seen[index[n, t, k]] = n * T + t
-                    whole += np.exp(logits[n, t, k] - logits[n, t, 0])
+                    listed += np.exp(logits[n, t, k] - logits[n, t, 0])
                     for r in range(R):
                         key[r, k] = token[index[n, t, k], r]
                 for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
-                    _products(d, gate, key)
-                    _products(e, gate, next_key[s])
-                    blanked[n, t, s] = d[K]
-                    top = logits[n, t, 0] + d[0]
+                    _products(d[:J], gate, next_key[s])
+                    _products(d[J:], gate, key)
+                    blanked[n, t, s] = d[J + K]
+                    top = logits[n, t, 0] + d[J]
                     for k in range(K):
-                        p[n, t, s, k] = logits[n, t, k] + d[k]
-                        top = max(top, p[n, t, s, k])
-                    left = whole
+                        p[n, t, s, J + k] = logits[n, t, k] + d[J + k]
+                        top = max(top, p[n, t, s, J + k])
+                    unmoved = listed
                     for j in range(J):
-                        v = successor[n, s, j]
-                        if v < 0 or seen[v] == n * T + t:
-                            p[n, t, s, K + j] = -np.inf
+                        if successor[n, s, j] < 0 or seen[successor[n, s, j]] == n * T + t:
+                            p[n, t, s, j] = -np.inf
                             continue
-                        p[n, t, s, K + j] = successor_logits[n, t, s, j] + e[j]
-                        top = max(top, p[n, t, s, K + j])
-                        left += np.exp(successor_logits[n, t, s, j] - logits[n, t, 0])
+                        p[n, t, s, j] = next_logits[n, t, s, j] + d[j]
+                        top = max(top, p[n, t, s, j])
+                        unmoved += np.exp(next_logits[n, t, s, j] - logits[n, t, 0])
                     total = top * 0
-                    for k in range(K + J):
-                        p[n, t, s, k] = np.exp(p[n, t, s, k] - top)
-                        total += p[n, t, s, k]
-                    for k in range(K + J):
-                        p[n, t, s, k] /= total
+                    for x in range(J + K):
+                        p[n, t, s, x] = np.exp(p[n, t, s, x] - top)
+                        total += p[n, t, s, x]
+                    for x in range(J + K):
+                        p[n, t, s, x] /= total
                     moved[n, t, s] = top + np.log(total)
-                    still[n, t, s] = logits[n, t, 0] + np.log(left)
-                    if s < U and place[n, t, s] >= 0:
-                        emit[n, t, s] = d[place[n, t, s]]
-                    elif s < U and emit_at[n, s] >= 0:
-                        emit[n, t, s] = e[emit_at[n, s]]
-                    if s > 0 and place[n, t, s - 1] >= 0:
-                        stay[n, t, s - 1] = d[place[n, t, s - 1]]
-                    elif s > 0 and stay_at[n, s - 1] >= 0:
-                        stay[n, t, s - 1] = e[stay_at[n, s - 1]]
+                    still[n, t, s] = logits[n, t, 0] + np.log(unmoved)
+                    if s < U and emit_place[n, t, s] >= 0:
+                        emit[n, t, s] = d[emit_place[n, t, s]]
+                    if s > 0 and stay_place[n, t, s - 1] >= 0:
+                        stay[n, t, s - 1] = d[stay_place[n, t, s - 1]]
 
 
 @njit(cache=True, parallel=True)
 def _backward(
-    threads, slot, context, token, blank, index, logits, place, successor, successor_logits, emit_at, stay_at, diagonal,
+    threads, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place, diagonal,
     still, p, grad_moved, grad_still, grad_emit, grad_stay, grad_blanked,
-    grad_slot, grad_context, grad_token, grad_blank, grad_logits, grad_successor,
+    grad_slot, grad_context, grad_token, grad_blank, grad_next, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
-    R, U, J = slot.shape[2], place.shape[2], successor.shape[2]
+    R, U, J = slot.shape[2], emit_place.shape[2], successor.shape[2]
     for chunk in prange(threads):
+        next_key, grad_next_key = np.empty((U + 1, J, R), slot.dtype), np.empty((U + 1, J, R), slot.dtype)
         key, grad_key = np.empty((K + 1, R), slot.dtype), np.empty((K + 1, R), slot.dtype)
-        next_key, grad_next = np.empty((U + 1, J, R), slot.dtype), np.empty((U + 1, J, R), slot.dtype)
-        move, next_move = np.empty(K + 1, slot.dtype), np.empty(J, slot.dtype)
-        share = np.empty(K, slot.dtype)  # of the shortlist's tokens, the first one's being 1
+        move, share = np.empty(J + K + 1, slot.dtype), np.empty(K, slot.dtype)
         gate, back = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
         seen = np.full(len(token), -1)
         key[K] = blank
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            grad_next[:] = 0
+            grad_next_key[:] = 0
             for s in range(U + 1):
                 for j in range(J):
                     next_key[s, j] = token[max(successor[n, s, j], 0)]
@@ -179,37 +173,33 @@ def _backward(
                 for s in range(U + 1):
                     reached = s == min(t, U) if diagonal else s <= t
                     unmoved = grad_still[n, t, s] if reached else grad_still[n, t, s] + grad_moved[n, t, s]
-                    unmoved *= np.exp(logits[n, t, 0] - still[n, t, s])
-                    for k in range(K):
-                        grad_logits[n, t, k] += share[k] * unmoved
+                    if unmoved != 0:
+                        unmoved *= np.exp(logits[n, t, 0] - still[n, t, s])
+                        for k in range(K):
+                            grad_logits[n, t, k] += share[k] * unmoved
                     if not reached:
                         continue
+                    for x in range(J + K):
+                        move[x] = p[n, t, s, x] * grad_moved[n, t, s]
                     for k in range(K):
-                        move[k] = p[n, t, s, k] * grad_moved[n, t, s]
-                        grad_logits[n, t, k] += move[k]
-                    move[K] = grad_blanked[n, t, s]
+                        grad_logits[n, t, k] += move[J + k]
                     for j in range(J):
-                        v = successor[n, s, j]
-                        next_move[j] = p[n, t, s, K + j] * grad_moved[n, t, s]
-                        if v >= 0 and seen[v] != n * T + t:
-                            left = np.exp(successor_logits[n, t, s, j] - still[n, t, s])
-                            grad_successor[n, t, s, j] = next_move[j] + left * grad_still[n, t, s]
-                    if s < U and place[n, t, s] >= 0:
-                        move[place[n, t, s]] += grad_emit[n, t, s]
-                    elif s < U and emit_at[n, s] >= 0:
-                        next_move[emit_at[n, s]] += grad_emit[n, t, s]
-                    if s > 0 and place[n, t, s - 1] >= 0:
-                        move[place[n, t, s - 1]] += grad_stay[n, t, s - 1]
-                    elif s > 0 and stay_at[n, s - 1] >= 0:
-                        next_move[stay_at[n, s - 1]] += grad_stay[n, t, s - 1]
+                        if successor[n, s, j] >= 0 and seen[successor[n, s, j]] != n * T + t:
+                            left = np.exp(next_logits[n, t, s, j] - still[n, t, s]) * grad_still[n, t, s]
+                            grad_next[n, t, s, j] = move[j] + left
+                    move[J + K] = grad_blanked[n, t, s]
+                    if s < U and emit_place[n, t, s] >= 0:
+                        move[emit_place[n, t, s]] += grad_emit[n, t, s]
+                    if s > 0 and stay_place[n, t, s - 1] >= 0:
+                        move[stay_place[n, t, s - 1]] += grad_stay[n, t, s - 1]
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
                     back[:] = 0
-                    _outer(back, grad_key, move, key, gate)
-                    _outer(back, grad_next[s], next_move, next_key[s], gate)
+                    _outer(back, grad_next_key[s], move[:J], next_key[s], gate)
+                    _outer(back, grad_key, move[J:], key, gate)
                     for r in range(R):
-                        x = slot[n, t, r] + context[n, s, r]
-                        back[r] *= 0 if x <= -3 else 1 if x >= 3 else x / 3 + 0.5
+                        at = slot[n, t, r] + context[n, s, r]
+                        back[r] *= 0 if at <= -3 else 1 if at >= 3 else at / 3 + 0.5
                         grad_slot[n, t, r] += back[r]
                         grad_context[n, s, r] += back[r]
                 for k in range(K):
@@ -217,7 +207,7 @@ def _backward(
                 grad_blank[chunk] += grad_key[K]
             for s in range(U + 1):
                 for j in range(J):
-                    grad_token[chunk, max(successor[n, s, j], 0)] += grad_next[s, j]
+                    grad_token[chunk, max(successor[n, s, j], 0)] += grad_next_key[s, j]
 
 
 @njit(cache=True)

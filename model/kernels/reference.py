@@ -71,23 +71,23 @@ def prefix_lattice(
 
 class Prefixes(NamedTuple):
     """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
-    a slot's shortlist and its logits, and where in it label k + 1 stands (-1: it does not).
+    of the last token of each prefix its likeliest successors (-1: none), and their logits in each slot; a slot's
+    likeliest tokens and their logits.
 
-    successor: of the last token of each prefix its likeliest successors (-1: none), and their logits in each slot;
-    emit_at, stay_at: where label k + 1 stands among those of label k, and among its own (-1: it does not).
+    emit, stay: where label k + 1 stands behind label k, and behind itself, in the successors and then the slot's
+    likeliest tokens (-1: nowhere).
     """
 
     slot_NTR: Tensor
     context_NSR: Tensor
     token_VR: Tensor
     blank_R: Tensor
-    index_NTK: Tensor
-    logits_NTK: Tensor
-    place_NTU: Tensor
     successor_NSJ: Tensor
     successor_logits_NTSJ: Tensor
-    emit_at_NU: Tensor
-    stay_at_NU: Tensor
+    index_NTK: Tensor
+    logits_NTK: Tensor
+    emit_NTU: Tensor
+    stay_NTU: Tensor
 
 
 def moved_shortlist(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -99,31 +99,23 @@ def moved_shortlist(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor,
     the blank's own [N, T, S]. Where slot t cannot follow s labels (s > t; `diagonal`, where slot t writes label t + 1:
     s != t) nothing is moved, and successors do not count.
     """
-    slot_NTR, context_NSR, token_VR, blank_R, index_NTK, logits_NTK, place_NTU = prefixes[:7]
-    T, U = place_NTU.shape[1:]
-    t_T1, s_S = torch.arange(T, device=place_NTU.device).unsqueeze(1), torch.arange(U + 1, device=place_NTU.device)
-    reached_TS1 = ((t_T1.clamp(max=U) == s_S) if diagonal else (s_S <= t_T1)).unsqueeze(2)
+    slot_NTR, context_NSR, token_VR, blank_R, successor_NSJ, next_logits_NTSJ, index_NTK, logits_NTK, *places = prefixes
+    T, S, device = slot_NTR.shape[1], context_NSR.shape[1], slot_NTR.device
+    t_T1, s_S = torch.arange(T, device=device).unsqueeze(1), torch.arange(S, device=device)
+    reached_TS1 = ((t_T1.clamp(max=S - 1) == s_S) if diagonal else (s_S <= t_T1)).unsqueeze(2)
     gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1)) * reached_TS1
-    successor_N1SJ = prefixes.successor_NSJ.unsqueeze(1)
+    successor_N1SJ = successor_NSJ.unsqueeze(1)
     twice_NTSJ = (successor_N1SJ.unsqueeze(4) == index_NTK[:, :, None, None]).any(dim=4)
     counts_NTSJ = (successor_N1SJ >= 0) & ~twice_NTSJ & reached_TS1
-    key_NSJR = F.embedding(prefixes.successor_NSJ.clamp(min=0), token_VR)
-    delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
+    key_NSJR = F.embedding(successor_NSJ.clamp(min=0), token_VR)
     delta_NTSJ = (gate_NTSR.transpose(1, 2) @ key_NSJR.transpose(2, 3)).transpose(1, 2)
-    delta_NTSX = torch.cat([delta_NTSK, delta_NTSJ], dim=3)
-    logits_NTSK = logits_NTK.unsqueeze(2).expand_as(delta_NTSK)
-    successor_logits_NTSJ = prefixes.successor_logits_NTSJ.masked_fill(~counts_NTSJ, float("-inf"))
-    logits_NTSX = torch.cat([logits_NTSK, successor_logits_NTSJ], dim=3)
-    K = index_NTK.shape[2]
-
-    def of_labels(delta_NTUX: Tensor, at_NU: Tensor) -> Tensor:
-        at_NTU = place_NTU.where(place_NTU >= 0, (K + at_NU).where(at_NU >= 0, -1).unsqueeze(1))
-        return (delta_NTUX.gather(3, at_NTU.clamp(min=0).unsqueeze(3)).squeeze(3)) * (at_NTU >= 0)
-
-    return (
-        (logits_NTSX + delta_NTSX).logsumexp(dim=3),
-        logits_NTSX.logsumexp(dim=3),
-        of_labels(delta_NTSX[:, :, :U], prefixes.emit_at_NU),
-        of_labels(delta_NTSX[:, :, 1:], prefixes.stay_at_NU),
-        gate_NTSR @ blank_R,
+    delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
+    delta_NTSX = torch.cat([delta_NTSJ, delta_NTSK], dim=3)
+    next_logits_NTSJ = next_logits_NTSJ.masked_fill(~counts_NTSJ, float("-inf"))
+    logits_NTSX = torch.cat([next_logits_NTSJ, logits_NTK.unsqueeze(2).expand_as(delta_NTSK)], dim=3)
+    emit_NTU, stay_NTU = (
+        delta_NTUX.gather(3, place_NTU.clamp(min=0).unsqueeze(3)).squeeze(3) * (place_NTU >= 0)
+        for delta_NTUX, place_NTU in zip((delta_NTSX[:, :, :-1], delta_NTSX[:, :, 1:]), places, strict=True)
     )
+    moved_NTS, still_NTS = (logits_NTSX + delta_NTSX).logsumexp(dim=3), logits_NTSX.logsumexp(dim=3)
+    return moved_NTS, still_NTS, emit_NTU, stay_NTU, gate_NTSR @ blank_R

@@ -18,11 +18,11 @@ N, T, U, K, J, R, V = 6, 8, 8, 16, 16, 64, 300
 floats = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, T, R), (N, U + 1, R), (V, R), (R,))]
 logits = torch.randn(N, T, K, generator=g).requires_grad_()
 index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
-place, *at = (torch.randint(-1, m, shape, generator=g) for m, shape in ((K, (N, T, U)), (J, (N, U)), (J, (N, U))))
+places = (torch.randint(-1, J + K, (N, T, U), generator=g) for _ in range(2))
 successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
 successor_logits = torch.randn(N, T, U + 1, J, generator=g).requires_grad_()
 of_labels = successor[torch.randint(V, (N, U + 1), generator=g)]
-found = moved_shortlist(Prefixes(*floats, index, logits, place, of_labels, successor_logits, *at))
+found = moved_shortlist(Prefixes(*floats, of_labels, successor_logits, index, logits, *places))
 wanted = [*floats, logits, successor_logits]
 bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), wanted)]
 

@@ -242,8 +242,8 @@ def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, diagonal, se
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
     successor = torch.rand(N, U + 1, V, generator=g).argsort(dim=2)[:, :, :J]
     successor = successor.where(torch.rand(successor.shape, generator=g) > 0.2, -1)
-    place, *at = (torch.randint(-1, m, shape, generator=g) for m, shape in ((K, (N, T, U)), (J, (N, U)), (J, (N, U))))
-    prefixes = Prefixes(*inputs, index, logits, place, successor, successor_logits, *at)
+    places = (torch.randint(-1, J + K, (N, T, U), generator=g) for _ in range(2))
+    prefixes = Prefixes(*inputs, successor, successor_logits, index, logits, *places)
     want, got = (moved_shortlist(prefixes, diagonal, name) for name in ("reference", "chunked"))
     weights = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in want]
     for a, b in zip(want, got, strict=True):
