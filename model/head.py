@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.lattice import Candidates, Lattice, MovableCandidates, candidates_of, movable_candidates_of
+from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
 from ctcdraft.model.layers import Anchors, Block, Memory, Recall, Sight
 from ctcdraft.model.transition import Mixed, Tables, Transition
 from ctcdraft.model.tree import Tree
@@ -73,8 +73,9 @@ class HeadConfig:
             most = MOST_LAYERS if name.endswith("layers") or name == "successors" else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
-            if value < (name != "successors"):
-                raise ValueError(f"head.{name}={value} must be at least {int(name != 'successors')}")
+            least = 0 if name == "successors" else 1
+            if value < least:
+                raise ValueError(f"head.{name}={value} must be at least {least}")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
             if width % (2 * heads):
                 raise ValueError(f"a width of {width} is no even multiple of its {heads} attention heads")
@@ -300,7 +301,7 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary) -> Candidates | MovableCandidates:
+def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary) -> Candidates:
     """What each anchor's slots put forward of the vocabulary; root_N: the token before its first slot."""
     base, top_k, tables = vocabulary
     N, T, D = slots.states_NTD.shape

@@ -4,8 +4,9 @@ Shape suffixes: N anchors, T slots, V vocabulary, X = T * k put forward (the sam
 shortlist, R rank of the transition, Y distinct candidates.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,82 +64,73 @@ class Lattice:
         return self.emission.shape[0]
 
 
-class Movable(NamedTuple):
-    """What a transition needs to move the candidates, as tensors of all anchors: see `Behind`; tokens are those of the
-    shortlists, blank its logit over the vocabulary's lse."""
+@dataclass(frozen=True)
+class Candidates:
+    """What the slots of all anchors put forward, on the device: fixed shapes, and no wait for it.
 
-    root_token_N: Tensor
-    root_NR: Tensor
-    slot_NTR: Tensor
-    tokens_NTK: Tensor
-    every_NTV: Tensor
-    blank_NT: Tensor | None
+    parts: tensors of all anchors [N, ...] (None: there is none); lattice: what one anchor's make on the host.
+    """
 
-
-class Candidates(NamedTuple):
-    """Each slot's top-k tokens, one slot after the other: ids [N, X], their probability in every slot [N, T, X] and the
-    blank's [N, T] (None: no blank), normalised over the whole vocabulary. Fixed shapes, and no wait for a device."""
-
-    tokens_NX: Tensor
-    emission_NTX: Tensor
-    blank_NT: Tensor | None
+    parts: tuple[Tensor | None, ...]
+    lattice: Callable[..., Lattice]
 
     def lattices(self) -> list[Lattice]:
         """The lattices of all anchors, on the host."""
-        return [_plain_lattice(*one) for one in _on_host(self)]
+        if any(part.is_cuda for part in self.parts if part is not None):
+            return self.unpacked(self.packed().cpu().numpy())
+        wide = (None if part is None else part.float() if part.is_floating_point() else part for part in self.parts)
+        return self._each([None if part is None else part.detach().numpy() for part in wide])
 
     def packed(self) -> Tensor:
         """All of it as int32 [N, numbers], for one copy to the host."""
-        return _packed(self)
+        there = [part for part in self.parts if part is not None]
+        bits = [part.float().view(torch.int32) if part.is_floating_point() else part.int() for part in there]
+        return torch.cat([part.flatten(1) if part.dim() > 1 else part.unsqueeze(1) for part in bits], dim=1)
 
     def unpacked(self, packed_NZ: NDArray[np.int32]) -> list[Lattice]:
         """The lattices of all anchors, from what `packed` of candidates of these shapes held."""
-        return [_plain_lattice(*one) for one in _unpacked(self, packed_NZ)]
+        arrays: list[NDArray[Any] | None] = []
+        for part in self.parts:
+            if part is None:
+                arrays.append(None)
+                continue
+            size = part[0].numel()
+            here, packed_NZ = np.ascontiguousarray(packed_NZ[:, :size]), packed_NZ[:, size:]
+            array = here.view(np.float32) if part.is_floating_point() else here.astype(np.int64)
+            arrays.append(array.reshape(part.shape))
+        return self._each(arrays)
 
-
-class MovableCandidates(NamedTuple):
-    """The same where a transition moves them, with its tables."""
-
-    movable: Movable
-    tables: Tables
-
-    def lattices(self) -> list[Lattice]:
-        return [_moved_lattice(self.tables, *one) for one in _on_host(self.movable)]
-
-    def packed(self) -> Tensor:
-        return _packed(self.movable)
-
-    def unpacked(self, packed_NZ: NDArray[np.int32]) -> list[Lattice]:
-        return [_moved_lattice(self.tables, *one) for one in _unpacked(self.movable, packed_NZ)]
+    def _each(self, arrays: list[NDArray[Any] | None]) -> list[Lattice]:
+        first = arrays[0]
+        assert first is not None
+        return [self.lattice(*(None if a is None else a[n] for a in arrays)) for n in range(len(first))]
 
 
 def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int) -> Candidates:
-    """From the logits of every slot; blank None is a head whose slot k predicts token k."""
+    """Each slot's top-k tokens with their probabilities over the whole vocabulary, from the logits of every slot.
+
+    blank None is a head whose slot k predicts token k.
+    """
     logits_NTV = logits_NTV.float()
     lse_NT = logits_NTV.logsumexp(dim=2)
     if blank_NT is not None:
         lse_NT = torch.logaddexp(lse_NT, blank_NT.float())
+        blank_NT = (blank_NT.float() - lse_NT).exp()
     tokens_NX = logits_NTV.topk(min(top_k, logits_NTV.shape[2]), dim=2).indices.flatten(1)
     columns_NTX = logits_NTV.gather(2, tokens_NX.unsqueeze(1).expand(-1, logits_NTV.shape[1], -1))
-    emission_NTX = (columns_NTX - lse_NT.unsqueeze(2)).exp()
-    return Candidates(tokens_NX, emission_NTX, None if blank_NT is None else (blank_NT.float() - lse_NT).exp())
+    return Candidates((tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), _plain_lattice)
 
 
 def movable_candidates_of(
     logits_NTV: Tensor, blank_NT: Tensor | None, mixed: Mixed, root_N: Tensor, tables: Tables, shortlist: int
-) -> MovableCandidates:
+) -> Candidates:
     """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward."""
     logits_NTV = logits_NTV.float()
     lse_NT1 = logits_NTV.logsumexp(dim=2, keepdim=True)
-    movable = Movable(
-        root_N,
-        mixed.root_NR,
-        mixed.slot_NTR,
-        logits_NTV.topk(shortlist, dim=2).indices,
-        logits_NTV - lse_NT1,
-        None if blank_NT is None else blank_NT.float() - lse_NT1.squeeze(2),
-    )
-    return MovableCandidates(movable, tables)
+    tokens_NTK = logits_NTV.topk(shortlist, dim=2).indices
+    log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT1.squeeze(2)
+    parts = root_N, mixed.root_NR, mixed.slot_NTR, tokens_NTK, logits_NTV - lse_NT1, log_blank_NT
+    return Candidates(parts, partial(_moved_lattice, tables))
 
 
 def _plain_lattice(tokens_X: Any, emission_TX: Any, blank_T: NDArray[np.float32] | None) -> Lattice:
@@ -162,41 +154,3 @@ def _moved_lattice(
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
     parts = int(root_token), root_R, slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
     return Lattice(tokens, np.exp(every_TV[:, tokens]), none_T, log_blank_T is not None, Behind(*parts))
-
-
-_Parts = Sequence[Tensor | None]
-_Arrays = Iterator[list[NDArray[Any] | None]]
-
-
-def _packed(parts: _Parts) -> Tensor:
-    there = [part for part in parts if part is not None]
-    bits = [part.float().view(torch.int32) if part.is_floating_point() else part.int() for part in there]
-    return torch.cat([part.flatten(1) if part.dim() > 1 else part.unsqueeze(1) for part in bits], dim=1)
-
-
-def _unpacked(parts: _Parts, packed_NZ: NDArray[np.int32]) -> _Arrays:
-    """Of each anchor."""
-    arrays: list[NDArray[Any] | None] = []
-    for part in parts:
-        if part is None:
-            arrays.append(None)
-            continue
-        size = part[0].numel()
-        here, packed_NZ = np.ascontiguousarray(packed_NZ[:, :size]), packed_NZ[:, size:]
-        array = here.view(np.float32) if part.is_floating_point() else here.astype(np.int64)
-        arrays.append(array.reshape(part.shape))
-    return _each(arrays)
-
-
-def _on_host(parts: _Parts) -> _Arrays:
-    """Of each anchor."""
-    if any(part.is_cuda for part in parts if part is not None):
-        return _unpacked(parts, _packed(parts).cpu().numpy())
-    wide = (None if part is None else part.float() if part.is_floating_point() else part for part in parts)
-    return _each([None if part is None else part.detach().numpy() for part in wide])
-
-
-def _each(arrays: list[NDArray[Any] | None]) -> _Arrays:
-    first = arrays[0]
-    assert first is not None
-    return ([None if a is None else a[n] for a in arrays] for n in range(len(first)))

@@ -23,7 +23,7 @@ from torch import Tensor
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import Head, Vocabulary, candidates
-from ctcdraft.model.lattice import Candidates, Lattice, MovableCandidates
+from ctcdraft.model.lattice import Candidates, Lattice
 from ctcdraft.model.layers import Anchors, Sight
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.tree import Tree
@@ -150,7 +150,7 @@ class _Shape:
         self.owner, self.rows, self.width, self.sampling = owner, rows, width, sampling
         self.fed = _Fed.of(rows, owner.base.device)
         self.longest = min(rows, owner.longest)
-        self.found: Candidates | MovableCandidates | None = None
+        self.found: Candidates | None = None
         self.replay: list[Callable[[], None]] | None = None
         none = torch.zeros(0, device=owner.base.device)
         self.hidden_PD = self.following_P = self.verified = self.answer = self.host = none

@@ -30,9 +30,8 @@ class Simulator:
         sampler: Sampler,
         anchors: int,
     ) -> None:
-        self.base, self.train_sampler = base, sampler
+        self.base, self.draft, self.train_sampler = base, draft, sampler
         self.head = build_head(head, base.hidden_size).to(base.device).eval()
-        self.decoder = Decoder(base, self.head, draft)
         dev = load_corpus(data_folder, "dev")
         self.sampler = Sampler(
             dev,
@@ -63,6 +62,7 @@ class Simulator:
 
     def _load(self, weights: dict[str, Tensor]) -> None:
         self.head.load_state_dict(weights)
+        self.decoder = Decoder(self.base, self.head, self.draft)  # of a head that no longer changes
 
     def _accepted(self, batch: Batch, most: int) -> tuple[int, int]:
         """(accepted draft tokens, anchors looked at)"""
@@ -79,5 +79,5 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     hidden, _ = base_features(base, batch, torch.float32)
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
     anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
-    drafted = head.drafts_at(hidden, roots_of(batch), *anchors, head.vocabulary(base, decoder.draft.top_k))
+    drafted = head.drafts_at(hidden, roots_of(batch), *anchors, decoder.vocabulary)
     return [(decoder.tree_of(one), row[:length]) for one, (row, length) in zip(drafted, known, strict=True)]

@@ -47,8 +47,8 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
 def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
     """A freshly initialised head, on the base's device; it knows what follows what in the corpus."""
     head = build_head(config, base.hidden_size)
-    if head.transition is not None:
-        count = head.transition.successor_VJ.shape[1]
+    count = 0 if head.transition is None else head.transition.successor_VJ.shape[1]
+    if head.transition is not None and count:
         head.transition.learn_successors(torch.from_numpy(successors_of(corpus, base.vocab_size, count)))
     return head.to(base.device)
 

@@ -10,15 +10,13 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
 from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
+from ctcdraft.model.kernels.chunked import linear_gather
 from ctcdraft.model.kernels.reference import Prefixes
 
-GATHERED = 1 << 22  # numbers of gathered rows that are there at a time
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
 
@@ -58,25 +56,6 @@ def linear_lse_top(
     lse_M, logits_MX, top_index_MS = LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
     K = index_MK.shape[1]
     return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
-
-
-def linear_gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-    """Logits of every slot at columns of its anchor [N, T, X], in float32 or wider: a small product per anchor.
-
-    The gathered rows [N, X, D] of the weight are never there at once, and are gathered anew in backward.
-    """
-    N, X = index_NX.shape
-    most = max(1, GATHERED // max(1, X * weight_VD.shape[1]))
-    parts = [
-        checkpoint(_products, states_NTD[n : n + most], weight_VD, index_NX[n : n + most], use_reentrant=False)
-        for n in range(0, N, most)
-    ]
-    wide = torch.promote_types(states_NTD.dtype, torch.float32)
-    return torch.cat([states_NTD.new_zeros(0, states_NTD.shape[1], X), *parts]).to(wide)
-
-
-def _products(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-    return states_NTD @ F.embedding(index_NX, weight_VD).transpose(1, 2)
 
 
 def prefix_lattice(

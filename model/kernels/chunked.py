@@ -10,6 +10,7 @@ Shape suffixes: M rows, V vocabulary, D hidden, K gathered and S top columns; R 
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ctcdraft.model.kernels.cpu_top import merge_top
 
@@ -25,6 +27,7 @@ from ctcdraft.model.kernels.cpu_top import merge_top
 TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 CPU_ROWS = 2048
 GRADIENT_ROWS = 4096
+GATHERED = 1 << 22  # numbers of gathered rows that are there at a time
 LOG_2 = math.log(2.0)
 SAFE_BITS = 30  # |log2| up to which sums of exp2 are far from overflow and underflow in float32
 LEAST = 128  # rows or columns below which a GEMM itself gets slow
@@ -299,3 +302,20 @@ def _add_product(sum_RD: Tensor, left_RC: Tensor, right_CD: Tensor) -> None:
         sum_RD.addmm_(left_RC, right_CD)
     else:  # a half-precision sum would be rounded once per tile
         sum_RD.add_(torch.mm(left_RC, right_CD))
+
+
+def linear_gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+    """Logits of every slot at columns of its anchor [N, T, X], in float32 or wider: a small product per anchor.
+
+    The gathered rows [N, X, D] of the weight are never there at once, and are gathered anew in backward.
+    """
+    N, X = index_NX.shape
+    most = max(1, GATHERED // max(1, X * weight_VD.shape[1]))
+    anew = partial(checkpoint, _products, use_reentrant=False, preserve_rng_state=False)
+    parts = [anew(states_NTD[n : n + most], weight_VD, index_NX[n : n + most]) for n in range(0, N, most)]
+    wide = torch.promote_types(states_NTD.dtype, torch.float32)
+    return torch.cat([states_NTD.new_zeros(0, states_NTD.shape[1], X), *parts]).to(wide)
+
+
+def _products(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+    return states_NTD @ F.embedding(index_NX, weight_VD).transpose(1, 2)
