@@ -76,14 +76,16 @@ def _hardswish(x):
 
 
 @njit(cache=True)
-def _products(d, gate, key):
-    """d = gate @ key, four ranks at a time (their number is filled up to whole fours)."""
-    d[:] = 0
-    for r in range(0, len(gate), 4):
-        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
-        for k in range(len(d)):
-            total = d[k] + g0 * key[r, k]
-            d[k] = total + g1 * key[r + 1, k] + g2 * key[r + 2, k] + g3 * key[r + 3, k]
+def _products(out, weights, rows):
+    """out + weights @ rows, four rows at a time."""
+    fours = len(weights) // 4 * 4
+    for i in range(0, fours, 4):
+        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for x in range(len(out)):
+            out[x] += (w0 * rows[i, x] + w1 * rows[i + 1, x]) + (w2 * rows[i + 2, x] + w3 * rows[i + 3, x])
+    for i in range(fours, len(weights)):
+        for x in range(len(out)):
+            out[x] += weights[i] * rows[i, x]
 
 
 @njit(cache=True, parallel=True)
@@ -94,12 +96,11 @@ def _forward(
     N, T, K = index.shape
     R, U, J = slot.shape[2], emit_place.shape[2], successor.shape[2]
     for chunk in prange(threads):
-        fours = -(-R // 4) * 4
-        next_key = np.zeros((U + 1, fours, J), slot.dtype)
-        key = np.zeros((fours, K + 1), slot.dtype)  # the blank is one token more
-        d, gate = np.empty(J + K + 1, slot.dtype), np.zeros(fours, slot.dtype)
+        next_key = np.empty((U + 1, R, J), slot.dtype)
+        key = np.empty((R, K + 1), slot.dtype)  # the blank is one token more
+        d, gate = np.empty(J + K + 1, slot.dtype), np.empty(R, slot.dtype)
         seen = np.full(len(token), -1)  # the last slot (of all anchors) whose shortlist held a token
-        key[:R, K] = blank
+        key[:, K] = blank
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for s in range(U + 1):
                 for j in range(J):
@@ -115,6 +116,7 @@ def _forward(
                 for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
+                    d[:] = 0
                     _products(d[:J], gate, next_key[s])
                     _products(d[J:], gate, key)
                     blanked[n, t, s] = d[J + K]
