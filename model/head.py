@@ -50,7 +50,7 @@ class HeadConfig:
     transition: str = "none"
     shortlist: int = 32
     successors: int = 0
-    rank: int = 64
+    rank: int = 128
     recall: bool = False
     beam: int = 8
 
