@@ -44,6 +44,7 @@ VARIANTS = {
     "default": (),
     "default without recall": ("head.recall=false",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
+    "default without lookups": ("head.lookup=false",),
     "ctc without transition": ("head.transition=none",),
     "exact ctc without transition": ("head.transition=none", "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),

@@ -25,7 +25,7 @@ from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.base import Base
-from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses, embedded_labels
+from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = 8
@@ -103,7 +103,7 @@ def random_head(base, shape, transition):
     """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    config = HeadConfig(**sizes, transition=transition, shortlist=16, successors=16, recall=True)
+    config = HeadConfig(**sizes, transition=transition, shortlist=16, successors=16, lookup=True, recall=True)
     head = build_head(config, base.hidden_size)
     if head.transition is not None:
         head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
@@ -130,8 +130,7 @@ class Step:
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
         with self.timed("loss"):
-            labels = embedded_labels(self.base, batch, self.dtype)
-            out = draft_losses(self.head, OBJECTIVE, self.base, slots, batch, labels)
+            out = draft_losses(self.head, OBJECTIVE, self.base, slots, batch)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):

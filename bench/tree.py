@@ -53,7 +53,7 @@ class Draft:
             p.data.add_(torch.randn_like(p) * 0.05)
         self.decoder = Decoder(base, self.head, DraftConfig(nodes=NODES))
         ids = torch.randint(0, base.vocab_size, (1, CONTEXT), device=base.device)
-        self.hidden, self.root = base.hidden(ids).float(), ids
+        self.hidden, self.root, self.read = base.hidden(ids).float(), ids, ids[0].cpu().numpy()
         self.cache = self.head.new_cache(1, 2 * CONTEXT)
         self.head.step(self.hidden, base.embed(ids).float(), [CONTEXT], self.cache)
 
@@ -61,7 +61,7 @@ class Draft:
         read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], [ACCEPTED], self.cache
         decoder = self.decoder
         (drafted,) = self.head.drafts(*read, decoder.vocabulary)
-        decoder.tree_of(drafted)
+        decoder.tree_of(drafted, self.read)
         self.cache.lengths[:] = CONTEXT
 
 

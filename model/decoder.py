@@ -121,14 +121,21 @@ class Decoder:
         yield request.finished(self.base)
 
     def tree_of(
-        self, drafted: Lattice | Tree, max_depth: int | None = None, eos: NDArray[np.int64] | None = None
+        self,
+        drafted: Lattice | Tree,
+        read: NDArray[np.int64],
+        max_depth: int | None = None,
+        eos: NDArray[np.int64] | None = None,
     ) -> Tree:
-        """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings."""
+        """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
+
+        read: the tokens so far, the root last.
+        """
         leaves = np.array(self.base.eos_ids, np.int64) if eos is None else eos
         chain = self.draft.kind == "chain"
         if isinstance(drafted, Tree):
             return trees.chosen(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
-        return trees.search(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        return trees.search(drafted, self.draft.nodes, read=read, max_depth=max_depth, leaves=leaves, chain=chain)
 
     # -- one batch ------------------------------------------------------------------------------------------
 
@@ -295,7 +302,7 @@ class Decoder:
         return head.drafts(hidden_BLD.to(dtype), following_BL, counts, batch.head_cache, self.vocabulary)
 
     def _propose(self, request: Request, drafted: Lattice | Tree, ends: NDArray[np.int64]) -> Tree:
-        return self.tree_of(drafted, request.room, ends)
+        return self.tree_of(drafted, request.read, request.room, ends)
 
     # -- verification ---------------------------------------------------------------------------------------
 

@@ -26,7 +26,11 @@ KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
 MOST_FULL = 8192
 MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build; also of successors
-TABLED = ("transition.to_token", "transition.from_context")  # computed once for the whole vocabulary
+TABLED = (
+    "transition.to_token",
+    "transition.from_context",
+    "transition.from_lookup",
+)  # computed once for the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class HeadConfig:
 
     transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
-    product of that `rank`; or `none`. recall: slots look at the encoded positions before them. beam: of eagle's tree.
+    product of that `rank`; or `none`. lookup: it knows what followed when the last tokens were last read. recall: slots
+    look at the encoded positions before them. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -51,6 +56,7 @@ class HeadConfig:
     shortlist: int = 32
     successors: int = 0
     rank: int = 128
+    lookup: bool = False
     recall: bool = False
     beam: int = 8
 
@@ -61,12 +67,15 @@ class HeadConfig:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
         if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
-        if not isinstance(self.recall, bool):
-            raise ValueError(f"head.recall must be true or false, not {type(self.recall).__name__}")
+        for name in ("lookup", "recall"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
         if self.kind in ("medusa", "eagle") and self.recall:
             raise ValueError(f"head={self.kind} has no slots that could look back: leave head.recall at false")
+        if self.kind in ("medusa", "eagle") and self.lookup:
+            raise ValueError(f"head={self.kind} has no transition that could look up: leave head.lookup at false")
         for name, value in asdict(self).items():
-            if name in ("kind", "transition", "recall"):
+            if name in ("kind", "transition", "lookup", "recall"):
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
@@ -232,8 +241,8 @@ class SlotHead(Head):
         self.recall = Recall(M, config.mixer_heads, W) if config.recall else None
         if config.transition != "none":
             successors = config.successors if config.transition == "shortlist" else 0  # the whole vocabulary has them
-            with_blank = config.kind == "ctc"
-            self.transition = Transition(M, hidden_size, config.rank, successors, with_blank=with_blank)
+            parts = {"with_blank": config.kind == "ctc", "lookup": config.lookup}
+            self.transition = Transition(M, hidden_size, config.rank, successors, **parts)
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.config.layers + self.config.recall, batch, capacity)

@@ -110,6 +110,14 @@ class Request:
     hidden: Tensor | None = None
     seen_V: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self._ids = np.array([*self.prompt, *[0] * self.limit])
+
+    @property
+    def read(self) -> NDArray[np.int64]:
+        """The prompt and the tokens so far, the root last."""
+        return self._ids[: self.length]
+
     @property
     def root(self) -> int:
         return self.out.tokens[-1]
@@ -128,6 +136,7 @@ class Request:
         """Take a step's tokens, up to the first that ends the request."""
         self.following = [*accepted, bonus]
         for i, token in enumerate(self.following):
+            self._ids[self.length] = token
             self.out.tokens.append(token)
             self.out.drafted.append(i < len(accepted))
             if self.seen_V is not None:

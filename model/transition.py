@@ -49,14 +49,24 @@ class Mixed(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """B e(u), P w_v and the successors (-1: none) of every token [V, R], [V, R], [V, J]; C transposed and the blank's
-    vector. On the host, for drafting."""
+    """Of every token B e(u) [V, R], P w_v [V, R], the successors (-1: none) [V, J] and L e(u) [V, R] (no rows: nothing
+    is looked up); m of no, one and two tokens [3, R]; C transposed, the blank's vector. On the host, for drafting."""
 
     context_VR: NDArray[np.float32]
     token_VR: NDArray[np.float32]
     successor_VJ: NDArray[np.int32]
+    lookup_VR: NDArray[np.float32]
+    match_MR: NDArray[np.float32]
     carry_RR: NDArray[np.float32]
     blank_R: NDArray[np.float32]
+
+
+class LookedUp(NamedTuple):
+    """Behind the root and behind each label [N, S]: the token that followed the last time, -1 where there is none; and
+    how many of the last tokens were the same then (0, 1 or 2)."""
+
+    token_NS: Tensor
+    match_NS: Tensor
 
 
 class Known(NamedTuple):
@@ -117,7 +127,9 @@ class Transition(nn.Module):
 
     successor_VJ: Tensor
 
-    def __init__(self, slot_width: int, hidden_size: int, rank: int, successors: int, *, with_blank: bool) -> None:
+    def __init__(
+        self, slot_width: int, hidden_size: int, rank: int, successors: int, *, with_blank: bool, lookup: bool = False
+    ) -> None:
         super().__init__()
         table_VJ = torch.zeros(0, successors, dtype=torch.int32)
         self.register_buffer("successor_VJ", table_VJ, persistent=successors > 0)
@@ -128,6 +140,8 @@ class Transition(nn.Module):
         nn.init.zeros_(self.to_token.weight)
         nn.init.zeros_(self.carry.weight)
         self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
+        self.from_lookup = nn.Linear(hidden_size, rank, bias=False) if lookup else None
+        self.match_MR = nn.Parameter(torch.zeros(3, rank)) if lookup else None
 
     def learn_successors(self, table_VJ: Tensor) -> None:
         """Take the table [V, J] of token ids, likeliest first, -1 where there are fewer.
@@ -145,6 +159,24 @@ class Transition(nn.Module):
             return tokens_X.new_full((*tokens_X.shape, self.successor_VJ.shape[1]), -1)
         return F.embedding(tokens_X, self.successor_VJ).long()
 
+    def known(
+        self, mixed: Mixed, labels_NU: Tensor, root_N: Tensor, found: LookedUp | None, base: Base, shortlist: int
+    ) -> "Known":
+        """What it needs to follow labels [N, U] behind their roots [N]; found: what was looked up behind each, if it
+        looks up."""
+        embedded_NUD = base.embed(labels_NU).detach().to(mixed.root_NR.dtype)
+        label_NUR = self.contexts(embedded_NUD)
+        successor_NSJ = self.successors(torch.cat([root_N.unsqueeze(1), labels_NU], dim=1))
+        if found is not None and self.from_lookup is not None and self.match_MR is not None:
+            known_NS1 = found.token_NS.unsqueeze(2)
+            embedded_NSD = base.embed(found.token_NS.clamp(min=0)).detach().to(mixed.root_NR.dtype)
+            told_NSR = self.lookups(embedded_NSD).masked_fill(known_NS1 < 0, 0.0) + self.match_MR[found.match_NS]
+            mixed = mixed._replace(root_NR=mixed.root_NR + told_NSR[:, 0])
+            label_NUR = label_NUR + told_NSR[:, 1:]
+            successor_NSJ = successor_NSJ.masked_fill(successor_NSJ == known_NS1, -1)
+            successor_NSJ = torch.cat([known_NS1, successor_NSJ], dim=2)
+        return Known(self, mixed, label_NUR, self.tokens(base), successor_NSJ, shortlist)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         if (table := state_dict.get(f"{prefix}successor_VJ")) is not None:
             self.learn_successors(table)
@@ -158,6 +190,11 @@ class Transition(nn.Module):
         """B e(u), [..., R]."""
         return self.from_context(F.rms_norm(embedded_XD, embedded_XD.shape[-1:]))
 
+    def lookups(self, embedded_XD: Tensor) -> Tensor:
+        """L e(u), [..., R]."""
+        assert self.from_lookup is not None
+        return self.from_lookup(F.rms_norm(embedded_XD, embedded_XD.shape[-1:]))
+
     def tokens(self, base: Base) -> Tensor:
         """P w_v of every token of the base, [V, R]."""
         weight_VD = base.lm_weight.to(self.to_token.weight.dtype)
@@ -168,11 +205,15 @@ class Transition(nn.Module):
         """For the whole vocabulary, for drafting."""
         every_V = torch.arange(base.vocab_size, device=base.device)
         blank_R = self.carry.weight.new_zeros(len(self.carry.weight)) if self.blank_R is None else self.blank_R
-        context_VR = self.contexts(base.embed(every_V).to(self.to_token.weight.dtype))
+        embedded_VD = base.embed(every_V).to(self.to_token.weight.dtype)
+        looks_up = self.from_lookup is not None and self.match_MR is not None
+        none_0R = embedded_VD.new_zeros(0, len(self.carry.weight))
         return Tables(
-            _on_host(context_VR),
+            _on_host(self.contexts(embedded_VD)),
             _on_host(self.tokens(base)),
             self.successors(every_V).int().cpu().numpy(),
+            _on_host(self.lookups(embedded_VD) if looks_up else none_0R),
+            _on_host(none_0R if self.match_MR is None else self.match_MR),
             _on_host(self.carry.weight.T.contiguous()),
             _on_host(blank_R),
         )

@@ -64,7 +64,7 @@ class Tree:
 
 NO_TOKENS = np.zeros(0, np.int64)
 _ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-_NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _ROW)
+_NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _TABLE, _TABLE, _ROW)
 _NO_PLACES, _NONE_HELD = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.bool_)
 NOT_MOVED = Behind(0, _ROW, _TABLE, _NO_PLACES, _NONE_HELD, _TABLE, _TABLE, _ROW, _ROW, _NO_TABLES)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -74,13 +74,15 @@ def search(
     lattice: Lattice,
     nodes: int,
     *,
+    read: NDArray[np.int64] = NO_TOKENS,
     max_depth: int | None = None,
     leaves: NDArray[np.int64] | None = None,
     chain: bool = False,
 ) -> Tree:
     """The best `nodes` prefixes of the lattice by psi, at most `max_depth` deep.
 
-    Tokens in `leaves` (end of sequence) get no children. chain=True follows the best child only.
+    read: the tokens so far, the root last, for a transition that looks them up. Tokens in `leaves` (end of sequence)
+    get no children. chain=True follows the best child only.
     """
     depth = lattice.slots if max_depth is None else min(max_depth, lattice.slots)
     if nodes < 1 or depth < 1:
@@ -88,15 +90,15 @@ def search(
     ends = NO_TOKENS if leaves is None else leaves
     plain = lattice.emission, lattice.blank, lattice.tokens, ends, lattice.merge, nodes, depth, chain
     *behind, tables = NOT_MOVED if lattice.behind is None else lattice.behind
-    return Tree(*_search(*plain, lattice.behind is not None, *behind, *tables))  # type: ignore[call-arg]
+    return Tree(*_search(*plain, lattice.behind is not None, read, *behind, *tables))  # type: ignore[call-arg]
 
 
-def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
+def first_emissions(lattice: Lattice, read: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed; read: see `search`."""
     if lattice.behind is None:
         return lattice.emission, lattice.blank
     *behind, tables = lattice.behind
-    p, blanks = _first(lattice.emission, lattice.tokens, *behind, *tables)  # type: ignore[call-arg]
+    p, blanks = _first(lattice.emission, lattice.tokens, read, *behind, *tables)  # type: ignore[call-arg]
     return p[:, : len(lattice.tokens)], blanks
 
 
@@ -152,13 +154,14 @@ def _largest(values):
 
 @njit(cache=True)
 def _search(
-    emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving,
+    emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving, read,
     root_token, root, slot, place, held, log_p, every, rest, log_blank,
-    context, token, successor, carry, blank_vector,
+    context, token, successor, lookup, match, carry, blank_vector,
 ):  # fmt: skip
     T, C = emission.shape
-    J = successor.shape[1]
-    # Columns are what may follow a prefix: the candidates; then successors of its last token that are none of them
+    J = successor.shape[1] + (len(lookup) > 0)
+    # Columns are what may follow a prefix: the candidates; then of what was looked up and its last token's successors
+    # those that are none of them
     # (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
     columns = C + J + (J > 0)
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
@@ -170,12 +173,27 @@ def _search(
     p = np.zeros((rows, T, columns), np.float32)
     states, own = np.zeros((rows, len(root)), np.float32), np.full((rows, J), -1)
     at = _anchor(
-        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector
+        tokens,
+        emission,
+        read,
+        slot,
+        place,
+        held,
+        log_p,
+        every,
+        rest,
+        log_blank,
+        token,
+        successor,
+        lookup,
+        match,
+        carry,
+        blank_vector,
     )
     pb[0, 0] = 1.0
     if moving:
         states[0] = root
-        _place(own[0], root_token, at)
+        _place(own[0], states[0], read[-2] if len(read) > 1 else -1, root_token, at)
     else:
         p[0] = emission
     for t in range(T):
@@ -218,7 +236,7 @@ def _search(
         stays[n] = c
         if moving:
             _advance(states[n], states[g], context[said[n]], at)
-            stays[n] = _place(own[n], said[n], at)
+            stays[n] = _place(own[n], states[n], said[g] if g > 0 else root_token, said[n], at)
         for t in range(depth, T if merge else depth + 1):
             phi = pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]
             pn[n, t + 1] = phi * p[before, t, c]
@@ -233,18 +251,34 @@ def _search(
 
 @njit(cache=True)
 def _first(
-    emission, tokens, root_token, root, slot, place, held, log_p, every, rest, log_blank,
-    context, token, successor, carry, blank_vector,
+    emission, tokens, read, root_token, root, slot, place, held, log_p, every, rest, log_blank,
+    context, token, successor, lookup, match, carry, blank_vector,
 ):  # fmt: skip
     """What slots emit behind the empty prefix."""
-    (T, C), J = emission.shape, successor.shape[1]
+    (T, C), J = emission.shape, successor.shape[1] + (len(lookup) > 0)
     p, blanks = np.zeros((T, C + J + (J > 0)), np.float32), np.empty(T, np.float32)
     at = _anchor(
-        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector
+        tokens,
+        emission,
+        read,
+        slot,
+        place,
+        held,
+        log_p,
+        every,
+        rest,
+        log_blank,
+        token,
+        successor,
+        lookup,
+        match,
+        carry,
+        blank_vector,
     )
-    _place(np.full(J, -1), root_token, at)
+    state = root.copy()
+    _place(np.full(J, -1), state, read[-2] if len(read) > 1 else -1, root_token, at)
     for t in range(T):
-        blanks[t] = _emit(p[t], t, root, root_token, -1, at)
+        blanks[t] = _emit(p[t], t, state, root_token, -1, at)
     return p, blanks
 
 
@@ -297,11 +331,12 @@ def _advance(state, before, step, at):
 
 class _Anchor(NamedTuple):
     """What `_emit` reads, bundled within compiled code, where that is free: see `Behind`. key [T, R, K]: P w_v of the
-    shortlists; next_key [R, J] and column [J]: P w_v of the last token's successors, and where they stand; then room
-    for intermediate results."""
+    shortlists; next [J], next_key [R, J] and column [J]: what was looked up and the last token's successors, their
+    P w_v, and where they stand; then room for intermediate results."""
 
     tokens: Any
     emission: Any
+    read: Any
     slot: Any
     place: Any
     held: Any
@@ -311,9 +346,12 @@ class _Anchor(NamedTuple):
     log_blank: Any
     token: Any
     successor: Any
+    lookup: Any
+    match: Any
     carry: Any
     blank_vector: Any
     key: Any
+    next: Any
     next_key: Any
     column: Any
     gate: Any
@@ -323,28 +361,63 @@ class _Anchor(NamedTuple):
 
 
 @njit(cache=True)
-def _anchor(tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector):
-    (T, K), J, R = log_p.shape, successor.shape[1], slot.shape[1]
+def _anchor(
+    tokens, emission, read, slot, place, held, log_p, every, rest, log_blank,
+    token, successor, lookup, match, carry, blank_vector,
+):  # fmt: skip
+    (T, K), J, R = log_p.shape, successor.shape[1] + (len(lookup) > 0), slot.shape[1]
     key = np.empty((T, R, K), np.float32)
     for t in range(T):
         _transposed(key[t], token, tokens[place[t]])
     room = K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
     return _Anchor(
-        tokens, emission, slot, place, held, log_p, every, rest, log_blank, token, successor, carry, blank_vector,
-        key, np.zeros((R, J), np.float32), np.empty(J, np.int64), np.empty(R, np.float32),
+        tokens, emission, read, slot, place, held, log_p, every, rest, log_blank,
+        token, successor, lookup, match, carry, blank_vector,
+        key, np.empty(J, np.int64), np.zeros((R, J), np.float32), np.empty(J, np.int64), np.empty(R, np.float32),
         np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
     )  # fmt: skip
 
 
 @njit(cache=True)
-def _place(own, last, at):
-    """The column of a prefix's last token; `own` takes the tokens of its own columns, `at` what it
-    says of successors."""
-    C = len(at.tokens)
+def _followed(read, before, last):
+    """(token, match): what followed the latest place where (before, last) were read one after the other, match 2, or
+    else the latest where `last` was, match 1; (-1, 0): nowhere."""
+    token = -1
+    for i in range(len(read) - 2, -1, -1):
+        if read[i] == last:
+            if i > 0 and read[i - 1] == before:
+                return read[i + 1], 2
+            if token < 0:
+                token = read[i + 1]
+    return token, 1 if token >= 0 else 0
+
+
+@njit(cache=True)
+def look_up(read, labels, token, match):
+    """What followed the last time, behind the tokens read and each label after them, into token and match [S]."""
+    before, last = read[-2] if len(read) > 1 else -1, read[-1]
+    token[0], match[0] = _followed(read, before, last)
+    for u in range(len(labels)):
+        before, last = last, labels[u]
+        token[u + 1], match[u + 1] = _followed(read, before, last)
+
+
+@njit(cache=True)
+def _place(own, state, before, last, at):
+    """The column of a prefix's last token; `own` takes the tokens of its own columns, `at` what it says of tokens that
+    may follow, the state what was looked up."""
+    C, looks_up = len(at.tokens), len(at.lookup) > 0
     stay = _column(at.tokens, last)
-    _transposed(at.next_key, at.token, at.successor[last])
-    for j in range(len(own)):
+    if looks_up:
+        at.next[0], match = _followed(at.read, before, last)
+        for r in range(len(state)):
+            state[r] += at.match[match, r] + (at.lookup[at.next[0], r] if match > 0 else np.float32(0.0))
+    for j in range(at.successor.shape[1]):
         v = at.successor[last, j]
+        at.next[j + looks_up] = -1 if looks_up and v == at.next[0] else v
+    _transposed(at.next_key, at.token, at.next)
+    for j in range(len(own)):
+        v = at.next[j]
         at.column[j] = _column(at.tokens, v)
         if at.column[j] < 0:
             at.column[j], own[j] = C + j, v
@@ -390,7 +463,7 @@ def _emit(p, t, state, last, stay, at):
         share += gate[r] * at.blank_vector[r]
     moved[:K] = at.log_p[t]
     for j in range(J):
-        v = at.successor[last, j]
+        v = at.next[j]
         counts[j] = v >= 0 and (at.column[j] >= C or not at.held[t, at.column[j]])
         moved[K + j] = moved[K + J + j] = at.every[t, max(v, 0)]
     _products(moved[:K], gate, at.key[t])

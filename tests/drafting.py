@@ -12,7 +12,7 @@ from ctcdraft.model.tree import Tree
 SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 7, "rank": 8, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="shortlist", successors=5, recall=True, **SIZES),
+    HeadConfig("ctc", transition="shortlist", successors=5, lookup=True, recall=True, **SIZES),
     HeadConfig("parallel", recall=True, **SIZES),
     HeadConfig("parallel", transition="shortlist", **SIZES),
     HeadConfig("medusa", **SIZES),

@@ -34,6 +34,7 @@ from ctcdraft.train.task import (
     draft_losses,
     embedded_labels,
     head_for,
+    read_at,
     roots_of,
 )
 
@@ -247,7 +248,7 @@ class _Gate:
         whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
         want_NT = whole[:, -1].view(N, T)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
-        firsts = [first_emissions(lattice) for lattice in lattices]
+        firsts = [first_emissions(lattice, read) for lattice, read in zip(lattices, read_at(self.batch), strict=True)]
         drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)
         emitted = torch.tensor(firsts[0][0], device=want_NT.device)
         tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
@@ -266,7 +267,7 @@ class _Gate:
         return embedded_labels(self.base, self.batch, torch.float32)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
-        return draft_losses(self.head, self.objective, self.base, slots, self.batch, self._labels())
+        return draft_losses(self.head, self.objective, self.base, slots, self.batch)
 
     def _drafted(self) -> list[Lattice | Tree]:
         hidden, _ = base_features(self.base, self.batch, torch.float32)
@@ -323,8 +324,8 @@ class _Gate:
         slots, decoder = self._slots(), Decoder(self.base, self.head, self.draft)
         psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
         worst, held, able = 0.0, 0, 0
-        for n, drafted in enumerate(self._drafted()):
-            tree, count = decoder.tree_of(drafted), int(can_NU[n].sum())
+        for n, (drafted, read) in enumerate(zip(self._drafted(), read_at(self.batch), strict=True)):
+            tree, count = decoder.tree_of(drafted, read), int(can_NU[n].sum())
             path = tree.path_of(self.batch.labels_NU[n, :count].tolist())
             held, able = held + len(path), able + min(count, self.draft.nodes)
             for k, node in enumerate(path):

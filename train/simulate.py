@@ -12,7 +12,7 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
-from ctcdraft.train.task import base_features, document_sight, roots_of
+from ctcdraft.train.task import base_features, document_sight, read_at, roots_of
 
 ANCHORS_PER_SEQUENCE = 8
 LOGGED_ANCHORS = 32
@@ -80,4 +80,5 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
     anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
     drafted = head.drafts_at(hidden, roots_of(batch), *anchors, decoder.vocabulary)
-    return [(decoder.tree_of(one), row[:length]) for one, (row, length) in zip(drafted, known, strict=True)]
+    found = zip(drafted, read_at(batch), known, strict=False)  # of a batch's first
+    return [(decoder.tree_of(one, read), row[:length]) for one, read, (row, length) in found]

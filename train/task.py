@@ -1,9 +1,12 @@
 """What one training step computes: base hidden states, the head's slots, the loss, and its figures."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ctcdraft.data.batches import Batch
@@ -14,7 +17,8 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig, Slots, build_head
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
-from ctcdraft.model.transition import Known
+from ctcdraft.model.transition import LookedUp
+from ctcdraft.model.tree import look_up
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class DraftTask(nn.Module):
         label_NUD = embedded_labels(base, batch, hidden_BLD.dtype)
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
         slots = self.head(hidden_BLD, root_BLD, *anchors, label_NUD)
-        out = draft_losses(self.head, self.objective, base, slots, batch, label_NUD)
+        out = draft_losses(self.head, self.objective, base, slots, batch)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             psi_NU = out.log_psi_NU.exp() * (columns < batch.lengths_N.unsqueeze(1))
@@ -100,17 +104,14 @@ def embedded_labels(base: Base, batch: Batch, dtype: torch.dtype) -> Tensor:
     return base.embed(batch.labels_NU).to(dtype)
 
 
-def draft_losses(
-    head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch, label_NUD: Tensor
-) -> AnchorLoss:
-    """The loss of a batch's anchors from their slots; label_NUD: `embedded_labels`."""
+def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch) -> AnchorLoss:
+    """The loss of a batch's anchors from their slots."""
     dtype, known = slots.states_NTD.dtype, None
     if head.transition is not None and slots.mixed is not None:
-        label_NUR, token_VR = head.transition.contexts(label_NUD), head.transition.tokens(base)
-        root_N1 = roots_of(batch)[batch.batch_N, batch.position_N].unsqueeze(1)
-        successor_NSJ = head.transition.successors(torch.cat([root_N1, batch.labels_NU], dim=1))
+        root_N = roots_of(batch)[batch.batch_N, batch.position_N]
+        found = looked_up(batch) if head.config.lookup else None
         shortlist = head.shortlist(base.vocab_size)
-        known = Known(head.transition, slots.mixed, label_NUR, token_VR, successor_NSJ, shortlist)
+        known = head.transition.known(slots.mixed, batch.labels_NU, root_N, found, base, shortlist)
     return anchor_losses(
         slots.states_NTD,
         base.lm_weight.to(dtype),
@@ -138,6 +139,24 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor,
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLD.to(dtype), root_BLD.to(dtype)
+
+
+def read_at(batch: Batch) -> Iterator[NDArray[np.int64]]:
+    """The tokens of each anchor's document up to its root, on the host."""
+    ids_BL = batch.ids_BL.cpu().numpy()
+    place_BL = None if batch.place_BL is None else batch.place_BL.cpu().numpy()
+    for row, position in zip(batch.batch_N.tolist(), batch.position_N.tolist(), strict=True):
+        start = 0 if place_BL is None else position - int(place_BL[row, position])
+        yield ids_BL[row, start : position + 2]
+
+
+def looked_up(batch: Batch) -> LookedUp:
+    """What followed the last time, behind the root and each label of every anchor."""
+    labels = batch.labels_NU.cpu().numpy()
+    token_NS, match_NS = np.empty((2, len(labels), labels.shape[1] + 1), np.int64)
+    for n, read in enumerate(read_at(batch)):
+        look_up(read, labels[n], token_NS[n], match_NS[n])
+    return LookedUp(*(torch.from_numpy(part).to(batch.ids_BL.device) for part in (token_NS, match_NS)))
 
 
 def roots_of(batch: Batch) -> Tensor:

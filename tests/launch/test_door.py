@@ -35,8 +35,8 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
     for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
         part, plain = getattr(config, name), type(getattr(config, name))()
         if name == "head":  # the simplest head has no transition and no recall, the default one has
-            assert (part.transition, part.successors, part.recall) == ("shortlist", 16, True)
-            plain = replace(plain, transition="shortlist", shortlist=16, successors=16, recall=True)
+            assert (part.transition, part.successors, part.lookup, part.recall) == ("shortlist", 16, True, True)
+            plain = replace(plain, transition="shortlist", shortlist=16, successors=16, lookup=True, recall=True)
         assert part == plain, name
 
 

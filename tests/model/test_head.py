@@ -71,6 +71,8 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
         ({"kind": "hydra"}, "unknown"),
         ({"kind": "medusa", "recall": True}, "leave head.recall at false"),
         ({"recall": "yes"}, "must be true or false"),
+        ({"kind": "eagle", "lookup": True}, "leave head.lookup at false"),
+        ({"lookup": 1}, "head.lookup must be true or false, not int"),
         ({"beam": True}, "head.beam must be a whole number, not bool"),
         ({"rank": 8.0}, "must be a whole number"),
         ({"mixer_layers": 2**63}, "head.mixer_layers must be at most 256"),

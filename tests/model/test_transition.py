@@ -7,12 +7,13 @@ import torch
 from drafting import random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lookups import followed
 
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import Vocabulary, candidates
 from ctcdraft.model.kernels import Prefixes, moved_shortlist
 from ctcdraft.model.objective import anchor_losses
-from ctcdraft.model.transition import Known, Mixed, Transition
+from ctcdraft.model.transition import Known, LookedUp, Mixed, Transition
 from ctcdraft.model.tree import search
 
 D, RANK = 6, 4
@@ -170,35 +171,36 @@ def test_a_fresh_transition_changes_nothing(base):
 
 @pytest.mark.parametrize("kind", ["ctc", "parallel"])
 @pytest.mark.parametrize(("form", "successors"), [("shortlist", 0), ("shortlist", 6), ("full", 0)])
-def test_the_tree_has_the_psi_that_training_computes(base, kind, form, successors):
+@pytest.mark.parametrize("lookup", [False, True])
+def test_the_tree_has_the_psi_that_training_computes(base, kind, form, successors, lookup):
     sizes = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 12 - successors, "rank": 8}
-    head = random_head(HeadConfig(kind, transition=form, successors=successors, **sizes), base)
+    head = random_head(HeadConfig(kind, transition=form, successors=successors, lookup=lookup, **sizes), base)
     table = torch.randint(-1, base.vocab_size, (base.vocab_size, successors))
     table[::3, :1] = torch.arange(base.vocab_size)[::3, None]  # some are their own successors
     head.transition.learn_successors(table)
     hidden, root = torch.randn(3, 4, base.hidden_size).double(), torch.randn(3, 4, base.hidden_size).double()
     slots = head.step(hidden, root, [4, 4, 4], head.new_cache(3, 32))
-    roots, checked = [4, 0, 3], 0
-    drafted = candidates(slots, torch.tensor(roots), head, head.vocabulary(base, 1))
-    for n, lattice in enumerate(drafted.lattices()):
-        tree = search(lattice, 40)
+    reads, checked = [torch.randint(8, (length,)).tolist() for length in (1, 9, 40)], 0
+    drafted = candidates(slots, torch.tensor([read[-1] for read in reads]), head, head.vocabulary(base, 1))
+    for n, (lattice, read) in enumerate(zip(drafted.lattices(), reads, strict=True)):
+        tree = search(lattice, 40, read=np.array(read))
         for node in range(len(tree)):
             path, at = [], node
             while at >= 0:
                 path.insert(0, int(tree.tokens[at]))
                 at = int(tree.parents[at])
-            want = float(training_psi(head, base, slots, n, roots[n], path).detach())
+            want = float(training_psi(head, base, slots, n, read, path).detach())
             assert abs(want - float(tree.psi[node])) < 1e-5 * max(1.0, want)
             checked += len(path) > 1
     assert checked > 20
 
 
-def training_psi(head, base, slots, n, root, path):
-    label_NUR = head.transition.contexts(base.embed(torch.tensor([path])))
+def training_psi(head, base, slots, n, read, path):
     mixed = Mixed(*(part[n : n + 1] for part in slots.mixed))
-    successor_NSJ = head.transition.successors(torch.tensor([[root, *path]]))
-    token_VR, shortlist = head.transition.tokens(base), head.shortlist(base.vocab_size)
-    known = Known(head.transition, mixed, label_NUR, token_VR, successor_NSJ, shortlist)
+    told = torch.tensor([[followed(read, path[:k]) for k in range(len(path) + 1)]])
+    found = LookedUp(told[:, :, 0], told[:, :, 1]) if head.config.lookup else None
+    given = torch.tensor([path]), torch.tensor(read[-1:]), found
+    known = head.transition.known(mixed, *given, base, head.shortlist(base.vocab_size))
     blank = None if slots.blank_NT is None else slots.blank_NT[n : n + 1]
     out = anchor_losses(
         slots.states_NTD[n : n + 1],

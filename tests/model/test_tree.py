@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattices import lattice_from_logits
+from lookups import followed
 
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.transition import Mixed, Tables
@@ -59,8 +60,9 @@ def test_without_merging_psi_is_the_product_of_the_slots(T, V, nodes, seed):
     assert len(tree) == min(nodes, sum(V**k for k in range(1, T + 1)))
 
 
-def moving_lattice(T, V, seed, R=4, K=2, J=0):
-    """Random slots over a vocabulary, with a transition over shortlists of K tokens and J successors of each token."""
+def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False):
+    """Random slots over a vocabulary, with a transition over shortlists of K tokens and J successors of each token, and
+    lookups."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -70,13 +72,14 @@ def moving_lattice(T, V, seed, R=4, K=2, J=0):
     successor = np.where(rng.random(successor.shape) > 0.2, successor, -1).astype(np.int32)
     # Small moves: float32 knows what is outside a shortlist to 1e-7, which shows where all inside is moved far down.
     context, token, carry = normal(V, R).numpy(), normal(V, R).numpy() / 2, normal(R, R).numpy() / 4
-    tables = Tables(context, token, successor, carry, normal(R).numpy() / 2)
+    looked_up = normal(V if lookup else 0, R).numpy() / 2
+    tables = Tables(context, token, successor, looked_up, normal(3, R).numpy() / 2, carry, normal(R).numpy() / 2)
     mixed, root = Mixed(normal(1, T, R), normal(1, R)), torch.tensor([int(rng.integers(V))])
     drafted = movable_candidates_of(normal(1, T, V), normal(1, T), mixed, root, tables, min(K, V))
     return drafted.lattices()[0]
 
 
-def emitted(lattice, t, prefix):
+def emitted(lattice, t, prefix, read):
     """p_t of all tokens and of the blank behind a prefix, in float64; and which of them may be put forward."""
     b = lattice.behind
     tables = b.tables
@@ -84,12 +87,20 @@ def emitted(lattice, t, prefix):
     def hardswish(x):
         return x * np.clip(x + 3, 0, 6) / 6
 
-    state = b.root.astype(float)
-    for token in prefix:
-        state = tables.context_VR[token] + tables.carry_RR.T.astype(float) @ hardswish(state)
+    def told(length):
+        if not len(tables.lookup_VR):
+            return 0.0
+        token, match = followed(read, prefix[:length])
+        return tables.match_MR[match] + (tables.lookup_VR[token] if match else 0.0)
+
+    state = b.root + told(0)
+    for k, token in enumerate(prefix):
+        state = tables.context_VR[token] + told(k + 1) + tables.carry_RR.T.astype(float) @ hardswish(state)
     gate = hardswish(b.slot[t] + state)
     last = prefix[-1] if prefix else b.root_token
     nexts = {v for v in tables.successor_VJ[last].tolist() if v >= 0}
+    if len(tables.lookup_VR) and followed(read, prefix)[1]:
+        nexts.add(followed(read, prefix)[0])
     moved = {*lattice.tokens[b.place[t]].tolist(), *nexts}
     p = np.exp(b.every[t].astype(float))
     for v in moved:
@@ -98,14 +109,14 @@ def emitted(lattice, t, prefix):
     return p / (p.sum() + blank), blank / (p.sum() + blank), {*lattice.tokens.tolist(), *nexts}
 
 
-def brute_starts(lattice):
+def brute_starts(lattice, read=()):
     """{prefix: psi}: the probability that a slot writes the prefix's last token, summed over slots."""
     T, psi = lattice.slots, {}
 
     def go(t, output, previous, p):
         if t == T:
             return
-        emission, blank, forward = emitted(lattice, t, output)
+        emission, blank, forward = emitted(lattice, t, output, read)
         go(t + 1, output, -1, p * blank)
         if previous >= 0:
             go(t + 1, output, previous, p * emission[previous])
@@ -119,10 +130,19 @@ def brute_starts(lattice):
 
 
 @settings(max_examples=60, deadline=None)
-@given(T=st.integers(1, 4), V=st.integers(1, 4), K=st.integers(1, 4), J=st.integers(0, 3), seed=st.integers(0, 9999))
-def test_a_transition_lattice_is_exact(T, V, K, J, seed):
-    lattice = moving_lattice(T, V, seed, K=K, J=J)
-    tree, psi = search(lattice, 40), brute_starts(lattice)
+@given(
+    T=st.integers(1, 4),
+    V=st.integers(1, 4),
+    K=st.integers(1, 4),
+    J=st.integers(0, 3),
+    read=st.lists(st.integers(0, 3), max_size=8),
+    seed=st.integers(0, 9999),
+)
+def test_a_transition_lattice_is_exact(T, V, K, J, read, seed):
+    """`read`: without tokens nothing is looked up, else they end in the root."""
+    lattice = moving_lattice(T, V, seed, K=K, J=J, lookup=bool(read))
+    read = [*(min(token, V - 1) for token in read[1:]), lattice.behind.root_token] if read else []
+    tree, psi = search(lattice, 40, read=np.array(read, np.int64)), brute_starts(lattice, read)
     for path, value in zip(prefixes(tree), tree.psi, strict=True):
         assert abs(value - psi[path]) < 1e-5
     best = sorted(psi.values(), reverse=True)[: len(tree)]

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
+from lookups import followed
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import HeadConfig, build_head, load_base
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, looked_up
 
 LONGEST = 64
 
@@ -18,7 +19,7 @@ def corpus(tmp_path_factory):
     rng = np.random.default_rng(0)
     examples = []
     for _ in range(12):
-        ids = rng.integers(4, 250, int(rng.integers(6, 40))).tolist()
+        ids = rng.integers(4, 30, int(rng.integers(6, 40))).tolist()
         mask = [int(i >= len(ids) // 3) for i in range(len(ids))]
         examples.append(Example(ids, mask, ids))
     folder = tmp_path_factory.mktemp("corpus")
@@ -40,13 +41,16 @@ def losses(base, task, sampler):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("kind", "recall"), [("ctc", False), ("ctc", True), ("medusa", False)])
-def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind, recall):
+@pytest.mark.parametrize(("kind", "whole"), [("ctc", False), ("ctc", True), ("medusa", False)])
+def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind, whole):
+    """whole: with recall, and with a transition that looks up."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     base.model.set_attn_implementation(attention)
     torch.manual_seed(0)
-    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": recall}
-    head = build_head(HeadConfig(kind=kind, **sizes), 32).double()
+    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": whole, "lookup": whole}
+    head = build_head(HeadConfig(kind=kind, transition="shortlist" if whole else "none", **sizes), 32).double()
+    if head.transition is not None:
+        torch.nn.init.normal_(head.transition.to_token.weight)
     if kind == "medusa":
         torch.nn.init.normal_(head.weight, std=0.1)
     objective = ObjectiveConfig("prefix_ctc" if kind == "ctc" else "cross_entropy", labels=4)
@@ -59,6 +63,21 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     assert packed_anchors == anchors > 100
     assert abs(got - want) < 1e-9 * want  # float64, sums in another order
     assert torch.allclose(packed_gradient, gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_looked_up_was_read_in_the_same_document(corpus):
+    sampler = Sampler(corpus, batch=1, pack=True, anchors=100, labels=4, max_length=LONGEST, seed=0)
+    batch = sampler.collate(0, slice(None))
+    assert len(sampler.members[sampler.sequences(0)[0]]) > 1
+    found, matches = looked_up(batch), set()
+    for n, (row, position) in enumerate(zip(batch.batch_N.tolist(), batch.position_N.tolist(), strict=True)):
+        own = batch.document_BL[row] == batch.document_BL[row, position]
+        read = batch.ids_BL[row, : position + 2][own[: position + 2]].tolist()
+        for s in range(5):
+            token, match = followed(read, batch.labels_NU[n, :s].tolist())
+            assert (int(found.token_NS[n, s]), int(found.match_NS[n, s])) == (token, match)
+            matches.add(match)
+    assert matches == {0, 1, 2}
 
 
 def test_without_the_document_mask_the_loss_is_another(tmp_path, corpus):
