@@ -4,7 +4,10 @@ A slot's k likeliest tokens, and the j tokens that most often follow the last on
 what is outside of this shortlist S_t(g) keeps its logit:
 
     p_t(v | g) ~ exp(z_t(v) + [v in S_t(g)] delta_t(g, v)),   delta_t(g, v) = <P w_v, hardswish(A s_t + r(g))>
-    r(empty) = B e(root),   r(gu) = B e(u) + C hardswish(r(g))
+    r(empty) = B e(root) + l(empty),   r(gu) = B e(u) + C hardswish(r(g)) + l(gu),   l(g) = L e(c(g)) + m_n(g)
+
+c(g), which is in S_t(g) too, followed when the last n = 2 tokens, or else n = 1, were last read (`tree.look_up`): texts
+repeat themselves.
 
 A slot that cannot know which word will have begun has all their endings far down its list; behind a given beginning
 they are the few successors that it has.
@@ -119,7 +122,7 @@ class Moved(NamedTuple):
 
 
 class Transition(nn.Module):
-    """A, B, C, P, and the blank's vector. It begins as none: C, P and the blank's vector start at 0.
+    """A, B, C, L, P, m, and the blank's vector. It begins as none: C, P, m and the blank's vector start at 0.
 
     Embeddings and rows of the LM head come in at the scale of 1, since bases differ in theirs by orders of magnitude.
     successor_VJ: what often follows each token, from data (`learn_successors`); without rows: nothing does.
