@@ -37,6 +37,23 @@ def test_greedy_output_is_the_base_models_own(base, config, draft):
         assert speculative.generate(prompt, 40).tokens == want
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_every_draft_looks_up_all_that_was_read(base, monkeypatch, fixed):
+    decoder = Decoder(base, random_head(HEADS[1], base), DraftConfig("tree", 9))
+    decoder.graphs = fixed
+    reads, tree_of = [], decoder.tree_of
+    monkeypatch.setattr(
+        decoder, "tree_of", lambda one, read, *rest: reads.append(read.tolist()) or tree_of(one, read, *rest)
+    )
+    prompt = prompts(1, seed=4)[0]
+    found = decoder.generate(prompt, 40)
+    whole, length = [*prompt, *found.tokens], len(prompt) + 1
+    assert len(reads) == len(found.accepted) > 5
+    for read, accepted in zip(reads, found.accepted, strict=True):
+        assert read == whole[:length]
+        length += accepted + 1
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_scripted_drafts_are_accepted_and_the_cache_equals_a_fresh_prefill(tmp_path, family):
     base = load_base(str(write_base(tmp_path / "b", family, eos_token_id=259)), dtype="fp64")
