@@ -142,7 +142,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
-        reason = str(error).split("\n")[0]
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
     dtype = next(iter(state.values())).dtype
     return head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)

@@ -26,11 +26,8 @@ KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
 MOST_FULL = 8192
 MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build; also of successors
-TABLED = (
-    "transition.to_token",
-    "transition.from_context",
-    "transition.from_lookup",
-)  # computed once for the whole vocabulary
+# What is computed once for the whole vocabulary:
+TABLED = ("transition.to_token", "transition.from_context", "transition.lookup")
 
 
 @dataclass(frozen=True)
@@ -65,15 +62,14 @@ class HeadConfig:
             raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
         if self.transition not in TRANSITIONS:
             raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
-        if self.kind in ("medusa", "eagle") and self.transition != "none":
+        bare = self.kind in ("medusa", "eagle")
+        if bare and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
-        for name in ("lookup", "recall"):
+        for name, what in (("lookup", "transition that could look up"), ("recall", "slots that could look back")):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
-        if self.kind in ("medusa", "eagle") and self.recall:
-            raise ValueError(f"head={self.kind} has no slots that could look back: leave head.recall at false")
-        if self.kind in ("medusa", "eagle") and self.lookup:
-            raise ValueError(f"head={self.kind} has no transition that could look up: leave head.lookup at false")
+            if bare and getattr(self, name):
+                raise ValueError(f"head={self.kind} has no {what}: leave head.{name} at false")
         for name, value in asdict(self).items():
             if name in ("kind", "transition", "lookup", "recall"):
                 continue

@@ -22,6 +22,7 @@ Shape suffixes: N anchors, T slots, K shortlist, J successors, S contexts (prefi
 of the base.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,8 +122,27 @@ class Moved(NamedTuple):
     coverage_T: Tensor
 
 
+class Lookup(nn.Module):
+    """l(g) = L e(c(g)) + m_n(g): what the state is told of what was looked up; m starts at 0."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.from_token = nn.Linear(hidden_size, rank, bias=False)
+        self.match_MR = nn.Parameter(torch.zeros(3, rank))
+
+    def tokens(self, embedded_XD: Tensor) -> Tensor:
+        """L e(u), [..., R]."""
+        return self.from_token(_normed(embedded_XD))
+
+    def forward(self, found: LookedUp, base: Base) -> Tensor:
+        """l(g) behind the root and behind each label, [N, S, R]."""
+        nothing_NS1 = found.match_NS.unsqueeze(2) == 0
+        told_NSR = _of_tokens(self.tokens, found.token_NS.clamp(min=0), base, self.match_MR.dtype)
+        return told_NSR.masked_fill(nothing_NS1, 0.0) + self.match_MR[found.match_NS]
+
+
 class Transition(nn.Module):
-    """A, B, C, L, P, m, and the blank's vector. It begins as none: C, P, m and the blank's vector start at 0.
+    """A, B, C, P, the blank's vector, and what looks up. It begins as none: C, P and the blank's vector start at 0.
 
     Embeddings and rows of the LM head come in at the scale of 1, since bases differ in theirs by orders of magnitude.
     successor_VJ: what often follows each token, from data (`learn_successors`); without rows: nothing does.
@@ -143,8 +163,7 @@ class Transition(nn.Module):
         nn.init.zeros_(self.to_token.weight)
         nn.init.zeros_(self.carry.weight)
         self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
-        self.from_lookup = nn.Linear(hidden_size, rank, bias=False) if lookup else None
-        self.match_MR = nn.Parameter(torch.zeros(3, rank)) if lookup else None
+        self.lookup = Lookup(hidden_size, rank) if lookup else None
 
     def learn_successors(self, table_VJ: Tensor) -> None:
         """Take the table [V, J] of token ids, likeliest first, -1 where there are fewer.
@@ -167,17 +186,15 @@ class Transition(nn.Module):
     ) -> "Known":
         """What it needs to follow labels [N, U] behind their roots [N]; found: what was looked up behind each, if it
         looks up."""
-        embedded_NUD = base.embed(labels_NU).detach().to(mixed.root_NR.dtype)
-        label_NUR = self.contexts(embedded_NUD)
+        label_NUR = _of_tokens(self.contexts, labels_NU, base, mixed.root_NR.dtype)
         successor_NSJ = self.successors(torch.cat([root_N.unsqueeze(1), labels_NU], dim=1))
-        if found is not None and self.from_lookup is not None and self.match_MR is not None:
-            known_NS1 = found.token_NS.unsqueeze(2)
-            embedded_NSD = base.embed(found.token_NS.clamp(min=0)).detach().to(mixed.root_NR.dtype)
-            told_NSR = self.lookups(embedded_NSD).masked_fill(known_NS1 < 0, 0.0) + self.match_MR[found.match_NS]
+        if found is not None and self.lookup is not None:
+            told_NSR = self.lookup(found, base)
             mixed = mixed._replace(root_NR=mixed.root_NR + told_NSR[:, 0])
             label_NUR = label_NUR + told_NSR[:, 1:]
-            successor_NSJ = successor_NSJ.masked_fill(successor_NSJ == known_NS1, -1)
-            successor_NSJ = torch.cat([known_NS1, successor_NSJ], dim=2)
+            found_NS1 = found.token_NS.unsqueeze(2)
+            successor_NSJ = successor_NSJ.masked_fill(successor_NSJ == found_NS1, -1)
+            successor_NSJ = torch.cat([found_NS1, successor_NSJ], dim=2)
         return Known(self, mixed, label_NUR, self.tokens(base), successor_NSJ, shortlist)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -191,12 +208,7 @@ class Transition(nn.Module):
 
     def contexts(self, embedded_XD: Tensor) -> Tensor:
         """B e(u), [..., R]."""
-        return self.from_context(F.rms_norm(embedded_XD, embedded_XD.shape[-1:]))
-
-    def lookups(self, embedded_XD: Tensor) -> Tensor:
-        """L e(u), [..., R]."""
-        assert self.from_lookup is not None
-        return self.from_lookup(F.rms_norm(embedded_XD, embedded_XD.shape[-1:]))
+        return self.from_context(_normed(embedded_XD))
 
     def tokens(self, base: Base) -> Tensor:
         """P w_v of every token of the base, [V, R]."""
@@ -209,14 +221,13 @@ class Transition(nn.Module):
         every_V = torch.arange(base.vocab_size, device=base.device)
         blank_R = self.carry.weight.new_zeros(len(self.carry.weight)) if self.blank_R is None else self.blank_R
         embedded_VD = base.embed(every_V).to(self.to_token.weight.dtype)
-        looks_up = self.from_lookup is not None and self.match_MR is not None
         none_0R = embedded_VD.new_zeros(0, len(self.carry.weight))
         return Tables(
             _on_host(self.contexts(embedded_VD)),
             _on_host(self.tokens(base)),
             self.successors(every_V).int().cpu().numpy(),
-            _on_host(self.lookups(embedded_VD) if looks_up else none_0R),
-            _on_host(none_0R if self.match_MR is None else self.match_MR),
+            _on_host(none_0R if self.lookup is None else self.lookup.tokens(embedded_VD)),
+            _on_host(none_0R if self.lookup is None else self.lookup.match_MR),
             _on_host(self.carry.weight.T.contiguous()),
             _on_host(blank_R),
         )
@@ -291,6 +302,16 @@ def normaliser(moved: Moved, lse_NT: Tensor, blank_NTS: Tensor | None) -> Tensor
     rest_NTS = lse_NT.unsqueeze(2) + torch.log(-torch.expm1(share_NTS))
     total_NTS = torch.logaddexp(rest_NTS, moved.moved_NTS)
     return total_NTS if blank_NTS is None else torch.logaddexp(total_NTS, blank_NTS)
+
+
+def _of_tokens(project: Callable[[Tensor], Tensor], tokens_X: Tensor, base: Base, dtype: torch.dtype) -> Tensor:
+    """project(e(u)) of each token, [..., R], computed once for all that are the same: anchors share most of theirs."""
+    once_K, place_X = tokens_X.unique(return_inverse=True)
+    return F.embedding(place_X, project(base.embed(once_K).detach().to(dtype)))
+
+
+def _normed(embedded_XD: Tensor) -> Tensor:
+    return F.rms_norm(embedded_XD, embedded_XD.shape[-1:])
 
 
 def _on_host(part: Tensor) -> NDArray[np.float32]:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from lattices import lattice_from_logits
 from lookups import followed
 
+from ctcdraft.model.best_first import LOOKS_BACK, look_up
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.transition import Mixed, Tables
 from ctcdraft.model.tree import search
@@ -204,3 +205,11 @@ def test_top_k_keeps_the_full_normaliser():
     full = torch.cat([logits, torch.zeros(3, 1)], 1).softmax(1)
     assert np.allclose(lattice.emission, full[:, lattice.tokens], atol=1e-6)
     assert len(lattice.tokens) <= 12
+
+
+def test_what_was_read_long_ago_is_not_looked_up():
+    token, match = np.empty(1, np.int64), np.empty(1, np.int64)
+    for between, want in ((LOOKS_BACK - 1, (7, 1)), (LOOKS_BACK, (-1, 0))):
+        read = np.array([5, 7, *[1] * (between - 1), 5])  # `between` tokens lie between both fives
+        look_up(read, np.empty(0, np.int64), token, match)
+        assert (token[0], match[0]) == want

@@ -1,0 +1,352 @@
+"""Best-first search on exact CTC prefix probabilities, compiled (docs/method.md); `tree.search` is its front.
+
+All of it lies in this file: where only another one has changed, numba would go on with what it compiled before.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+UNLIKELY = np.float32(1e-9)  # slots that are this unlikely to write what follows a prefix are not looked at
+
+
+@njit(cache=True)
+def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving, read, *behind):
+    """Tokens, parents, depths and psi of the best nodes; see `tree.search`. behind: fields of a `Behind`, then those of
+    its tables; not looked at unless `moving`."""
+    at = _anchor(tokens, emission, read, behind)
+    (T, C), J = emission.shape, len(at.next)
+    # Columns are what may follow a prefix: the candidates; then, of what was looked up and its last token's successors,
+    # those that are none of them (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
+    columns = C + J + (J > 0)
+    # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
+    # token. Index 0 is the empty prefix, index n + 1 is node n.
+    pb = np.zeros((nodes + 1, T + 1), np.float32)
+    pn = np.zeros((nodes + 1, T + 1), np.float32)
+    # p[i, t, c]: what slot t emits behind prefix i; one row where nothing moves
+    rows = nodes + 1 if moving else 1
+    p = np.zeros((rows, T, columns), np.float32)
+    states, own = np.zeros((rows, len(at.root)), np.float32), np.full((rows, J), -1)
+    pb[0, 0] = 1.0
+    if moving:
+        _begin(own[0], states[0], at)
+    else:
+        p[0] = emission
+    for t in range(T):
+        if pb[0, t] > UNLIKELY:
+            pb[0, t + 1] = pb[0, t] * (_emit(p[0, t], t, states[0], at.root_token, -1, at) if moving else blank[t])
+    # children[i, c]: psi of prefix i followed by column c, -1 once taken; best[i] the largest of row i
+    children = np.zeros((nodes + 1, columns), np.float32)
+    best = np.zeros(nodes + 1, np.float32)
+    said = np.empty(nodes + 1, np.int64)  # the token that each prefix ends in
+    stays = np.full(nodes + 1, -1)  # and its own column for it
+    parents = np.empty(nodes, np.int64)
+    depths = np.zeros(nodes + 1, np.int64)
+    psis = np.empty(nodes, np.float32)
+    count = 0
+    grows = True
+    while True:
+        i = count  # the prefix that was found last
+        if grows:
+            stop = T if merge else depths[i] + 1
+            _score(children[i], pb[i], pn[i], p[i if moving else 0], depths[i], stop, stays[i] if merge else -1)
+            if J > 0:
+                children[i, C + J] = 0.0  # it is no candidate
+            best[i] = children[i, _largest(children[i])]
+        g = count if chain else _largest(best[: count + 1])
+        if count == nodes or best[g] <= 0.0:
+            break
+        c = _largest(children[g])
+        n, depth = count + 1, depths[g]
+        said[n] = tokens[c] if c < C else own[g, c - C]
+        parents[count], depths[n], psis[count] = g - 1, depth + 1, best[g]
+        children[g, c] = -1.0
+        best[g] = children[g, _largest(children[g])]
+        count = n
+        grows = depth + 1 < max_depth and n < nodes
+        for end in ends:
+            grows &= said[n] != end
+        if not grows:
+            continue
+        before, after = (g, n) if moving else (0, 0)
+        stays[n] = c
+        if moving:
+            _advance(states[n], states[g], said[n], at)
+            stays[n] = _place(own[n], states[n], said[g] if g > 0 else at.root_token, said[n], at)
+        for t in range(depth, T if merge else depth + 1):
+            phi = pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]
+            pn[n, t + 1] = phi * p[before, t, c]
+            if pb[n, t] + pn[n, t] > UNLIKELY:
+                p_blank = _emit(p[n, t], t, states[n], said[n], stays[n], at) if moving else blank[t]
+                pn[n, t + 1] += pn[n, t] * p[after, t, stays[n]]
+                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * p_blank
+        if moving and not merge:
+            _emit(p[n, depth + 1], depth + 1, states[n], said[n], stays[n], at)
+    return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
+
+
+@njit(cache=True)
+def first_emissions(emission, tokens, read, *behind):
+    """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
+    at = _anchor(tokens, emission, read, behind)
+    (T, C), J = emission.shape, len(at.next)
+    p, blanks, state = np.zeros((T, C + J + 1), np.float32), np.empty(T, np.float32), np.empty_like(at.root)
+    _begin(np.full(J, -1), state, at)
+    for t in range(T):
+        blanks[t] = _emit(p[t], t, state, at.root_token, -1, at)
+    return p[:, :C], blanks
+
+
+@njit(cache=True)
+def _score(children, pb, pn, p, start, stop, repeat):
+    """psi of a prefix followed by each candidate; the one that repeats its last token needs a blank before it."""
+    for t in range(start, stop):
+        phi = pb[t] + pn[t]
+        if phi == 0.0:
+            continue
+        for c in range(len(children)):
+            children[c] += phi * p[t, c]
+    if repeat >= 0:
+        psi = np.float32(0.0)
+        for t in range(start, stop):
+            psi += pb[t] * p[t, repeat]
+        children[repeat] = psi
+
+
+@njit(cache=True)
+def _hardswish(x):
+    return x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)
+
+
+@njit(cache=True)
+def _products(out, gate, key):
+    """out + gate @ key, four ranks at a time; a sum's order is fixed, see kernels/cpu_shortlist.py."""
+    R, X = key.shape
+    for r in range(0, R // 4 * 4, 4):
+        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
+        for x in range(X):
+            out[x] += (g0 * key[r, x] + g1 * key[r + 1, x]) + (g2 * key[r + 2, x] + g3 * key[r + 3, x])
+    for r in range(R // 4 * 4, R):
+        for x in range(X):
+            out[x] += gate[r] * key[r, x]
+
+
+@njit(cache=True)
+def _advance(state, before, token, at):
+    """The state behind a prefix that has grown by one token."""
+    for r in range(len(state)):
+        at.gate[r] = _hardswish(before[r])
+    state[:] = at.context[token]
+    _products(state, at.gate, at.carry)
+
+
+class _Anchor(NamedTuple):
+    """What `_emit` reads, bundled within compiled code, where that is free: see `Behind`. key [T, R, K]: P w_v of the
+    shortlists; next [J], next_key [R, J] and column [J]: what was looked up and the last token's successors, their
+    P w_v, and where they stand; then room for intermediate results."""
+
+    tokens: Any
+    emission: Any
+    read: Any
+    root_token: Any
+    root: Any
+    slot: Any
+    place: Any
+    held: Any
+    log_p: Any
+    every: Any
+    rest: Any
+    log_blank: Any
+    context: Any
+    token: Any
+    successor: Any
+    lookup: Any
+    match: Any
+    carry: Any
+    blank_vector: Any
+    key: Any
+    next: Any
+    next_key: Any
+    column: Any
+    gate: Any
+    moved: Any
+    scale: Any
+    counts: Any
+
+
+@njit(cache=True)
+def _anchor(tokens, emission, read, behind):
+    root_token, root, slot, place, held, log_p, every, rest, log_blank = behind[:9]
+    context, token, successor, lookup, match, carry, blank_vector = behind[9:]
+    (T, K), J, R = log_p.shape, successor.shape[1] + (len(lookup) > 0), slot.shape[1]
+    key = np.empty((T, R, K), np.float32)
+    for t in range(T):
+        _transposed(key[t], token, tokens[place[t]])
+    room = K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
+    return _Anchor(
+        tokens, emission, read, root_token, root, slot, place, held, log_p, every, rest, log_blank,
+        context, token, successor, lookup, match, carry, blank_vector,
+        key, np.empty(J, np.int64), np.zeros((R, J), np.float32), np.empty(J, np.int64), np.empty(R, np.float32),
+        np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
+    )  # fmt: skip
+
+
+LOOKS_BACK = 8192  # tokens; 64 nodes take 0.4 ms for as many
+
+
+@njit(cache=True)
+def _followed(read, before, last):
+    """(token, match): what followed the latest place where (before, last) were read one after the other, match 2, or
+    else the latest where `last` was, match 1; (-1, 0): nowhere in the last LOOKS_BACK tokens."""
+    token = -1
+    for i in range(len(read) - 2, max(len(read) - 1 - LOOKS_BACK, 0) - 1, -1):
+        if read[i] == last:
+            if i > 0 and read[i - 1] == before:
+                return read[i + 1], 2
+            if token < 0:
+                token = read[i + 1]
+    return token, 1 if token >= 0 else 0
+
+
+@njit(cache=True)
+def look_up(read, labels, token, match):
+    """What followed the last time, behind the tokens read and each label after them, into token and match [S]."""
+    before, last = _before_root(read), read[-1]
+    token[0], match[0] = _followed(read, before, last)
+    for u in range(len(labels)):
+        before, last = last, labels[u]
+        token[u + 1], match[u + 1] = _followed(read, before, last)
+
+
+@njit(cache=True)
+def _before_root(read):
+    return read[-2] if len(read) > 1 else -1
+
+
+@njit(cache=True)
+def _begin(own, state, at):
+    """The empty prefix."""
+    state[:] = at.root
+    _place(own, state, _before_root(at.read), at.root_token, at)
+
+
+@njit(cache=True)
+def _place(own, state, before, last, at):
+    """The column of a prefix's last token; `own` takes the tokens of its own columns, `at` what it says of tokens that
+    may follow, the state what was looked up."""
+    C, looks_up = len(at.tokens), len(at.lookup) > 0
+    stay = _column(at.tokens, last)
+    if looks_up:
+        at.next[0], match = _followed(at.read, before, last)
+        for r in range(len(state)):
+            state[r] += at.match[match, r] + (at.lookup[at.next[0], r] if match > 0 else np.float32(0.0))
+    for j in range(at.successor.shape[1]):
+        v = at.successor[last, j]
+        at.next[j + looks_up] = -1 if looks_up and v == at.next[0] else v
+    _transposed(at.next_key, at.token, at.next)
+    for j in range(len(own)):
+        v = at.next[j]
+        at.column[j] = _column(at.tokens, v)
+        if at.column[j] < 0:
+            at.column[j], own[j] = C + j, v
+            if v == last:
+                stay = C + j
+    return C + len(own) if stay < 0 else stay
+
+
+@njit(cache=True)
+def _transposed(out, rows, index):
+    """Columns of `out` are the rows at the index, anything where it is -1."""
+    R, X = out.shape
+    for r in range(R):
+        for x in range(X):
+            out[r, x] = rows[max(index[x], 0), r]
+
+
+@njit(cache=True)
+def _column(tokens, v):
+    """Where token v stands among the candidates (ascending), -1: nowhere."""
+    low, high = 0, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if tokens[middle] < v:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < len(tokens) and tokens[low] == v else -1
+
+
+@njit(cache=True)
+def _emit(p, t, state, last, stay, at):
+    """p_t(y | prefix) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix)
+    is given back.
+
+    stay: the column of the last token, -1 for the empty prefix.
+    """
+    C, R, K, J = len(at.tokens), len(state), at.log_p.shape[1], len(at.column)
+    gate, moved, counts = at.gate, at.moved, at.counts
+    share = np.float32(0.0)
+    for r in range(R):
+        gate[r] = _hardswish(at.slot[t, r] + state[r])
+        share += gate[r] * at.blank_vector[r]
+    moved[:K] = at.log_p[t]
+    for j in range(J):
+        v = at.next[j]
+        counts[j] = v >= 0 and (at.column[j] >= C or not at.held[t, at.column[j]])
+        moved[K + j] = moved[K + J + j] = at.every[t, max(v, 0)]
+    _products(moved[:K], gate, at.key[t])
+    _products(moved[K : K + J], gate, at.next_key)
+    _exp(moved, at.scale)
+    total = at.rest[t]
+    for j in range(J):
+        total -= moved[K + J + j] if counts[j] else np.float32(0.0)
+    total = max(total, np.float32(0.0))
+    for k in range(K):
+        total += moved[k]
+    for j in range(J):
+        total += moved[K + j] if counts[j] else np.float32(0.0)
+    p_blank = np.exp(min(at.log_blank[t] + share, np.float32(80.0)))
+    inverse = np.float32(1.0) / (total + p_blank)
+    for c in range(C):
+        p[c] = at.emission[t, c] * inverse
+    for k in range(K):
+        p[at.place[t, k]] = moved[k] * inverse
+    for j in range(J):
+        if counts[j]:
+            p[at.column[j]] = moved[K + j] * inverse
+    if stay == C + J:
+        p[stay] = np.exp(at.every[t, last]) * inverse
+    return p_blank * inverse
+
+
+@njit(cache=True, fastmath={"contract"})
+def _exp(x, scale):
+    """exp in place, to 1e-7 of its value, |log2| up to 126: a polynomial and an exponent, which the compiler can
+    write for 8 numbers at once (Cephes' coefficients of 2^f)."""
+    for k in range(len(x)):
+        power = min(max(x[k] * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
+        whole = np.floor(power + np.float32(0.5))
+        f = power - whole
+        scale[k] = (np.int32(whole) + 127) << 23
+        y = np.float32(1.535336188319500e-4) * f + np.float32(1.339887440266574e-3)
+        y = y * f + np.float32(9.618437357674640e-3)
+        y = y * f + np.float32(5.550332471162809e-2)
+        y = y * f + np.float32(2.402264791363012e-1)
+        y = y * f + np.float32(6.931472028550421e-1)
+        x[k] = y * f + np.float32(1.0)
+    powers = scale.view(np.float32)
+    for k in range(len(x)):
+        x[k] *= powers[k]
+
+
+@njit(cache=True, fastmath=True)
+def _largest(values):
+    """The position of the largest value, the first of several."""
+    best = values[0]
+    for value in values:
+        best = max(best, value)
+    for i in range(len(values)):
+        if values[i] == best:
+            return i
+    return 0
