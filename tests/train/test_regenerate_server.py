@@ -1,0 +1,240 @@
+"""The base's own words through a server that fails, refuses, dies or is slow: nothing is lost or asked for twice."""
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from chat_server import FAULTS, Handler, Server
+from regeneration import FORK, all_equal, config_of, conversations, done, lines, work_of
+
+from ctcdraft.data import server as http
+from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
+from ctcdraft.model import load_base
+from ctcdraft.train.prepare import prepare
+
+SERVER = Path(__file__).parents[1] / "chat_server.py"
+
+
+@pytest.fixture(scope="module")
+def base(talking_base):
+    return load_base(str(talking_base))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(http, "LONGEST_WAIT", 0.2)
+
+
+@contextmanager
+def serving(base, **options):
+    server = Server(base, **options)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def through(server, **options):
+    return {"url": server.url, "concurrency": 4, "timeout": 1.0, **options}
+
+
+def test_a_server_gives_the_same_answers_as_the_base_here(base, tmp_path):
+    with serving(base) as server:
+        folder = prepare(base, config_of(tmp_path, regenerate=through(server)), 0, tmp_path / "a")
+    here = prepare(base, config_of(tmp_path), 0, tmp_path / "b")
+    got, want = load_corpus(folder, "train"), load_corpus(here, "train")
+    assert got.ids.tolist() == want.ids.tolist()
+    assert got.mask.tolist() == want.mask.tolist()
+    turns = read_manifest(folder)["turns"]
+    assert turns == read_manifest(here)["turns"]
+    assert turns["answered"] > len(got)  # some had a second turn
+    assert turns["skipped"] > 0  # some were cut
+
+
+def test_every_fault_of_a_server_is_tried_again_and_nothing_is_lost(base, tmp_path):
+    with serving(base) as server:
+        want = prepare(base, config_of(tmp_path, 12, regenerate=through(server)), 0, tmp_path / "a")
+    with serving(base, faults=FAULTS) as server:
+        options = through(server, concurrency=64, timeout=2.0)
+        folder = prepare(base, config_of(tmp_path, 12, regenerate=options), 0, tmp_path / "b")
+    assert all_equal(folder, want)
+    turns = read_manifest(folder)["turns"]
+    assert turns["refused"] == turns["errors"] == 0
+    assert turns["asked"] == turns["answered"] + turns["skipped"]
+
+
+def test_what_a_server_refuses_is_rejected_with_its_words_and_counted(base, tmp_path):
+    rows = conversations(24)
+    with serving(base, refuse=("human 7 0", "human 9 1")) as server:
+        config = config_of(tmp_path, rows=rows, regenerate=through(server), holdout=0.05)
+        folder = prepare(base, config, 0, tmp_path / "a")
+    manifest = read_manifest(folder)
+    reasons = {row["row"]: row["reason"] for row in read_jsonl(folder / "rejects.jsonl")}
+    assert "refuses: 400" in reasons["7"]
+    assert "too long for me" in reasons["7"]
+    assert "9" not in reasons  # its first answer is kept
+    turns = manifest["turns"]
+    assert turns["refused"] >= 1
+    assert turns["asked"] == turns["answered"] + turns["refused"] + turns["skipped"]
+    assert manifest["used"] + manifest["rejected"] == manifest["read"] == 24
+
+
+def test_a_server_that_never_answers_stops_the_work_and_keeps_what_there_is(base, tmp_path):
+    with serving(base, faults=["error"] * 99) as server:
+        config = config_of(tmp_path, regenerate=through(server, retries=1))
+        with pytest.raises(ValueError, match=r"turns got no answer .*failed 2 times, the last time: 500 out of memory"):
+            prepare(base, config, 0, tmp_path / "a")
+        assert len(server.asked) <= 2 * 4  # as many as may run at once twice over; then nobody is kept waiting
+        server.faults = ()
+        assert read_manifest(prepare(base, config, 0, tmp_path / "a"))["rejected"] == 0
+
+
+def test_what_a_server_failed_at_is_asked_again_by_the_next_run_and_nothing_else(base, tmp_path):
+    with serving(base) as server:
+        config = config_of(tmp_path, regenerate=through(server, retries=0))
+        want = prepare(base, config, 0, tmp_path / "a")
+        honest = dict(server.asked)
+        server.asked.clear()
+        server.broken = ("human 3 0", "human 41 0", "human 58 1")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the same command asks for these again") as stopped:
+                prepare(base, config, 0, tmp_path / "b")
+        numbers = re.search(
+            r"asked (\d+) = answered (\d+) \+ refused 0 \+ errors (\d+) \+ skipped (\d+)", str(stopped.value)
+        )
+        asked, *parts = map(int, numbers.groups())
+        assert asked == sum(parts) == read_manifest(want)["turns"]["asked"]
+        failed = {key: count for key, count in server.asked.items() if count > 1}
+        assert list(failed.values()) == [2] * parts[1]
+        assert all(any(word in key for word in server.broken) for key in failed)
+        server.broken = ()
+        assert all_equal(prepare(base, config, 0, tmp_path / "b"), want)
+    assert dict(server.asked) == {key: 3 if key in failed else 1 for key in honest}
+
+
+def test_errors_are_rejects_only_where_asked_for(base, tmp_path):
+    with serving(base, broken=("human 3 0",)) as server:
+        options = through(server, retries=0)
+        with pytest.raises(ValueError, match="reject_errors=true rejects them"):
+            prepare(base, config_of(tmp_path, 24, regenerate=options), 0, tmp_path / "a")
+        options["reject_errors"] = True
+        folder = prepare(base, config_of(tmp_path, 24, regenerate=options), 0, tmp_path / "a")
+    manifest, (reject,) = read_manifest(folder), read_jsonl(folder / "rejects.jsonl")
+    turns = manifest["turns"]
+    assert reject["row"] == "3"
+    assert "500 out of memory" in reject["reason"]
+    assert (manifest["read"], manifest["rejected"], turns["errors"]) == (24, 1, 1)
+    assert turns["asked"] == turns["answered"] + turns["errors"] + turns["skipped"]
+
+
+def test_a_key_that_is_missing_is_no_reject(base, tmp_path, monkeypatch):
+    def unauthorised(handler):
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler._send(b"who are you?", 401)
+
+    monkeypatch.setattr(Handler, "do_POST", unauthorised)
+    with serving(base) as server, pytest.raises(ValueError, match="401 who are you"):
+        prepare(base, config_of(tmp_path, regenerate=through(server)), 0, tmp_path / "a")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def own_server(base_at, port):
+    return [str(SERVER), str(base_at), str(port)]
+
+
+def transformers_server(base_at, port):
+    if not all(find_spec(name) for name in ("fastapi", "uvicorn", "accelerate")):
+        pytest.skip("transformers[serving] is not installed")
+    options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", str(base_at)]
+    return ["-m", "transformers.cli.transformers", "serve", *options]
+
+
+def started(words, port):
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError("the server did not start")
+
+
+@pytest.mark.parametrize("kind", [own_server, transformers_server])
+def test_a_server_killed_and_restarted_midway_changes_nothing(talking_base, base, tmp_path, kind):
+    port = free_port()
+    words = kind(talking_base, port)
+    options = {"url": f"http://127.0.0.1:{port}/v1", "concurrency": 4, "timeout": 60.0, "retries": 5000}
+    config = config_of(tmp_path, count=48, regenerate={**options, "model": str(talking_base)})
+    server, cache = started(words, port), tmp_path / "cut"
+    worker = FORK.Process(target=work_of, args=(base, config, cache))
+    worker.start()
+    while lines(cache) + 20 * done(cache) < 15:
+        assert worker.is_alive()
+        time.sleep(0.005)
+    server.kill()
+    server.wait()
+    time.sleep(0.5)
+    assert worker.is_alive()
+    server = started(words, port)
+    try:
+        worker.join()
+        assert worker.exitcode == 0
+        want = prepare(base, config, 0, tmp_path / "whole")
+    finally:
+        server.kill()
+        server.wait()
+    assert all_equal(cache / want.name, want)
+    assert read_manifest(want)["turns"]["errors"] == 0
+    assert read_manifest(want)["turns"]["answered"] > 48
+
+
+def test_a_client_killed_midway_asks_for_nothing_twice(base, tmp_path):
+    with serving(base) as server:
+        config = config_of(tmp_path, count=80, regenerate=through(server, timeout=20.0))
+        want = prepare(base, config, 0, tmp_path / "whole")
+        asked = sum(server.asked.values())
+        server.asked.clear()
+        cache, kills = tmp_path / "cut", 0
+        for at in (5, 30):
+            worker = FORK.Process(target=work_of, args=(base, config, cache))
+            worker.start()
+            while worker.is_alive() and lines(cache) + 20 * done(cache) < at:
+                time.sleep(0.002)
+            kills += worker.is_alive()
+            worker.kill()
+            worker.join()
+        folder = prepare(base, config, 0, cache)
+        assert kills == 2
+        assert all_equal(folder, want)
+        assert sum(server.asked.values()) <= asked + 2 * 4  # what was in flight
+
+
+def test_requests_carry_what_was_asked_for(base, tmp_path):
+    options = {"temperatures": [0.0, 0.7], "top_p": 0.9, "model": "mine"}
+    with serving(base) as server:
+        prepare(base, config_of(tmp_path, 12, regenerate=through(server, **options)), 0, tmp_path / "a")
+        sampled = [body for body in server.bodies if body["temperature"]]
+        assert sampled
+        assert all(body["model"] == "mine" and body["top_p"] == 0.9 for body in sampled)
+        assert len({body["seed"] for body in sampled}) == len(sampled)
+        server.bodies.clear()
+        prepare(base, config_of(tmp_path, 12, regenerate=through(server)), 0, tmp_path / "b")
+        assert {body["model"] for body in server.bodies} == {"tiny"}
+        assert not any("seed" in body for body in server.bodies)
