@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +36,7 @@ from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import build_head
 from ctcdraft.model.head import parameters_of
+from ctcdraft.train.engine import build_optimizer
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.task import DraftTask, base_features, head_for
 
@@ -45,6 +47,7 @@ VARIANTS = {
     "default without recall": ("head.recall=false",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
     "default without lookups": ("head.lookup=false",),
+    "default by AdamW": ("optim=adamw",),
     "ctc without transition": ("head.transition=none",),
     "exact ctc without transition": ("head.transition=none", "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
@@ -98,7 +101,7 @@ class Study:
         """Seconds of a training step of every variant, as they were first measured: they decide how many steps an equal
         time is."""
         kept = Path(self.config("default").runs_dir) / f"{self.given.name}-costs.json"
-        if not kept.is_file():
+        if not kept.is_file() or json.loads(kept.read_text()).keys() != self.every.keys():
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(kept, json.dumps(self._step_seconds(), indent=1).encode())
         return json.loads(kept.read_text())
@@ -111,7 +114,7 @@ class Study:
             config = self.config(name, options)
             corpus = stages.load_corpus(self.data, "train")
             task = DraftTask(head_for(config.head, self.base, corpus), config.objective, self.base)
-            optimizer = torch.optim.AdamW(task.parameters(), lr=0.0)
+            optimizer = build_optimizer(task, replace(config.optim, lr=1e-9))
             sampler = Sampler(
                 corpus,
                 batch=train.batch,

@@ -3,7 +3,7 @@ beside the same step from hidden states that were stored before (read from disk,
 
 python bench/train_step.py [--shape tiny|small|vicuna_7b] [--anchors N] [--rounds N]
 
-The base has random weights: speed needs no trained ones. No DeepSpeed: the step of one process, with AdamW.
+The base has random weights: speed needs no trained ones. No DeepSpeed: the step of one process.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.base import Base
+from ctcdraft.train.engine import OptimConfig, build_optimizer
 from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
@@ -117,7 +118,7 @@ class Step:
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         self.dtype = getattr(torch, shape.dtype)
         self.head = random_head(base, shape, transition).to(self.dtype)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4, fused=True)
+        self.optimizer = build_optimizer(self.head, OptimConfig(lr=1e-4))
         self.seconds = {part: [] for part in PARTS}
 
     def __call__(self):

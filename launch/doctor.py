@@ -217,6 +217,7 @@ def _memory(report: Report, config: TrainEntry, base: Base) -> None:
     parts = memory_per_rank(
         base,
         build_head(config.head, base.hidden_size),
+        config.optim,
         config.zero,
         precision=train.precision,
         micro=train.split(ranks)[0],

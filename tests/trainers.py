@@ -20,7 +20,7 @@ from ctcdraft.train.prepare import prepare
 
 SIZES = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "data.max_new_tokens=16"]
 RATE = ["train.steps=6", "train.save_every=2", "train.eval_every=6", "train.log_every=1", "train.eval_anchors=16"]
-TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another order, and six steps of Adam on them
+TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another order, and six steps on them
 
 
 def write_inputs(work):

@@ -22,7 +22,7 @@ from ctcdraft.train.consolidated import prepare_moments, restore_state, shapes_o
 from ctcdraft.train.engine import from_rank_zero, rank, world_size, zero_stage
 from ctcdraft.train.files import free_bytes, read_manifest, seal, sync, unsealed, write_atomically
 
-FORMAT = 2
+FORMAT = 3
 STATE = "state.safetensors"
 SPARE_BYTES = 32 << 20
 

@@ -1,11 +1,9 @@
 """What an engine has learnt, whole: weights and moments gathered from ZeRO's partitions, and put back onto any ranks.
 
 Two engines that differ in ranks or ZeRO stage alone hold the same state in other pieces, so a run that is saved whole
-goes on anywhere. Pieces are reached through DeepSpeed's functions for them; where the flat tensors lie that the
-optimizer really steps on differs by stage, and is read from the engine (pinned version, tested).
+goes on anywhere. Pieces are reached through DeepSpeed's functions for them (pinned version, tested).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -22,19 +20,14 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from ctcdraft.train.engine import rank, world_size, zero_stage
+from ctcdraft.train.muon import Muon
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("weight", *MOMENTS)
 UPDATES = "updates"  # how often the optimizer has stepped
 
 
 def prepare_moments(engine: Any) -> None:
     """Give every stepped tensor the moments that its first step would: zeros. Call it once, on a fresh engine."""
-    optimizer = _torch_optimizer(engine)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    for stepped in _stepped(engine):
-        moments = {key: torch.zeros_like(stepped) for key in MOMENTS}
-        optimizer.state[stepped] = {"step": torch.tensor(0.0), **moments}
+    optimizer_of(engine).prepare()
     if zero_stage(engine) in (1, 2):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -42,9 +35,11 @@ def prepare_moments(engine: Any) -> None:
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """fp32 weights and moments of every parameter (`weight/<name>`, `exp_avg/<name>`, ...) and the number of updates,
     on the CPU; rank 0 has all of it, the others nothing. Collective."""
-    found = {UPDATES: _torch_optimizer(engine).state[next(_stepped(engine))]["step"].clone()}
+    optimizer = optimizer_of(engine)
+    first, _ = next(optimizer.stepped())
+    found = {UPDATES: optimizer.state[first]["step"].clone()}
     for name, parameter in engine.module.named_parameters():
-        for kind in KINDS:
+        for kind in _kinds(engine, name):
             value = _get(engine, parameter, kind)
             if rank() == 0:
                 found[f"{kind}/{name}"] = value.detach().float().cpu().clone()
@@ -55,7 +50,8 @@ def shapes_of(engine: Any) -> dict[str, torch.Size]:
     """Name and shape of all that `whole_state` gives."""
     named = engine.module.named_parameters()
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in named}  # ZeRO-3 leaves p itself empty
-    return {f"{kind}/{name}": shape for name, shape in shapes.items() for kind in KINDS} | {UPDATES: torch.Size([])}
+    every = {f"{kind}/{name}": shape for name, shape in shapes.items() for kind in _kinds(engine, name)}
+    return every | {UPDATES: torch.Size([])}
 
 
 def restore_state(engine: Any, state: dict[str, Tensor], step: int) -> None:
@@ -63,12 +59,13 @@ def restore_state(engine: Any, state: dict[str, Tensor], step: int) -> None:
     `step` (from 0). It must have the shapes of `shapes_of`. Collective."""
     shapes, device = shapes_of(engine), next(engine.module.parameters()).device
     for name, parameter in engine.module.named_parameters():
-        for kind in KINDS:
+        for kind in _kinds(engine, name):
             key = f"{kind}/{name}"
             _set(engine, parameter, kind, _spread(state.get(key), shapes[key], device))
     updates = _spread(state.get(UPDATES), shapes[UPDATES], device)
-    for stepped in _stepped(engine):
-        _torch_optimizer(engine).state[stepped]["step"].copy_(updates)
+    optimizer = optimizer_of(engine)
+    for stepped, _ in optimizer.stepped():
+        optimizer.state[stepped]["step"].copy_(updates)
     _resume_schedule(engine.lr_scheduler, step)
 
 
@@ -81,18 +78,13 @@ def _resume_schedule(scheduler: Any, step: int) -> None:
         group["lr"] = rate
 
 
-def _torch_optimizer(engine: Any) -> torch.optim.Optimizer:
+def optimizer_of(engine: Any) -> Muon:
+    """The optimizer within whatever DeepSpeed has put around it."""
     return engine.optimizer if zero_stage(engine) == 0 else engine.optimizer.optimizer
 
 
-def _stepped(engine: Any) -> Iterator[Tensor]:
-    """The tensors that the optimizer steps on: the parameters, or this rank's flat fp32 partitions of them."""
-    stage = zero_stage(engine)
-    if stage == 0:
-        yield from engine.module.parameters()
-    else:
-        flat = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
-        yield from getattr(engine.optimizer, flat)
+def _kinds(engine: Any, name: str) -> tuple[str, ...]:
+    return "weight", *optimizer_of(engine).moments(name)
 
 
 def _get(engine: Any, parameter: nn.Parameter, kind: str) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from ctcdraft.data import embedded
 from ctcdraft.data.store import new_folder
-from ctcdraft.train.muon import Muon
+from ctcdraft.train.muon import Muon, matrices_of
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -189,8 +189,8 @@ def _llama_config(tokenizer: PreTrainedTokenizerFast, config: EmbeddedBaseConfig
 def _train(model: LlamaForCausalLM, documents: list[Document], config: EmbeddedBaseConfig) -> int:
     """Train in place; return how many tokens were read."""
     model.train()
-    optimizers = _optimizers(model, config)
-    schedules = [_schedule(optimizer, config) for optimizer in optimizers]
+    optimizer = _optimizer(model, config)
+    schedule = _schedule(optimizer, config)
     batches = _batches(documents, config)
     tokens = 0
     progress = tqdm(range(config.steps), desc="embedded base", unit="step")
@@ -203,28 +203,31 @@ def _train(model: LlamaForCausalLM, documents: list[Document], config: EmbeddedB
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
+        optimizer.step()
+        schedule.step()
         tokens += int(read_BL.sum())
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return tokens
 
 
-def _optimizers(model: LlamaForCausalLM, config: EmbeddedBaseConfig) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim == 1 or p is model.get_input_embeddings().weight]
-    return [
-        Muon(matrices, config.matrix_lr, weight_decay=config.weight_decay),
-        torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), weight_decay=config.weight_decay),
-    ]
+def _optimizer(model: LlamaForCausalLM, config: EmbeddedBaseConfig) -> Muon:
+    matrices = matrices_of(model.model.layers)
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices.values())]
+    return Muon(
+        matrices,
+        others,
+        config.lr,
+        matrix_lr=config.matrix_lr,
+        betas=(0.9, 0.98),
+        weight_decay=config.weight_decay,
+    )
 
 
 def _schedule(optimizer: torch.optim.Optimizer, config: EmbeddedBaseConfig) -> torch.optim.lr_scheduler.OneCycleLR:
     """A short warmup, then a cosine down to a hundredth."""
     return torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
-        max_lr=optimizer.param_groups[0]["lr"],
+        max_lr=[group["lr"] for group in optimizer.param_groups],
         total_steps=config.steps,
         pct_start=min(0.5, config.warmup_steps / config.steps),
         div_factor=100,

@@ -22,27 +22,37 @@ from torch import Tensor, nn
 
 from ctcdraft.model.head import Head
 from ctcdraft.train import pulse
+from ctcdraft.train.muon import Muon, matrices_of
+from ctcdraft.train.partitions import partitions
 
 Made = TypeVar("Made")
+OPTIMIZERS = ("muon", "adamw")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW; lr is warmed up over `warmup` (a share of the steps), then falls as a cosine to floor * lr."""
+    """kind: `muon` for weight matrices and AdamW for the rest, or `adamw` for all. lr is warmed up over `warmup` (a
+    share of the steps), then falls as a cosine to floor * lr; momentum is Muon's, betas are AdamW's."""
 
+    kind: str = "muon"
     lr: float = 4e-3
     weight_decay: float = 0.01
+    momentum: float = 0.95
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     warmup: float = 0.05
     floor: float = 0.02
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.kind not in OPTIMIZERS:
+            raise ValueError(f"optim.kind={self.kind!r} is unknown: choose one of {OPTIMIZERS}")
         if not (0 < self.lr < math.inf and 0 < self.clip < math.inf and 0 <= self.weight_decay < math.inf):
             raise ValueError(f"optim.lr={self.lr}, optim.clip={self.clip}: numbers above 0 are needed")
         if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1:
             raise ValueError("optim.warmup must lie in [0, 1) and optim.floor in [0, 1]")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optim.momentum={self.momentum}: give a number in [0, 1)")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={self.betas}: give two numbers in [0, 1)")
 
@@ -59,15 +69,6 @@ class ZeroConfig:
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
         if self.offload and self.stage == 0:
             raise ValueError("zero.offload=true needs zero=1, 2 or 3")
-
-
-class _AdamW(torch.optim.AdamW):
-    """AdamW that can be told to leave everything as it is."""
-
-    skips = False
-
-    def step(self, *given: Any, **options: Any) -> Any:
-        return None if self.skips else super().step(*given, **options)
 
 
 def init_distributed() -> None:
@@ -145,8 +146,7 @@ def build_engine(
 ) -> Any:
     """The DeepSpeed engine around a task. bf16 without ZeRO runs as stage 1, which keeps fp32 masters."""
     stage = max(zero.stage, 1) if precision == "bf16" else zero.stage
-    trained = [p for p in task.parameters() if p.requires_grad]
-    optimizer = _AdamW(trained, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay)
+    optimizer = build_optimizer(task, optim)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(optim, steps))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
@@ -164,7 +164,16 @@ def build_engine(
         if stage == 3:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    optimizer.partitions, optimizer.among_ranks = dict(partitions(engine)), world_size() > 1
     return engine
+
+
+def build_optimizer(task: nn.Module, optim: OptimConfig) -> Muon:
+    """What trains the head's parameters."""
+    matrices = matrices_of(task) if optim.kind == "muon" else {}
+    others = [p for name, p in task.named_parameters() if p.requires_grad and name not in matrices]
+    betas = optim.betas[0], optim.betas[1]
+    return Muon(matrices, others, optim.lr, momentum=optim.momentum, betas=betas, weight_decay=optim.weight_decay)
 
 
 def schedule(optim: OptimConfig, steps: int) -> Callable[[int], float]:

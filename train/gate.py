@@ -261,10 +261,8 @@ class _Gate:
 
     def _slots(self) -> Slots:
         hidden, roots = base_features(self.base, self.batch, torch.float32)
-        return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N, None, self._labels())
-
-    def _labels(self) -> Tensor:
-        return embedded_labels(self.base, self.batch, torch.float32)
+        labels = embedded_labels(self.head, self.base, self.batch)
+        return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N, None, labels)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
         return draft_losses(self.head, self.objective, self.base, slots, self.batch)

@@ -2,16 +2,28 @@
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, parameters_of
-from ctcdraft.train.engine import PRECISIONS, ZeroConfig
+from ctcdraft.train.engine import PRECISIONS, OptimConfig, ZeroConfig
+from ctcdraft.train.muon import matrices_of
 
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
 KEPT_BY_RECALL = 9  # the same of recall, per slot
 KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
+WHOLE_UPDATES = 3  # of all matrices, on every rank: gathered, made orthogonal, and on their way between ranks
+WORKED_ON = 6  # of the largest matrix, while it is made orthogonal
 LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
 
 
 def memory_per_rank(
-    base: Base, head: Head, zero: ZeroConfig, *, precision: str, micro: int, anchors: int, length: int, ranks: int
+    base: Base,
+    head: Head,
+    optim: OptimConfig,
+    zero: ZeroConfig,
+    *,
+    precision: str,
+    micro: int,
+    anchors: int,
+    length: int,
+    ranks: int,
 ) -> dict[str, int]:
     """Bytes per part on one rank. micro sequences of `length` tokens with at most `anchors` drafts each.
 
@@ -19,7 +31,9 @@ def memory_per_rank(
     """
     width = PRECISIONS[precision].itemsize
     count, config = parameters_of(head), head.config
-    states = 12 if width == 2 else 8  # two moments in fp32, and the fp32 weights where those of the head are not
+    sizes = [p.numel() for p in matrices_of(head).values()] if optim.kind == "muon" else []
+    masters = 4 * count if width == 2 else 0  # fp32 weights where those of the head are not
+    states = masters + 8 * count - 4 * sum(sizes)  # Muon's one moment, AdamW's two
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
     offloaded = 0 if zero.offload else 1
     seen = micro * anchors * config.slots * length  # recall's mask, a byte each
@@ -32,7 +46,8 @@ def memory_per_rank(
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
         "head weights": count * width // shared[2],
         "gradients": count * width // shared[1],
-        "optimizer": offloaded * count * states // shared[0],
+        "optimizer": offloaded * states // shared[0],
+        "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
         "features": 2 * micro * length * base.hidden_size * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
         "slots": micro * anchors * per_slot * width + config.recall * (recalled + seen),

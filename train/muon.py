@@ -1,59 +1,156 @@
-"""Muon: momentum whose matrix update is made orthogonal (Jordan et al. 2024), in float32.
+"""Muon: momentum whose matrix update is made orthogonal (Jordan et al. 2024), beside AdamW for all that is no matrix.
 
-For a small base on a short budget it reaches a loss for which AdamW needs more than twice the tokens.
-`torch.optim.Muon` works in bfloat16, which is some fifteen times slower on CPUs without bfloat16 units.
+It works on whole matrices. Under ZeRO an optimizer steps on flat shares of them, so the update is gathered, made
+orthogonal, and this rank's share of it taken (train/partitions.py); ranks divide the work. Of the libraries' own,
+`torch.optim.Muon` knows no ZeRO and works in bfloat16, some fifteen times slower on CPUs without bfloat16 units, and
+DeepSpeed's measures and clips the gradient's norm after it was made orthogonal.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ctcdraft.train.partitions import Partition
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that drives singular values towards one
 ITERATIONS = 5
-ADAM_RMS = 0.2  # scales updates to the size that AdamW's have, so that learning rates compare
+AT_A_TIME = 1 << 22  # numbers that are made orthogonal together: small matrices, or a large one
+ADAM_RMS = 0.2  # scales updates to the size that AdamW's have, so that learning rates compare (Liu et al. 2025, 2.2)
+MOMENTS = {True: ("exp_avg",), False: ("exp_avg", "exp_avg_sq")}  # of what is made orthogonal, and of AdamW's
 
 
-class Muon(torch.optim.Optimizer):
-    """For weight matrices only; embeddings and norms belong to AdamW."""
+class Muon(torch.optim.AdamW):
+    """Muon for the named matrices [..., m, n], AdamW for the other parameters.
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    matrix_lr: that of the matrices, if it is another. partitions: of what the tensors that are stepped on are shares,
+    where ZeRO has put flat ones in the parameters' place. among_ranks: all ranks step together, and each makes a part
+    of the matrices orthogonal for all. skips: leave everything as it is.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[str, Tensor],
+        others: Iterable[Tensor],
+        lr: float,
+        *,
+        matrix_lr: float | None = None,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+    ) -> None:
+        groups: list[dict[str, Any]] = [
+            {"params": [*others], "orthogonal": False},
+            {"params": [*matrices.values()], "orthogonal": True, "lr": lr if matrix_lr is None else matrix_lr},
+        ]
+        filled = [group for group in groups if group["params"]]
+        super().__init__(filled, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.momentum, self.matrix_names = momentum, frozenset(matrices)
+        self.partitions: dict[Tensor, Partition] = {}
+        self.among_ranks = self.skips = False
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient; a closure is not supported."""
-        assert closure is None
-        for group in self.param_groups:
-            by_shape = defaultdict(list)
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    by_shape[matrix.shape].append(matrix)
-            for shape, matrices in by_shape.items():
-                updates = orthogonal(torch.stack([self._momentum(m, group["momentum"]) for m in matrices]))
-                for matrix, update in zip(matrices, updates, strict=True):
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                    matrix.add_(update, alpha=-group["lr"] * ADAM_RMS * max(shape) ** 0.5)
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all that has a gradient. Collective under ZeRO and among ranks."""
+        if self.skips:
+            return
+        groups = self.param_groups  # ZeRO steps group by group: the others are not there, or empty
+        self.param_groups = [group for group in groups if group["params"] and not group["orthogonal"]]
+        if self.param_groups:
+            super().step()
+        self.param_groups = groups
+        for group in groups:
+            if group["orthogonal"] and group["params"]:
+                self._orthogonal_step(group)
 
-    def _momentum(self, matrix: Tensor, decay: float) -> Tensor:
+    def moments(self, name: str) -> tuple[str, ...]:
+        """What is remembered of the parameter of that name."""
+        return MOMENTS[name in self.matrix_names]
+
+    def stepped(self) -> Iterator[tuple[Tensor, bool]]:
+        """What is stepped on, the parameters or this rank's shares of them, and whether it is made orthogonal."""
+        for p, partition in self.partitions.items():
+            yield p, self.param_groups[partition.group]["orthogonal"]
+        for group in [] if self.partitions else self.param_groups:
+            for p in group["params"]:
+                yield p, group["orthogonal"]
+
+    def prepare(self) -> None:
+        """Give all that is stepped on the state that its first step would: zeros."""
+        for p, is_orthogonal in self.stepped():
+            self._prepare(p, is_orthogonal)
+
+    def _prepare(self, p: Tensor, is_orthogonal: bool) -> None:
+        moments = {key: torch.zeros_like(p) for key in MOMENTS[is_orthogonal]}
+        self.state[p] = {"step": torch.tensor(0.0), **moments}
+
+    def _orthogonal_step(self, group: dict[str, Any]) -> None:
+        stepped = [p for p in group["params"] if p.grad is not None]
+        ahead = [self._looked_ahead(p) for p in stepped]
+        whole = [
+            self.partitions[p].whole(u) if p in self.partitions else [u] for p, u in zip(stepped, ahead, strict=True)
+        ]
+        updates = iter(updates_of([matrix for matrices in whole for matrix in matrices], self.among_ranks))
+        for p, matrices in zip(stepped, whole, strict=True):
+            mine = [next(updates) for _ in matrices]
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(self.partitions[p].share(mine, p) if p in self.partitions else mine[0], alpha=-group["lr"])
+
+    def _looked_ahead(self, p: Tensor) -> Tensor:
         """Nesterov's look-ahead of the running mean of gradients."""
-        state = self.state[matrix]
-        assert matrix.grad is not None
-        if "mean" not in state:
-            state["mean"] = torch.zeros_like(matrix)
-        state["mean"].lerp_(matrix.grad, 1 - decay)
-        return matrix.grad.lerp(state["mean"], decay)
+        if p not in self.state:
+            self._prepare(p, True)
+        state = self.state[p]
+        assert p.grad is not None
+        state["step"] += 1
+        state["exp_avg"].lerp_(p.grad, 1 - self.momentum)
+        return p.grad.lerp(state["exp_avg"], self.momentum)
+
+
+def matrices_of(module: nn.Module) -> dict[str, Tensor]:
+    """The trained weights that Muon is for: what multiplies a vector from both sides; no bias, norm or embedding."""
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    weights = {name: p for name, p in module.named_parameters() if name.endswith("weight") and id(p) not in tables}
+    return {name: p for name, p in weights.items() if p.requires_grad and p.ndim >= 2 and min(p.shape[-2:]) > 1}
 
 
 def orthogonal(matrices_BMN: Tensor) -> Tensor:
-    """Matrices with the same singular vectors and singular values near one (about 0.7 to 1.2)."""
+    """Matrices with the same singular vectors and singular values near one (about 0.7 to 1.2); in bfloat16 on GPUs."""
     a, b, c = NEWTON_SCHULZ
     x = matrices_BMN / (matrices_BMN.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+    x = (x.mT if tall else x).to(torch.bfloat16 if x.is_cuda else x.dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices_BMN.dtype)
+
+
+def updates_of(momenta: Sequence[Tensor], among_ranks: bool = False) -> list[Tensor]:
+    """Momenta [..., m, n] made orthogonal, matrices of one shape together, at the size that AdamW's updates have.
+
+    among_ranks: every rank has the same momenta and does its part of the matrices. Collective; all get the same bits.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if among_ranks else (1, 0)
+    found = [torch.zeros_like(momentum) for momentum in momenta]
+    single = [part.reshape(-1, *part.shape[-2:]).unbind() for part in momenta]
+    results = [part.view(-1, *part.shape[-2:]).unbind() for part in found]
+    by_shape = defaultdict(list)
+    for matrix, result in [*zip(chain(*single), chain(*results), strict=True)][rank::ranks]:
+        by_shape[matrix.shape].append((matrix, result))
+    for shape, every in by_shape.items():
+        together = max(1, AT_A_TIME // shape.numel())
+        for some in (every[i : i + together] for i in range(0, len(every), together)):
+            made = orthogonal(torch.stack([matrix for matrix, _ in some])) * (ADAM_RMS * max(shape) ** 0.5)
+            for (_, result), update in zip(some, made, strict=True):
+                result.copy_(update)
+    if ranks > 1:
+        flat = _flatten_dense_tensors(found)
+        dist.all_reduce(flat)  # a sum with zeros
+        found = [*_unflatten_dense_tensors(flat, found)]
+    return found

@@ -14,11 +14,11 @@ from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
 from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
+from ctcdraft.model.best_first import look_up
 from ctcdraft.model.head import Head, HeadConfig, Slots, build_head
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.transition import LookedUp
-from ctcdraft.model.tree import look_up
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,8 @@ class DraftTask(nn.Module):
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
         base = self._frozen[0]
-        label_NUD = embedded_labels(base, batch, hidden_BLD.dtype)
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
-        slots = self.head(hidden_BLD, root_BLD, *anchors, label_NUD)
+        slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, base, batch))
         out = draft_losses(self.head, self.objective, base, slots, batch)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
@@ -99,9 +98,9 @@ class DraftTask(nn.Module):
 
 
 @torch.no_grad()
-def embedded_labels(base: Base, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The labels as the base's first layer gets them, [N, U, D]."""
-    return base.embed(batch.labels_NU).to(dtype)
+def embedded_labels(head: Head, base: Base, batch: Batch) -> Tensor | None:
+    """The labels as the base's first layer gets them, [N, U, D], for a head that is trained along them."""
+    return None if head.one_pass else base.embed(batch.labels_NU).to(next(head.parameters()).dtype)
 
 
 def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch) -> AnchorLoss:

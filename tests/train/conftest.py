@@ -5,6 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
+from bases import tiny_tokenizer, write_base
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,17 @@ def small(tmp_path_factory):
     yield make_here
     del os.environ["LOCAL_RANK"]
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def talking_base(tmp_path_factory):
+    """A base that says letters only, and ends about half of its answers: text and tokens tell the same."""
+    folder = write_base(tmp_path_factory.mktemp("chat") / "b", eos_token_id=1, initializer_range=0.3)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    letters = tiny_tokenizer().convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight
+        weight[[i for i in range(len(weight)) if i not in {*letters, 1}]] = 0.0
+        weight[1] *= 1.5
+    model.save_pretrained(folder)
+    return folder

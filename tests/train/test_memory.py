@@ -3,7 +3,7 @@ import torch
 
 from ctcdraft.model import load_base
 from ctcdraft.model.head import HeadConfig, build_head
-from ctcdraft.train.engine import ZeroConfig
+from ctcdraft.train.engine import OptimConfig, ZeroConfig, build_optimizer
 from ctcdraft.train.memory import memory_per_rank
 
 
@@ -12,9 +12,10 @@ def fp32_base(base_folder):
     return load_base(str(base_folder))
 
 
-def estimate(base, head, stage=0, ranks=1, precision="fp32"):
+def estimate(base, head, stage=0, ranks=1, precision="fp32", kind="adamw"):
     sizes = {"micro": 2, "anchors": 40, "length": 200}
-    return memory_per_rank(base, head, ZeroConfig(stage), precision=precision, ranks=ranks, **sizes)
+    optim, zero = OptimConfig(kind), ZeroConfig(stage)
+    return memory_per_rank(base, head, optim, zero, precision=precision, ranks=ranks, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,12 @@ def test_zero_shares_what_it_says_among_ranks(fp32_base):
     assert (one["head weights"], one["optimizer"]) == (4 * count, 8 * count)
     half = estimate(fp32_base, head, precision="bf16")
     assert (half["head weights"], half["optimizer"]) == (2 * count, 12 * count)
+
+
+def test_optimizers_hold_what_is_said(fp32_base):
+    head = build_head(HeadConfig(), fp32_base.hidden_size)
+    for kind in ("muon", "adamw"):
+        optimizer = build_optimizer(head, OptimConfig(kind))
+        optimizer.prepare()
+        held = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+        assert estimate(fp32_base, head, kind=kind)["optimizer"] == held

@@ -131,11 +131,11 @@ def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
         assert abs(row["train/loss"] - want["train/loss"]) < 1e-5 * want["train/loss"]
         assert row.get("dev/tokens_per_step") == want.get("dev/tokens_per_step")
     heads = [load_file(run / "head" / "model.safetensors") for run in runs]
-    for name, weight in heads[0].items():
-        apart = (weight - heads[1][name]).abs()
-        # Adam divides by the gradient's size: where, for one step, that is rounding alone, so is the step's direction.
-        assert (apart > 1e-5).sum() <= apart.numel() // 1000, name
-        assert apart.max() < 1e-4, name
+    apart = {name: (weight - heads[1][name]).abs() for name, weight in heads[0].items()}
+    # Adam divides by the gradient's size: where, for one step, that is rounding alone, so is the step's direction.
+    odd = sum(int((values > 1e-5).sum()) for values in apart.values())
+    assert odd <= sum(values.numel() for values in apart.values()) // 1000
+    assert {name for name, values in apart.items() if values.max() >= 1e-4} == set()
     assert len(list((runs[1] / "wandb").glob("offline-run-*"))) == 1
     found = [json.loads((run / "eval" / "heldout" / "results.json").read_text()) for run in runs]
     assert found[0]["tokens_per_step"] == found[1]["tokens_per_step"]
