@@ -288,9 +288,9 @@ def build_head(config: HeadConfig, hidden_size: int) -> Head:
     return kinds.get(config.kind, SlotHead)(config, hidden_size)
 
 
-def parameters_of(head: Head) -> int:
-    """How many trained parameters a head has."""
-    return sum(p.numel() for p in head.parameters())
+def parameters_of(module: nn.Module) -> int:
+    """How many parameters a head, or what trains it, has."""
+    return sum(p.numel() for p in module.parameters())
 
 
 def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:

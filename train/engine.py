@@ -20,13 +20,14 @@ if not torch.cuda.is_available():
 import deepspeed
 from torch import Tensor, nn
 
-from ctcdraft.model.head import Head
+from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train import pulse
 from ctcdraft.train.muon import Muon, matrices_of
 from ctcdraft.train.partitions import partitions
 
 Made = TypeVar("Made")
 OPTIMIZERS = ("muon", "adamw")
+BUCKET = 50_000_000  # gradients that ZeRO sums over ranks at a time, unless the head has fewer
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -155,7 +156,7 @@ def build_engine(
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},  # else NaN would be stepped on
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_of(parameters_of(task))},
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
@@ -166,6 +167,11 @@ def build_engine(
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     optimizer.partitions, optimizer.among_ranks = dict(partitions(engine)), world_size() > 1
     return engine
+
+
+def bucket_of(parameters: int) -> int:
+    """Gradients in the buffer that every rank keeps for ZeRO's sums; DeepSpeed's own is 2 GB, whatever it trains."""
+    return min(BUCKET, parameters)
 
 
 def build_optimizer(task: nn.Module, optim: OptimConfig) -> Muon:

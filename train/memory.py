@@ -2,7 +2,7 @@
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, parameters_of
-from ctcdraft.train.engine import PRECISIONS, OptimConfig, ZeroConfig
+from ctcdraft.train.engine import PRECISIONS, OptimConfig, ZeroConfig, bucket_of
 from ctcdraft.train.muon import matrices_of
 
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
@@ -46,6 +46,7 @@ def memory_per_rank(
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
         "head weights": count * width // shared[2],
         "gradients": count * width // shared[1],
+        "summed over ranks": 4 * bucket_of(count) * (zero.stage > 0),
         "optimizer": offloaded * states // shared[0],
         "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
         "features": 2 * micro * length * base.hidden_size * (width + base.lm_weight.element_size()),

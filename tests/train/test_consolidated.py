@@ -25,6 +25,7 @@ def stepped(trainer, steps):
         ["zero=3"],
         ["zero=2", "train.precision=bf16"],
         ["zero=2", "zero.offload=true"],
+        ["zero=3", "zero.offload=true"],
         ["zero=0", "optim=adamw"],
         ["zero=3", "optim=adamw"],
     ],
