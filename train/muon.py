@@ -8,21 +8,19 @@ DeepSpeed's measures and clips the gradient's norm after it was made orthogonal.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ctcdraft.train.partitions import Partition
+from ctcdraft.train.partitions import WHOLE, Partition
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that drives singular values towards one
 ITERATIONS = 5
 AT_A_TIME = 1 << 22  # numbers that are made orthogonal together: small matrices, or a large one
 ADAM_RMS = 0.2  # scales updates to the size that AdamW's have, so that learning rates compare (Liu et al. 2025, 2.2)
-MOMENTS = {True: ("exp_avg",), False: ("exp_avg", "exp_avg_sq")}  # of what is made orthogonal, and of AdamW's
 
 
 class Muon(torch.optim.AdamW):
@@ -70,7 +68,7 @@ class Muon(torch.optim.AdamW):
 
     def moments(self, name: str) -> tuple[str, ...]:
         """What is remembered of the parameter of that name."""
-        return MOMENTS[name in self.matrix_names]
+        return _moments(name in self.matrix_names)
 
     def stepped(self) -> Iterator[tuple[Tensor, bool]]:
         """What is stepped on, the parameters or this rank's shares of them, and whether it is made orthogonal."""
@@ -86,20 +84,16 @@ class Muon(torch.optim.AdamW):
             self._prepare(p, is_orthogonal)
 
     def _prepare(self, p: Tensor, is_orthogonal: bool) -> None:
-        moments = {key: torch.zeros_like(p) for key in MOMENTS[is_orthogonal]}
+        moments = {key: torch.zeros_like(p) for key in _moments(is_orthogonal)}
         self.state[p] = {"step": torch.tensor(0.0), **moments}
 
     def _orthogonal_step(self, group: dict[str, Any]) -> None:
-        stepped = [p for p in group["params"] if p.grad is not None]
-        ahead = [self._looked_ahead(p) for p in stepped]
-        whole = [
-            self.partitions[p].whole(u) if p in self.partitions else [u] for p, u in zip(stepped, ahead, strict=True)
-        ]
-        updates = iter(updates_of([matrix for matrices in whole for matrix in matrices], self.among_ranks))
-        for p, matrices in zip(stepped, whole, strict=True):
-            mine = [next(updates) for _ in matrices]
+        stepped = [(p, self.partitions.get(p, WHOLE)) for p in group["params"] if p.grad is not None]
+        momenta = [partition.whole(self._looked_ahead(p)) for p, partition in stepped]
+        updates = iter(updates_of([*chain(*momenta)], self.among_ranks))
+        for (p, partition), matrices in zip(stepped, momenta, strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(self.partitions[p].share(mine, p) if p in self.partitions else mine[0], alpha=-group["lr"])
+            p.add_(partition.share([*islice(updates, len(matrices))], p), alpha=-group["lr"])
 
     def _looked_ahead(self, p: Tensor) -> Tensor:
         """Nesterov's look-ahead of the running mean of gradients."""
@@ -136,21 +130,31 @@ def updates_of(momenta: Sequence[Tensor], among_ranks: bool = False) -> list[Ten
 
     among_ranks: every rank has the same momenta and does its part of the matrices. Collective; all get the same bits.
     """
+    if not momenta:
+        return []
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if among_ranks else (1, 0)
-    found = [torch.zeros_like(momentum) for momentum in momenta]
-    single = [part.reshape(-1, *part.shape[-2:]).unbind() for part in momenta]
-    results = [part.view(-1, *part.shape[-2:]).unbind() for part in found]
+    sizes = [momentum.numel() for momentum in momenta]
+    flat = torch.zeros(sum(sizes), dtype=momenta[0].dtype, device=momenta[0].device)
+    updates = [part.view(momentum.shape) for part, momentum in zip(flat.split(sizes), momenta, strict=True)]
+    pairs = [*zip(chain(*map(_single, momenta)), chain(*map(_single, updates)), strict=True)]
     by_shape = defaultdict(list)
-    for matrix, result in [*zip(chain(*single), chain(*results), strict=True)][rank::ranks]:
-        by_shape[matrix.shape].append((matrix, result))
+    for momentum, update in pairs[rank::ranks]:
+        by_shape[momentum.shape].append((momentum, update))
     for shape, every in by_shape.items():
         together = max(1, AT_A_TIME // shape.numel())
         for some in (every[i : i + together] for i in range(0, len(every), together)):
-            made = orthogonal(torch.stack([matrix for matrix, _ in some])) * (ADAM_RMS * max(shape) ** 0.5)
-            for (_, result), update in zip(some, made, strict=True):
-                result.copy_(update)
+            made = orthogonal(torch.stack([momentum for momentum, _ in some]))
+            for (_, update), one in zip(some, made, strict=True):
+                torch.mul(one, ADAM_RMS * max(shape) ** 0.5, out=update)
     if ranks > 1:
-        flat = _flatten_dense_tensors(found)
         dist.all_reduce(flat)  # a sum with zeros
-        found = [*_unflatten_dense_tensors(flat, found)]
-    return found
+    return updates
+
+
+def _single(matrices: Tensor) -> tuple[Tensor, ...]:
+    """Views [m, n] of matrices [..., m, n]."""
+    return matrices.reshape(-1, *matrices.shape[-2:]).unbind()
+
+
+def _moments(is_orthogonal: bool) -> tuple[str, ...]:
+    return ("exp_avg",) if is_orthogonal else ("exp_avg", "exp_avg_sq")

@@ -47,6 +47,19 @@ class Partition(NamedTuple):
         return every_RP[dist.get_rank()].to(like_P.device)
 
 
+class Whole:
+    """In a partition's place where a parameter is stepped on as it is."""
+
+    def whole(self, mine: Tensor) -> list[Tensor]:
+        return [mine]
+
+    def share(self, values: Sequence[Tensor], like: Tensor) -> Tensor:
+        return values[0]
+
+
+WHOLE = Whole()
+
+
 def partitions(engine: Any) -> Iterator[tuple[Tensor, Partition]]:
     """The flat tensors that an engine's optimizer steps on, and what they are; none without ZeRO."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
