@@ -136,9 +136,9 @@ def check_inputs(config: TrainEntry) -> Path:
         other = difference(_recorded(folder)["run"], settings)
         if other:
             key, before, now = other
+            was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in (before, now))
             raise ValueError(
-                f"{folder} is a run with {key}={before}, this one has {key}={now}: give it another name=, "
-                "or delete that folder"
+                f"{folder} is a run {was}, this one is {would}: give it another name=, or delete that folder"
             )
     return folder
 

@@ -6,8 +6,8 @@ what is outside of this shortlist S_t(g) keeps its logit:
     p_t(v | g) ~ exp(z_t(v) + [v in S_t(g)] delta_t(g, v)),   delta_t(g, v) = <P w_v, hardswish(A s_t + r(g))>
     r(empty) = B e(root) + l(empty),   r(gu) = B e(u) + C hardswish(r(g)) + l(gu),   l(g) = L e(c(g)) + m_n(g)
 
-c(g), which is in S_t(g) too, followed when the last n = 2 tokens, or else n = 1, were last read (`tree.look_up`): texts
-repeat themselves.
+c(g), which is in S_t(g) too, followed when the last n = 2 tokens, or else n = 1, were last read (`best_first.look_up`):
+texts repeat themselves.
 
 A slot that cannot know which word will have begun has all their endings far down its list; behind a given beginning
 they are the few successors that it has.

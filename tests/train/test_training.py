@@ -188,7 +188,7 @@ def test_another_configuration_under_the_same_name_is_refused(workplace, one_pro
     words = command(workplace, "name=one", "optim.lr=0.5")
     done = subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
-    assert "runs/one is a run with optim.lr=0.004, this one has optim.lr=0.5" in done.stderr
+    assert "runs/one is a run with optim.lr=0.004, this one is with optim.lr=0.5" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
