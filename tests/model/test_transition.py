@@ -234,23 +234,41 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     seed=st.integers(0, 99),
 )
 def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, diagonal, seed):
+    prefixes, trained = random_prefixes(N, T, U, K, J, seed)
+    want, got = (moved_shortlist(prefixes, diagonal, name) for name in ("reference", "chunked"))
+    for a, b in zip(want, got, strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+    weights = [torch.randn(part.shape, dtype=torch.float64) for part in want]
+    sums = [sum((w * part).sum() for w, part in zip(weights, out, strict=True)) for out in (want, got)]
+    for a, b in zip(*(torch.autograd.grad(total, trained) for total in sums), strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-37, 1e-42])
+def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
+    """Prefixes that alignments hardly reach have such gradients, and a CPU takes a hundred times as long over numbers
+    below float32's normal ones."""
+    prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
+    for implementation in ("reference", "chunked"):
+        out = moved_shortlist(prefixes, False, implementation)
+        found = torch.autograd.grad(sum(scale * part.sum() for part in out), trained)
+        slow = [((part != 0) & (part.abs() < torch.finfo(torch.float32).tiny)).sum() for part in found]
+        if implementation == "chunked":
+            assert sum(slow) == 0
+            assert any(part.any() for part in found) == (scale > 1e-30)
+        else:
+            assert (sum(slow) > 0) == (scale < 1e-30), "the control"
+
+
+def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64):
+    """Random prefixes, and those of their tensors that have gradients."""
     g = torch.Generator().manual_seed(seed)
     R, V = 5, 11
-    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,)]
-    inputs = [torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in floats]
-    logits, successor_logits = (
-        torch.randn(N, T, *shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((K,), (U + 1, J))
-    )
+    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,), (N, T, K), (N, T, U + 1, J)]
+    trained = [torch.randn(*shape, generator=g, dtype=dtype, requires_grad=True) for shape in floats]
+    *inputs, logits, successor_logits = trained
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
     successor = torch.rand(N, U + 1, V, generator=g).argsort(dim=2)[:, :, :J]
     successor = successor.where(torch.rand(successor.shape, generator=g) > 0.2, -1)
     places = (torch.randint(-1, J + K, (N, T, U), generator=g) for _ in range(2))
-    prefixes = Prefixes(*inputs, successor, successor_logits, index, logits, *places)
-    want, got = (moved_shortlist(prefixes, diagonal, name) for name in ("reference", "chunked"))
-    weights = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in want]
-    for a, b in zip(want, got, strict=True):
-        assert torch.allclose(a, b, atol=1e-10)
-    sums = [sum((w * part).sum() for w, part in zip(weights, out, strict=True)) for out in (want, got)]
-    inputs += [logits, successor_logits]
-    for a, b in zip(*(torch.autograd.grad(total, inputs) for total in sums), strict=True):
-        assert torch.allclose(a, b, atol=1e-9)
+    return Prefixes(*inputs, successor, successor_logits, index, logits, *places), trained
