@@ -46,7 +46,7 @@ bench: $(STAMP)  ## loss, training step and tree search side by side with what t
 	@$(BIN)/python bench/decode.py
 	@$(BIN)/python bench/tree.py
 
-ablation: $(STAMP)  ## every variant of head and objective, side by side, hours: ARGS="base=local base.path=..."
+ablation: $(STAMP)  ## every variant of head and objective, side by side, about two hours: ARGS="base=local base.path=..."
 	@$(BIN)/python bench/ablation.py $(ARGS)
 
 soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never killed: ARGS="--zero 2 --ranks 2"
