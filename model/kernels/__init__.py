@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
-from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
-from ctcdraft.model.kernels.chunked import linear_gather
+from ctcdraft.model.kernels.autograd import LinearGather, LinearLseGather, MovedShortlist, PrefixLattice
 from ctcdraft.model.kernels.reference import Prefixes
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
@@ -56,6 +55,15 @@ def linear_lse_top(
     lse_M, logits_MX, top_index_MS = LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
     K = index_MK.shape[1]
     return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
+
+
+def linear_gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+    """Logits of every slot at columns of its anchor [N, T, X], in float32 or wider.
+
+    states [N, T, D], weight [V, D], index [N, X] int64 in [0, V). Differentiable once, like `linear_lse_gather`.
+    """
+    logits_NTX = LinearGather.apply(states_NTD, weight_VD, index_NX)
+    return logits_NTX.to(torch.promote_types(states_NTD.dtype, torch.float32))
 
 
 def prefix_lattice(

@@ -43,6 +43,26 @@ class LinearLseGather(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
+class LinearGather(torch.autograd.Function):
+    """(states [N, T, D], weight, index [N, X]) -> logits [N, T, X], in the precision of the states."""
+
+    @staticmethod
+    def forward(ctx: Any, states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+        ctx.save_for_backward(states_NTD if ctx.needs_input_grad[1] else None, weight_VD, index_NX)
+        return chunked.gather(states_NTD, weight_VD, index_NX)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NTX: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        states_NTD, weight_VD, index_NX = ctx.saved_tensors
+        grad_states = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_states = chunked.gather_gradient(weight_VD, index_NX, grad_NTX)
+        if ctx.needs_input_grad[1]:
+            grad_weight = chunked.gather_weight_gradient(states_NTD, weight_VD, index_NX, grad_NTX)
+        return grad_states, grad_weight, None
+
+
 class PrefixLattice(torch.autograd.Function):
     """`reference.prefix_lattice` with forward and backward recursions of its own, in the module `ops`."""
 

@@ -10,7 +10,6 @@ Shape suffixes: M rows, V vocabulary, D hidden, K gathered and S top columns; R 
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ctcdraft.model.kernels.cpu_top import merge_top
 
@@ -27,7 +25,7 @@ from ctcdraft.model.kernels.cpu_top import merge_top
 TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 CPU_ROWS = 2048
 GRADIENT_ROWS = 4096
-GATHERED = 1 << 22  # numbers of gathered rows that are there at a time
+GATHERED = {"cpu": 1 << 18, "cuda": 1 << 22}  # numbers of gathered rows that are there at a time
 LOG_2 = math.log(2.0)
 SAFE_BITS = 30  # |log2| up to which sums of exp2 are far from overflow and underflow in float32
 LEAST = 128  # rows or columns below which a GEMM itself gets slow
@@ -304,18 +302,38 @@ def _add_product(sum_RD: Tensor, left_RC: Tensor, right_CD: Tensor) -> None:
         sum_RD.add_(torch.mm(left_RC, right_CD))
 
 
-def linear_gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-    """Logits of every slot at columns of its anchor [N, T, X], in float32 or wider: a small product per anchor.
-
-    The gathered rows [N, X, D] of the weight are never there at once, and are gathered anew in backward.
-    """
-    N, X = index_NX.shape
-    most = max(1, GATHERED // max(1, X * weight_VD.shape[1]))
-    anew = partial(checkpoint, _products, use_reentrant=False, preserve_rng_state=False)
-    parts = [anew(states_NTD[n : n + most], weight_VD, index_NX[n : n + most]) for n in range(0, N, most)]
-    wide = torch.promote_types(states_NTD.dtype, torch.float32)
-    return torch.cat([states_NTD.new_zeros(0, states_NTD.shape[1], X), *parts]).to(wide)
+def gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
+    """Logits of every slot at columns of its anchor [N, T, X]: a small product per anchor, few of whose gathered rows
+    [X, D] are there at a time."""
+    logits_NTX = states_NTD.new_empty(*states_NTD.shape[:2], index_NX.shape[1])
+    for some, rows_NXD in _gathered(weight_VD, index_NX):
+        torch.bmm(states_NTD[some], rows_NXD.transpose(1, 2), out=logits_NTX[some])
+    return logits_NTX
 
 
-def _products(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-    return states_NTD @ F.embedding(index_NX, weight_VD).transpose(1, 2)
+def gather_gradient(weight_VD: Tensor, index_NX: Tensor, grad_NTX: Tensor) -> Tensor:
+    """The gradient [N, T, D] of the states, whose rows of the weight are gathered anew."""
+    grad_NTD = grad_NTX.new_empty(*grad_NTX.shape[:2], weight_VD.shape[1])
+    for some, rows_NXD in _gathered(weight_VD, index_NX):
+        torch.bmm(grad_NTX[some], rows_NXD, out=grad_NTD[some])
+    return grad_NTD
+
+
+def gather_weight_gradient(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor, grad_NTX: Tensor) -> Tensor:
+    """The gradient [V, D] of a trained weight, summed in float32 or wider."""
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    grad_VD = torch.zeros_like(weight_VD, dtype=wide)
+    for some in _slices(len(index_NX), _at_once(weight_VD, index_NX)):
+        rows_NXD = torch.bmm(grad_NTX[some].transpose(1, 2), states_NTD[some]).to(wide)
+        grad_VD += torch.ops.aten.embedding_dense_backward(rows_NXD, index_NX[some], len(weight_VD), -1, False)
+    return grad_VD.to(weight_VD.dtype)
+
+
+def _gathered(weight_VD: Tensor, index_NX: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for some in _slices(len(index_NX), _at_once(weight_VD, index_NX)):
+        yield some, F.embedding(index_NX[some], weight_VD)
+
+
+def _at_once(weight_VD: Tensor, index_NX: Tensor) -> int:
+    most = GATHERED.get(weight_VD.device.type, GATHERED["cuda"])
+    return max(1, most // max(1, index_NX.shape[1] * weight_VD.shape[1]))
