@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ctcdraft.model.kernels.cpu_shortlist import use_torch_threads
 
-BLOCK = 32
+BLOCK = 16
 
 
 def merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int) -> None:
@@ -23,20 +23,21 @@ def _merge(top, index, z, first_column):
     R, C = z.shape
     S = top.shape[1]
     for r in prange(R):
-        least = top[r, S - 1]
+        row, values, places = z[r], top[r], index[r]
+        least = values[S - 1]
         for block in range(0, C, BLOCK):
             stop = min(block + BLOCK, C)
             beaten = False
             for c in range(block, stop):
-                beaten |= z[r, c] > least
+                beaten |= row[c] > least
             if not beaten:
                 continue
             for c in range(block, stop):
-                value = z[r, c]
+                value = row[c]
                 if value > least:
                     at = S - 1
-                    while at > 0 and top[r, at - 1] < value:
-                        top[r, at], index[r, at] = top[r, at - 1], index[r, at - 1]
+                    while at > 0 and values[at - 1] < value:
+                        values[at], places[at] = values[at - 1], places[at - 1]
                         at -= 1
-                    top[r, at], index[r, at] = value, first_column + c
-                    least = top[r, S - 1]
+                    values[at], places[at] = value, first_column + c
+                    least = values[S - 1]
