@@ -22,7 +22,11 @@ from torch import Tensor
 
 from ctcdraft.model.kernels.reference import Prefixes
 
-NOTHING = 1e-30  # gradients below it are 0: arithmetic near float32's smallest numbers takes a hundred times as long
+# Gradients below the larger of these are 0: arithmetic near float32's smallest numbers takes a hundred times as long,
+# and most prefixes are hardly reached by any alignment (of a trained head's products a fifth is left).
+NOTHING = 1e-30
+NEGLIGIBLE = 1e-5  # of what the largest gradient is rounded by
+LEAST_LOG = -60.0  # what is less likely than its exponential beside the likeliest is impossible
 
 
 def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -51,7 +55,9 @@ def backward(
     grad_token, grad_blank = (part.new_zeros(threads, *part.shape) for part in shared)
     out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank, grad_next, grad_logits)]
     states = [_array(part) for part in (still_NTS, p_NTSX, *grads)]
-    _backward(threads, *map(_array, prefixes), diagonal, *states, *out)  # type: ignore[call-arg]
+    largest = max((float(part.abs().max()) for part in grads if part.numel()), default=0.0)
+    nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(still_NTS.dtype).eps * largest)
+    _backward(threads, states[0].dtype.type(nothing), *map(_array, prefixes), diagonal, *states, *out)  # type: ignore[call-arg]
     return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_next, grad_logits
 
 
@@ -78,19 +84,34 @@ def _hardswish(x):
 
 
 @njit(cache=True)
-def _kept(gradient):
-    return gradient if abs(gradient) > NOTHING else gradient * 0
+def _kept(gradient, nothing):
+    return gradient if abs(gradient) > nothing else gradient * 0
+
+
+@njit(cache=True)
+def _transposed(out, x, row):
+    for r in range(len(row)):
+        out[r, x] = row[r]
+
+
+@njit(cache=True)
+def _added(out, row):
+    for r in range(len(row)):
+        out[r] += row[r]
 
 
 @njit(cache=True)
 def _products(out, weights, rows):
-    """out + weights @ rows, four rows at a time."""
-    fours = len(weights) // 4 * 4
-    for i in range(0, fours, 4):
+    """out + weights @ rows, eight rows at a time."""
+    eights = len(weights) // 8 * 8
+    for i in range(0, eights, 8):
         w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        w4, w5, w6, w7 = weights[i + 4], weights[i + 5], weights[i + 6], weights[i + 7]
         for x in range(len(out)):
-            out[x] += (w0 * rows[i, x] + w1 * rows[i + 1, x]) + (w2 * rows[i + 2, x] + w3 * rows[i + 3, x])
-    for i in range(fours, len(weights)):
+            first = (w0 * rows[i, x] + w1 * rows[i + 1, x]) + (w2 * rows[i + 2, x] + w3 * rows[i + 3, x])
+            second = (w4 * rows[i + 4, x] + w5 * rows[i + 5, x]) + (w6 * rows[i + 6, x] + w7 * rows[i + 7, x])
+            out[x] += first + second
+    for i in range(eights, len(weights)):
         for x in range(len(out)):
             out[x] += weights[i] * rows[i, x]
 
@@ -111,15 +132,13 @@ def _forward(
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for s in range(U + 1):
                 for j in range(J):
-                    for r in range(R):
-                        next_key[s, r, j] = token[max(successor[n, s, j], 0), r]
+                    _transposed(next_key[s], j, token[max(successor[n, s, j], 0)])
             for t in range(T):
                 listed = logits[n, t, 0] * 0  # in all the shortlist holds, its first token being 1
                 for k in range(K):
                     seen[index[n, t, k]] = n * T + t
                     listed += np.exp(logits[n, t, k] - logits[n, t, 0])
-                    for r in range(R):
-                        key[r, k] = token[index[n, t, k], r]
+                    _transposed(key, k, token[index[n, t, k]])
                 for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
@@ -141,7 +160,8 @@ def _forward(
                         unmoved += np.exp(next_logits[n, t, s, j] - logits[n, t, 0])
                     total = top * 0
                     for x in range(J + K):
-                        p[n, t, s, x] = np.exp(p[n, t, s, x] - top)
+                        below = p[n, t, s, x] - top
+                        p[n, t, s, x] = np.exp(below) if below > LEAST_LOG else top * 0
                         total += p[n, t, s, x]
                     for x in range(J + K):
                         p[n, t, s, x] /= total
@@ -155,8 +175,8 @@ def _forward(
 
 @njit(cache=True, parallel=True)
 def _backward(
-    threads, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place, diagonal,
-    still, p, grad_moved, grad_still, grad_emit, grad_stay, grad_blanked,
+    threads, nothing, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place,
+    diagonal, still, p, grad_moved, grad_still, grad_emit, grad_stay, grad_blanked,
     grad_slot, grad_context, grad_token, grad_blank, grad_next, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
@@ -164,65 +184,82 @@ def _backward(
     for chunk in prange(threads):
         next_key, grad_next_key = np.empty((U + 1, J, R), slot.dtype), np.empty((U + 1, J, R), slot.dtype)
         key, grad_key = np.empty((K + 1, R), slot.dtype), np.empty((K + 1, R), slot.dtype)
+        next_held, held = np.zeros((U + 1, J), np.bool_), np.ones(K + 1, np.bool_)
         move, share = np.empty(J + K + 1, slot.dtype), np.empty(K, slot.dtype)
         gate, back = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
         seen = np.full(len(token), -1)
-        key[K] = blank
+        key[K], grad_key[K] = blank, 0
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            grad_next_key[:] = 0
-            for s in range(U + 1):
-                for j in range(J):
-                    next_key[s, j] = token[max(successor[n, s, j], 0)]
+            next_held[:] = False
             for t in range(T):
+                held[:K] = False
                 for k in range(K):
                     seen[index[n, t, k]] = n * T + t
                     share[k] = np.exp(logits[n, t, k] - logits[n, t, 0])
-                    key[k] = token[index[n, t, k]]
-                grad_key[:] = 0
                 for s in range(U + 1):
                     reached = s == min(t, U) if diagonal else s <= t
                     unmoved = grad_still[n, t, s] if reached else grad_still[n, t, s] + grad_moved[n, t, s]
-                    unmoved = _kept(unmoved * np.exp(logits[n, t, 0] - still[n, t, s]))
+                    unmoved = _kept(unmoved, nothing)
                     if unmoved != 0:
+                        unmoved *= np.exp(logits[n, t, 0] - still[n, t, s])
                         for k in range(K):
                             grad_logits[n, t, k] += share[k] * unmoved
                     if not reached:
                         continue
+                    of_moved = _kept(grad_moved[n, t, s], nothing)
                     for x in range(J + K):
-                        move[x] = _kept(p[n, t, s, x] * grad_moved[n, t, s])
+                        move[x] = _kept(p[n, t, s, x] * of_moved, nothing)
                     for k in range(K):
                         grad_logits[n, t, k] += move[J + k]
-                    for j in range(J):
+                    for j in range(J if of_moved != 0 or unmoved != 0 else 0):
                         if successor[n, s, j] >= 0 and seen[successor[n, s, j]] != n * T + t:
-                            left = np.exp(next_logits[n, t, s, j] - still[n, t, s]) * grad_still[n, t, s]
-                            grad_next[n, t, s, j] = move[j] + _kept(left)
-                    move[J + K] = _kept(grad_blanked[n, t, s])
+                            grad_next[n, t, s, j] = move[j]
+                            if unmoved != 0:
+                                grad_next[n, t, s, j] += np.exp(next_logits[n, t, s, j] - logits[n, t, 0]) * unmoved
+                    move[J + K] = _kept(grad_blanked[n, t, s], nothing)
                     if s < U and emit_place[n, t, s] >= 0:
-                        move[emit_place[n, t, s]] += _kept(grad_emit[n, t, s])
+                        move[emit_place[n, t, s]] += _kept(grad_emit[n, t, s], nothing)
                     if s > 0 and stay_place[n, t, s - 1] >= 0:
-                        move[stay_place[n, t, s - 1]] += _kept(grad_stay[n, t, s - 1])
+                        move[stay_place[n, t, s - 1]] += _kept(grad_stay[n, t, s - 1], nothing)
+                    if not move.any():
+                        continue
                     for r in range(R):
                         gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
                     back[:] = 0
-                    _outer(back, grad_next_key[s], move[:J], next_key[s], gate)
-                    _outer(back, grad_key, move[J:], key, gate)
+                    _outer(back, next_held[s], next_key[s], grad_next_key[s], token, successor[n, s], move[:J], gate)
+                    _outer(back, held, key, grad_key, token, index[n, t], move[J:], gate)
                     for r in range(R):
                         at = slot[n, t, r] + context[n, s, r]
                         back[r] *= 0 if at <= -3 else 1 if at >= 3 else at / 3 + 0.5
                         grad_slot[n, t, r] += back[r]
                         grad_context[n, s, r] += back[r]
                 for k in range(K):
-                    grad_token[chunk, index[n, t, k]] += grad_key[k]
-                grad_blank[chunk] += grad_key[K]
+                    if held[k]:
+                        _added(grad_token[chunk, index[n, t, k]], grad_key[k])
             for s in range(U + 1):
                 for j in range(J):
-                    grad_token[chunk, max(successor[n, s, j], 0)] += grad_next_key[s, j]
+                    if next_held[s, j]:
+                        _added(grad_token[chunk, max(successor[n, s, j], 0)], grad_next_key[s, j])
+        grad_blank[chunk] += grad_key[K]
 
 
 @njit(cache=True)
-def _outer(back, grad_key, move, key, gate):
-    """Gradients of the gate and of the keys, from those of their products."""
+def _outer(back, held, key, grad_key, token, chosen, move, gate):
+    """Gradients of the gate and of the keys, from those of their products; a key comes in when it is first needed."""
     for k in range(len(move)):
-        for r in range(len(gate)):
-            back[r] += move[k] * key[k, r]
-            grad_key[k, r] += move[k] * gate[r]
+        if move[k] == 0:
+            continue
+        mine, gradient = key[k], grad_key[k]
+        if not held[k]:
+            held[k] = True
+            row = token[max(chosen[k], 0)]
+            for r in range(len(gate)):
+                mine[r], gradient[r] = row[r], 0
+        _add_both(back, gradient, move[k], mine, gate)
+
+
+@njit(cache=True)
+def _add_both(back, gradient, move, key, gate):
+    for r in range(len(gate)):
+        back[r] += move * key[r]
+        gradient[r] += move * gate[r]

@@ -260,6 +260,22 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
             assert (sum(slow) > 0) == (scale < 1e-30), "the control"
 
 
+def test_products_that_do_not_count_are_left_out():
+    """Where alignments come by one context alone, the others' gradients lie below what float32 keeps of the sum."""
+    prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
+    reached = torch.zeros(4, 5, 5)
+    reached[:, range(5), range(5)] = 1
+    found = []
+    for rest in (0.0, 1e-14):
+        out = moved_shortlist(prefixes, False, "chunked")
+        found.append(torch.autograd.grad((out[0] * (reached + rest)).sum(), trained))
+    for alone, with_others in zip(*found, strict=True):
+        assert torch.equal(alone, with_others)
+    out = moved_shortlist(prefixes, False, "chunked")
+    counted = torch.autograd.grad((out[0] * (reached + 1e-3)).sum(), trained)
+    assert not torch.equal(counted[0], found[0][0])
+
+
 def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64):
     """Random prefixes, and those of their tensors that have gradients."""
     g = torch.Generator().manual_seed(seed)
