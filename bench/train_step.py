@@ -3,7 +3,8 @@ beside the same step from hidden states that were stored before (read from disk,
 
 python bench/train_step.py [--shape tiny|small|vicuna_7b] [--anchors N] [--rounds N]
 
-The base has random weights: speed needs no trained ones. No DeepSpeed: the step of one process.
+Base and head have random weights. A trained head's step is a little shorter: its alignments leave out most prefixes
+(kernels/cpu_shortlist.py). No DeepSpeed: the step of one process.
 """
 
 import argparse
