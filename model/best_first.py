@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-UNLIKELY = np.float32(1e-9)  # slots that are this unlikely to write what follows a prefix are not looked at
+UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follows a prefix are not looked at
 
 
 @njit(cache=True)
 def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving, read, *behind):
     """Tokens, parents, depths and psi of the best nodes; see `tree.search`. behind: fields of a `Behind`, then those of
     its tables; not looked at unless `moving`."""
-    at = _anchor(tokens, emission, read, behind)
+    at, slots = _anchor(tokens, emission, read, behind)
     (T, C), J = emission.shape, len(at.next)
     # Columns are what may follow a prefix: the candidates; then, of what was looked up and its last token's successors,
     # those that are none of them (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
@@ -35,7 +35,7 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
         p[0] = emission
     for t in range(T):
         if pb[0, t] > UNLIKELY:
-            pb[0, t + 1] = pb[0, t] * (_emit(p[0, t], t, states[0], at.root_token, -1, at) if moving else blank[t])
+            pb[0, t + 1] = pb[0, t] * (_emit(p[0, t], t, states[0], at.root_token, -1, slots) if moving else blank[t])
     # children[i, c]: psi of prefix i followed by column c, -1 once taken; best[i] the largest of row i
     children = np.zeros((nodes + 1, columns), np.float32)
     best = np.zeros(nodes + 1, np.float32)
@@ -78,23 +78,23 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
             phi = pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]
             pn[n, t + 1] = phi * p[before, t, c]
             if pb[n, t] + pn[n, t] > UNLIKELY:
-                p_blank = _emit(p[n, t], t, states[n], said[n], stays[n], at) if moving else blank[t]
+                p_blank = _emit(p[n, t], t, states[n], said[n], stays[n], slots) if moving else blank[t]
                 pn[n, t + 1] += pn[n, t] * p[after, t, stays[n]]
                 pb[n, t + 1] = (pb[n, t] + pn[n, t]) * p_blank
         if moving and not merge:
-            _emit(p[n, depth + 1], depth + 1, states[n], said[n], stays[n], at)
+            _emit(p[n, depth + 1], depth + 1, states[n], said[n], stays[n], slots)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
 
 
 @njit(cache=True)
 def first_emissions(emission, tokens, read, *behind):
     """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
-    at = _anchor(tokens, emission, read, behind)
+    at, slots = _anchor(tokens, emission, read, behind)
     (T, C), J = emission.shape, len(at.next)
     p, blanks, state = np.zeros((T, C + J + 1), np.float32), np.empty(T, np.float32), np.empty_like(at.root)
     _begin(np.full(J, -1), state, at)
     for t in range(T):
-        blanks[t] = _emit(p[t], t, state, at.root_token, -1, at)
+        blanks[t] = _emit(p[t], t, state, at.root_token, -1, slots)
     return p[:, :C], blanks
 
 
@@ -121,13 +121,17 @@ def _hardswish(x):
 
 @njit(cache=True)
 def _products(out, gate, key):
-    """out + gate @ key, four ranks at a time; a sum's order is fixed, see kernels/cpu_shortlist.py."""
+    """out + gate @ key, eight ranks at a time; a sum's order is fixed, see kernels/cpu_shortlist.py."""
     R, X = key.shape
-    for r in range(0, R // 4 * 4, 4):
+    eights = R // 8 * 8
+    for r in range(0, eights, 8):
         g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
+        g4, g5, g6, g7 = gate[r + 4], gate[r + 5], gate[r + 6], gate[r + 7]
         for x in range(X):
-            out[x] += (g0 * key[r, x] + g1 * key[r + 1, x]) + (g2 * key[r + 2, x] + g3 * key[r + 3, x])
-    for r in range(R // 4 * 4, R):
+            first = (g0 * key[r, x] + g1 * key[r + 1, x]) + (g2 * key[r + 2, x] + g3 * key[r + 3, x])
+            second = (g4 * key[r + 4, x] + g5 * key[r + 5, x]) + (g6 * key[r + 6, x] + g7 * key[r + 7, x])
+            out[x] += first + second
+    for r in range(eights, R):
         for x in range(X):
             out[x] += gate[r] * key[r, x]
 
@@ -142,15 +146,30 @@ def _advance(state, before, token, at):
 
 
 class _Anchor(NamedTuple):
-    """What `_emit` reads, bundled within compiled code, where that is free: see `Behind`. key [T, R, K]: P w_v of the
-    shortlists; next [J], next_key [R, J] and column [J]: what was looked up and the last token's successors, their
-    P w_v, and where they stand; then room for intermediate results."""
+    """What a prefix grows by, bundled within compiled code: see `Behind`. next [J], next_key [R, J] and column [J]:
+    what was looked up and the last token's successors, their P w_v, and where they stand; gate: room."""
 
     tokens: Any
-    emission: Any
     read: Any
     root_token: Any
     root: Any
+    context: Any
+    token: Any
+    successor: Any
+    lookup: Any
+    match: Any
+    carry: Any
+    next: Any
+    next_key: Any
+    column: Any
+    gate: Any
+
+
+class _Slots(NamedTuple):
+    """What slots emit from, apart from the above since every field of an argument costs time: see `Behind`.
+    key [T, R, K]: P w_v of the shortlists; next, next_key and column: the anchor's; then room."""
+
+    emission: Any
     slot: Any
     place: Any
     held: Any
@@ -158,12 +177,6 @@ class _Anchor(NamedTuple):
     every: Any
     rest: Any
     log_blank: Any
-    context: Any
-    token: Any
-    successor: Any
-    lookup: Any
-    match: Any
-    carry: Any
     blank_vector: Any
     key: Any
     next: Any
@@ -183,13 +196,16 @@ def _anchor(tokens, emission, read, behind):
     key = np.empty((T, R, K), np.float32)
     for t in range(T):
         _transposed(key[t], token, tokens[place[t]])
-    room = K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
-    return _Anchor(
-        tokens, emission, read, root_token, root, slot, place, held, log_p, every, rest, log_blank,
-        context, token, successor, lookup, match, carry, blank_vector,
-        key, np.empty(J, np.int64), np.zeros((R, J), np.float32), np.empty(J, np.int64), np.empty(R, np.float32),
-        np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
+    next, next_key, column = np.empty(J, np.int64), np.zeros((R, J), np.float32), np.empty(J, np.int64)
+    gate, room = np.empty(R, np.float32), K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
+    at = _Anchor(
+        tokens, read, root_token, root, context, token, successor, lookup, match, carry, next, next_key, column, gate
+    )
+    slots = _Slots(
+        emission, slot, place, held, log_p, every, rest, log_blank, blank_vector, key, next, next_key, column,
+        gate, np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
     )  # fmt: skip
+    return at, slots
 
 
 LOOKS_BACK = 8192  # tokens; 64 nodes take 0.4 ms for as many
@@ -278,27 +294,40 @@ def _column(tokens, v):
 
 
 @njit(cache=True)
-def _emit(p, t, state, last, stay, at):
+def _dot(a, b):
+    """In four sums, which do not wait for each other."""
+    s0 = s1 = s2 = s3 = np.float32(0.0)
+    fours = len(a) // 4 * 4
+    for r in range(0, fours, 4):
+        s0 += a[r] * b[r]
+        s1 += a[r + 1] * b[r + 1]
+        s2 += a[r + 2] * b[r + 2]
+        s3 += a[r + 3] * b[r + 3]
+    for r in range(fours, len(a)):
+        s0 += a[r] * b[r]
+    return (s0 + s1) + (s2 + s3)
+
+
+@njit(cache=True)
+def _emit(p, t, state, last, stay, slots):
     """p_t(y | prefix) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix)
     is given back.
 
     stay: the column of the last token, -1 for the empty prefix.
     """
-    C, R, K, J = len(at.tokens), len(state), at.log_p.shape[1], len(at.column)
-    gate, moved, counts = at.gate, at.moved, at.counts
-    share = np.float32(0.0)
-    for r in range(R):
-        gate[r] = _hardswish(at.slot[t, r] + state[r])
-        share += gate[r] * at.blank_vector[r]
-    moved[:K] = at.log_p[t]
+    C, K, J = slots.emission.shape[1], slots.log_p.shape[1], len(slots.column)
+    gate, moved, counts = slots.gate, slots.moved, slots.counts
+    for r in range(len(state)):
+        gate[r] = _hardswish(slots.slot[t, r] + state[r])
+    moved[:K] = slots.log_p[t]
     for j in range(J):
-        v = at.next[j]
-        counts[j] = v >= 0 and (at.column[j] >= C or not at.held[t, at.column[j]])
-        moved[K + j] = moved[K + J + j] = at.every[t, max(v, 0)]
-    _products(moved[:K], gate, at.key[t])
-    _products(moved[K : K + J], gate, at.next_key)
-    _exp(moved, at.scale)
-    total = at.rest[t]
+        v = slots.next[j]
+        counts[j] = v >= 0 and (slots.column[j] >= C or not slots.held[t, slots.column[j]])
+        moved[K + j] = moved[K + J + j] = slots.every[t, max(v, 0)]
+    _products(moved[:K], gate, slots.key[t])
+    _products(moved[K : K + J], gate, slots.next_key)
+    _exp(moved, slots.scale)
+    total = slots.rest[t]
     for j in range(J):
         total -= moved[K + J + j] if counts[j] else np.float32(0.0)
     total = max(total, np.float32(0.0))
@@ -306,17 +335,17 @@ def _emit(p, t, state, last, stay, at):
         total += moved[k]
     for j in range(J):
         total += moved[K + j] if counts[j] else np.float32(0.0)
-    p_blank = np.exp(min(at.log_blank[t] + share, np.float32(80.0)))
+    p_blank = np.exp(min(slots.log_blank[t] + _dot(gate, slots.blank_vector), np.float32(80.0)))
     inverse = np.float32(1.0) / (total + p_blank)
     for c in range(C):
-        p[c] = at.emission[t, c] * inverse
+        p[c] = slots.emission[t, c] * inverse
     for k in range(K):
-        p[at.place[t, k]] = moved[k] * inverse
+        p[slots.place[t, k]] = moved[k] * inverse
     for j in range(J):
         if counts[j]:
-            p[at.column[j]] = moved[K + j] * inverse
+            p[slots.column[j]] = moved[K + j] * inverse
     if stay == C + J:
-        p[stay] = np.exp(at.every[t, last]) * inverse
+        p[stay] = np.exp(slots.every[t, last]) * inverse
     return p_blank * inverse
 
 
