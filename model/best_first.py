@@ -14,52 +14,63 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 @njit(cache=True)
 def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving, read, *behind):
     """Tokens, parents, depths and psi of the best nodes; see `tree.search`. behind: fields of a `Behind`, then those of
-    its tables; not looked at unless `moving`."""
-    at, slots = _anchor(tokens, emission, read, behind)
-    (T, C), J = emission.shape, len(at.next)
+    its tables; not looked at unless `moving`.
+
+    What a slot emits behind a prefix is computed once that could decide which node comes next: no child has more than
+    what the slots before gave it and all that is left of its parent.
+    """
+    grown = nodes + 1 if moving else 1  # prefixes with emissions of their own
+    at, slots = _anchor(tokens, emission, read, grown, behind)
+    (T, C), J = emission.shape, at.next.shape[1]
     # Columns are what may follow a prefix: the candidates; then, of what was looked up and its last token's successors,
     # those that are none of them (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
     columns = C + J + (J > 0)
-    # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last
-    # token. Index 0 is the empty prefix, index n + 1 is node n.
+    # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond
+    # slot following[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n.
     pb = np.zeros((nodes + 1, T + 1), np.float32)
     pn = np.zeros((nodes + 1, T + 1), np.float32)
-    # p[i, t, c]: what slot t emits behind prefix i; one row where nothing moves
-    rows = nodes + 1 if moving else 1
-    p = np.zeros((rows, T, columns), np.float32)
-    states, own = np.zeros((rows, len(at.root)), np.float32), np.full((rows, J), -1)
-    pb[0, 0] = 1.0
-    if moving:
-        _begin(own[0], states[0], at)
-    else:
-        p[0] = emission
-    for t in range(T):
-        if pb[0, t] > UNLIKELY:
-            pb[0, t + 1] = pb[0, t] * (_emit(p[0, t], t, states[0], at.root_token, -1, slots) if moving else blank[t])
-    # children[i, c]: psi of prefix i followed by column c, -1 once taken; best[i] the largest of row i
+    p = np.zeros((grown, T, columns), np.float32)  # p[i, t, c]: what slot t emits behind prefix i
+    states, own = np.zeros((grown, len(at.root)), np.float32), np.full((grown, J), -1)
+    # children[i, c]: psi of prefix i followed by column c, by the slots before following[i], -1 once taken; best[i]: no
+    # child of i has more; left[i]: of that, what is not in a column yet
     children = np.zeros((nodes + 1, columns), np.float32)
-    best = np.zeros(nodes + 1, np.float32)
+    best, left = np.zeros(nodes + 1, np.float32), np.zeros(nodes + 1, np.float32)
+    following = np.zeros(nodes + 1, np.int64)
     said = np.empty(nodes + 1, np.int64)  # the token that each prefix ends in
     stays = np.full(nodes + 1, -1)  # and its own column for it
     parents = np.empty(nodes, np.int64)
     depths = np.zeros(nodes + 1, np.int64)
     psis = np.empty(nodes, np.float32)
+    pb[0, 0] = best[0] = left[0] = 1.0
+    said[0] = at.root_token
+    if moving:
+        _begin(own[0], states[0], at)
+    else:
+        p[0] = emission
     count = 0
-    grows = True
-    while True:
-        i = count  # the prefix that was found last
-        if grows:
-            stop = T if merge else depths[i] + 1
-            _score(children[i], pb[i], pn[i], p[i if moving else 0], depths[i], stop, stays[i] if merge else -1)
-            if J > 0:
-                children[i, C + J] = 0.0  # it is no candidate
-            best[i] = children[i, _largest(children[i])]
+    while count < nodes:
         g = count if chain else _largest(best[: count + 1])
-        if count == nodes or best[g] <= 0.0:
+        if best[g] <= 0.0:
             break
+        i = g if moving else 0
+        if left[g] > 0.0:
+            t = following[g]
+            phi = pb[g, t] + pn[g, t]
+            if phi > UNLIKELY:
+                p_blank = _emit(p[i, t], t, states[i], said[g], stays[g], i, slots) if moving else blank[t]
+                _score(children[g], phi, pb[g, t], p[i, t], stays[g] if merge else -1)
+                if J > 0:
+                    children[g, C + J] = 0.0  # it is no candidate
+                if merge:
+                    pb[g, t + 1] = phi * p_blank
+                    pn[g, t + 1] += pn[g, t] * p[i, t, stays[g]] if g > 0 else np.float32(0.0)
+            following[g] = t + 1
+            left[g] = _left(pb[g], pn[g], t + 1) if merge else np.float32(0.0)
+            best[g] = children[g, _largest(children[g])] + left[g]
+            continue
         c = _largest(children[g])
         n, depth = count + 1, depths[g]
-        said[n] = tokens[c] if c < C else own[g, c - C]
+        said[n] = tokens[c] if c < C else own[i, c - C]
         parents[count], depths[n], psis[count] = g - 1, depth + 1, best[g]
         children[g, c] = -1.0
         best[g] = children[g, _largest(children[g])]
@@ -69,49 +80,47 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
             grows &= said[n] != end
         if not grows:
             continue
-        before, after = (g, n) if moving else (0, 0)
         stays[n] = c
         if moving:
             _advance(states[n], states[g], said[n], at)
-            stays[n] = _place(own[n], states[n], said[g] if g > 0 else at.root_token, said[n], at)
+            stays[n] = _place(own[n], states[n], said[g], said[n], n, at)
         for t in range(depth, T if merge else depth + 1):
-            phi = pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]
-            pn[n, t + 1] = phi * p[before, t, c]
-            if pb[n, t] + pn[n, t] > UNLIKELY:
-                p_blank = _emit(p[n, t], t, states[n], said[n], stays[n], slots) if moving else blank[t]
-                pn[n, t + 1] += pn[n, t] * p[after, t, stays[n]]
-                pb[n, t + 1] = (pb[n, t] + pn[n, t]) * p_blank
-        if moving and not merge:
-            _emit(p[n, depth + 1], depth + 1, states[n], said[n], stays[n], slots)
+            pn[n, t + 1] = (pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]) * p[i, t, c]
+        following[n] = depth + 1
+        best[n] = left[n] = _left(pb[n], pn[n], depth + 1)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
 
 
 @njit(cache=True)
 def first_emissions(emission, tokens, read, *behind):
     """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
-    at, slots = _anchor(tokens, emission, read, behind)
-    (T, C), J = emission.shape, len(at.next)
+    at, slots = _anchor(tokens, emission, read, 1, behind)
+    (T, C), J = emission.shape, at.next.shape[1]
     p, blanks, state = np.zeros((T, C + J + 1), np.float32), np.empty(T, np.float32), np.empty_like(at.root)
     _begin(np.full(J, -1), state, at)
     for t in range(T):
-        blanks[t] = _emit(p[t], t, state, at.root_token, -1, slots)
+        blanks[t] = _emit(p[t], t, state, at.root_token, -1, 0, slots)
     return p[:, :C], blanks
 
 
 @njit(cache=True)
-def _score(children, pb, pn, p, start, stop, repeat):
-    """psi of a prefix followed by each candidate; the one that repeats its last token needs a blank before it."""
-    for t in range(start, stop):
-        phi = pb[t] + pn[t]
-        if phi == 0.0:
-            continue
-        for c in range(len(children)):
-            children[c] += phi * p[t, c]
+def _score(children, phi, pb, p, repeat):
+    """What a slot adds to psi of a prefix followed by each column; one that repeats its last token needs a blank before
+    it."""
+    of_repeat = children[repeat]
+    for c in range(len(children)):
+        children[c] += phi * p[c]
     if repeat >= 0:
-        psi = np.float32(0.0)
-        for t in range(start, stop):
-            psi += pb[t] * p[t, repeat]
-        children[repeat] = psi
+        children[repeat] = of_repeat + pb * p[repeat]
+
+
+@njit(cache=True)
+def _left(pb, pn, t):
+    """What the slots from t on may add to the children of a prefix; 0 where they are not looked at."""
+    left = pb[t]
+    for s in range(t, len(pn) - 1):
+        left += pn[s]
+    return left if t < len(pn) - 1 and left > UNLIKELY else np.float32(0.0)
 
 
 @njit(cache=True)
@@ -146,8 +155,9 @@ def _advance(state, before, token, at):
 
 
 class _Anchor(NamedTuple):
-    """What a prefix grows by, bundled within compiled code: see `Behind`. next [J], next_key [R, J] and column [J]:
-    what was looked up and the last token's successors, their P w_v, and where they stand; gate: room."""
+    """What a prefix grows by, bundled within compiled code: see `Behind`. next [I, J], next_key [I, R, J] and column
+    [I, J]: per prefix what was looked up and its last token's successors, their P w_v, and where they stand; gate:
+    room; bucket: see `_buckets`."""
 
     tokens: Any
     read: Any
@@ -163,6 +173,7 @@ class _Anchor(NamedTuple):
     next_key: Any
     column: Any
     gate: Any
+    bucket: Any
 
 
 class _Slots(NamedTuple):
@@ -189,18 +200,20 @@ class _Slots(NamedTuple):
 
 
 @njit(cache=True)
-def _anchor(tokens, emission, read, behind):
+def _anchor(tokens, emission, read, grown, behind):
     root_token, root, slot, place, held, log_p, every, rest, log_blank = behind[:9]
     context, token, successor, lookup, match, carry, blank_vector = behind[9:]
     (T, K), J, R = log_p.shape, successor.shape[1] + (len(lookup) > 0), slot.shape[1]
     key = np.empty((T, R, K), np.float32)
     for t in range(T):
         _transposed(key[t], token, tokens[place[t]])
-    next, next_key, column = np.empty(J, np.int64), np.zeros((R, J), np.float32), np.empty(J, np.int64)
+    next, column = np.empty((grown, J), np.int64), np.empty((grown, J), np.int64)
+    next_key = np.empty((grown, R, J), np.float32)
     gate, room = np.empty(R, np.float32), K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
     at = _Anchor(
-        tokens, read, root_token, root, context, token, successor, lookup, match, carry, next, next_key, column, gate
-    )
+        tokens, read, root_token, root, context, token, successor, lookup, match, carry, next, next_key, column, gate,
+        _buckets(tokens),
+    )  # fmt: skip
     slots = _Slots(
         emission, slot, place, held, log_p, every, rest, log_blank, blank_vector, key, next, next_key, column,
         gate, np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
@@ -244,28 +257,29 @@ def _before_root(read):
 def _begin(own, state, at):
     """The empty prefix."""
     state[:] = at.root
-    _place(own, state, _before_root(at.read), at.root_token, at)
+    _place(own, state, _before_root(at.read), at.root_token, 0, at)
 
 
 @njit(cache=True)
-def _place(own, state, before, last, at):
-    """The column of a prefix's last token; `own` takes the tokens of its own columns, `at` what it says of tokens that
+def _place(own, state, before, last, i, at):
+    """The column of prefix i's last token; `own` takes the tokens of its own columns, `at` what it says of tokens that
     may follow, the state what was looked up."""
+    next, column = at.next[i], at.column[i]
     C, looks_up = len(at.tokens), len(at.lookup) > 0
-    stay = _column(at.tokens, last)
+    stay = _column(at, last)
     if looks_up:
-        at.next[0], match = _followed(at.read, before, last)
+        next[0], match = _followed(at.read, before, last)
         for r in range(len(state)):
-            state[r] += at.match[match, r] + (at.lookup[at.next[0], r] if match > 0 else np.float32(0.0))
+            state[r] += at.match[match, r] + (at.lookup[next[0], r] if match > 0 else np.float32(0.0))
     for j in range(at.successor.shape[1]):
         v = at.successor[last, j]
-        at.next[j + looks_up] = -1 if looks_up and v == at.next[0] else v
-    _transposed(at.next_key, at.token, at.next)
+        next[j + looks_up] = -1 if looks_up and v == next[0] else v
+    _transposed(at.next_key[i], at.token, next)
     for j in range(len(own)):
-        v = at.next[j]
-        at.column[j] = _column(at.tokens, v)
-        if at.column[j] < 0:
-            at.column[j], own[j] = C + j, v
+        v = next[j]
+        column[j] = _column(at, v)
+        if column[j] < 0:
+            column[j], own[j] = C + j, v
             if v == last:
                 stay = C + j
     return C + len(own) if stay < 0 else stay
@@ -275,22 +289,42 @@ def _place(own, state, before, last, at):
 def _transposed(out, rows, index):
     """Columns of `out` are the rows at the index, anything where it is -1."""
     R, X = out.shape
-    for r in range(R):
-        for x in range(X):
+    fours = X // 4 * 4
+    for x in range(0, fours, 4):
+        a, b, c, d = max(index[x], 0), max(index[x + 1], 0), max(index[x + 2], 0), max(index[x + 3], 0)
+        for r in range(R):
+            out[r, x] = rows[a, r]
+            out[r, x + 1] = rows[b, r]
+            out[r, x + 2] = rows[c, r]
+            out[r, x + 3] = rows[d, r]
+    for x in range(fours, X):
+        for r in range(R):
             out[r, x] = rows[max(index[x], 0), r]
 
 
 @njit(cache=True)
-def _column(tokens, v):
-    """Where token v stands among the candidates (ascending), -1: nowhere."""
-    low, high = 0, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        if tokens[middle] < v:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < len(tokens) and tokens[low] == v else -1
+def _column(at, v):
+    """Where token v stands among the candidates, -1: nowhere."""
+    mask = len(at.bucket) - 1
+    h = v & mask
+    while at.bucket[h] >= 0 and at.tokens[at.bucket[h]] != v:
+        h = (h + 1) & mask
+    return at.bucket[h]
+
+
+@njit(cache=True)
+def _buckets(tokens):
+    """An open hash table of the candidates."""
+    size = 16
+    while size < 4 * len(tokens):
+        size *= 2
+    bucket = np.full(size, -1)
+    for c in range(len(tokens)):
+        h = tokens[c] & (size - 1)
+        while bucket[h] >= 0:
+            h = (h + 1) & (size - 1)
+        bucket[h] = c
+    return bucket
 
 
 @njit(cache=True)
@@ -309,23 +343,24 @@ def _dot(a, b):
 
 
 @njit(cache=True)
-def _emit(p, t, state, last, stay, slots):
-    """p_t(y | prefix) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix)
-    is given back.
+def _emit(p, t, state, last, stay, i, slots):
+    """p_t(y | prefix i) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix
+    i) is given back.
 
     stay: the column of the last token, -1 for the empty prefix.
     """
-    C, K, J = slots.emission.shape[1], slots.log_p.shape[1], len(slots.column)
+    next, column = slots.next[i], slots.column[i]
+    C, K, J = slots.emission.shape[1], slots.log_p.shape[1], len(column)
     gate, moved, counts = slots.gate, slots.moved, slots.counts
     for r in range(len(state)):
         gate[r] = _hardswish(slots.slot[t, r] + state[r])
     moved[:K] = slots.log_p[t]
     for j in range(J):
-        v = slots.next[j]
-        counts[j] = v >= 0 and (slots.column[j] >= C or not slots.held[t, slots.column[j]])
+        v = next[j]
+        counts[j] = v >= 0 and (column[j] >= C or not slots.held[t, column[j]])
         moved[K + j] = moved[K + J + j] = slots.every[t, max(v, 0)]
     _products(moved[:K], gate, slots.key[t])
-    _products(moved[K : K + J], gate, slots.next_key)
+    _products(moved[K : K + J], gate, slots.next_key[i])
     _exp(moved, slots.scale)
     total = slots.rest[t]
     for j in range(J):
@@ -343,7 +378,7 @@ def _emit(p, t, state, last, stay, slots):
         p[slots.place[t, k]] = moved[k] * inverse
     for j in range(J):
         if counts[j]:
-            p[slots.column[j]] = moved[K + j] * inverse
+            p[column[j]] = moved[K + j] * inverse
     if stay == C + J:
         p[stay] = np.exp(slots.every[t, last]) * inverse
     return p_blank * inverse
