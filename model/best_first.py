@@ -344,8 +344,8 @@ def _dot(a, b):
 
 @njit(cache=True)
 def _emit(p, t, state, last, stay, i, slots):
-    """p_t(y | prefix i) into p [columns], from the prefix's state and last token, after its `_place`; p_t(blank | prefix
-    i) is given back.
+    """p_t(y | prefix i) into p [columns], from its state and last token, after its `_place`; p_t(blank | prefix i) is
+    given back.
 
     stay: the column of the last token, -1 for the empty prefix.
     """
