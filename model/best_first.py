@@ -21,7 +21,7 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
     """
     grown = nodes + 1 if moving else 1  # prefixes with emissions of their own
     at, slots = _anchor(tokens, emission, read, grown, behind)
-    (T, C), J = emission.shape, at.next.shape[1]
+    (T, C), J = emission.shape, at.next.shape[2]
     # Columns are what may follow a prefix: the candidates; then, of what was looked up and its last token's successors,
     # those that are none of them (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
     columns = C + J + (J > 0)
@@ -29,7 +29,7 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
     # slot following[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n.
     pb = np.zeros((nodes + 1, T + 1), np.float32)
     pn = np.zeros((nodes + 1, T + 1), np.float32)
-    p = np.zeros((grown, T, columns), np.float32)  # p[i, t, c]: what slot t emits behind prefix i
+    p = np.zeros((grown, T, columns + 1), np.float32)  # p[i, t, c]: what slot t emits behind prefix i
     states, own = np.zeros((grown, len(at.root)), np.float32), np.full((grown, J), -1)
     # children[i, c]: psi of prefix i followed by column c, by the slots before following[i], -1 once taken; best[i]: no
     # child of i has more; left[i]: of that, what is not in a column yet
@@ -46,7 +46,7 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
     if moving:
         _begin(own[0], states[0], at)
     else:
-        p[0] = emission
+        p[0, :, :C] = emission
     count = 0
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
@@ -57,7 +57,7 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
             t = following[g]
             phi = pb[g, t] + pn[g, t]
             if phi > UNLIKELY:
-                p_blank = _emit(p[i, t], t, states[i], said[g], stays[g], i, slots) if moving else blank[t]
+                p_blank = _emit(p, i, t, states, said[g], stays[g], slots) if moving else blank[t]
                 _score(children[g], phi, pb[g, t], p[i, t], stays[g] if merge else -1)
                 if J > 0:
                     children[g, C + J] = 0.0  # it is no candidate
@@ -95,12 +95,13 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
 def first_emissions(emission, tokens, read, *behind):
     """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
     at, slots = _anchor(tokens, emission, read, 1, behind)
-    (T, C), J = emission.shape, at.next.shape[1]
-    p, blanks, state = np.zeros((T, C + J + 1), np.float32), np.empty(T, np.float32), np.empty_like(at.root)
-    _begin(np.full(J, -1), state, at)
+    (T, C), J = emission.shape, at.next.shape[2]
+    p, blanks = np.zeros((1, T, C + J + 2), np.float32), np.empty(T, np.float32)
+    states = np.empty((1, len(at.root)), np.float32)
+    _begin(np.full(J, -1), states[0], at)
     for t in range(T):
-        blanks[t] = _emit(p[t], t, state, at.root_token, -1, 0, slots)
-    return p[:, :C], blanks
+        blanks[t] = _emit(p, 0, t, states, at.root_token, -1, slots)
+    return p[0, :, :C], blanks
 
 
 @njit(cache=True)
@@ -155,9 +156,9 @@ def _advance(state, before, token, at):
 
 
 class _Anchor(NamedTuple):
-    """What a prefix grows by, bundled within compiled code: see `Behind`. next [I, J], next_key [I, R, J] and column
-    [I, J]: per prefix what was looked up and its last token's successors, their P w_v, and where they stand; gate:
-    room; bucket: see `_buckets`."""
+    """What a prefix grows by, bundled within compiled code: see `Behind`. next [I, 2, J] and next_key [I,
+    R, J]: per prefix what was looked up and its last token's successors, the columns where they stand, and their P w_v;
+    gate: room; bucket: see `_buckets`."""
 
     tokens: Any
     read: Any
@@ -171,53 +172,50 @@ class _Anchor(NamedTuple):
     carry: Any
     next: Any
     next_key: Any
-    column: Any
     gate: Any
     bucket: Any
 
 
 class _Slots(NamedTuple):
-    """What slots emit from, apart from the above since every field of an argument costs time: see `Behind`.
-    key [T, R, K]: P w_v of the shortlists; next, next_key and column: the anchor's; then room."""
+    """What slots emit from, in few arrays, since every one of an argument costs time: see `Behind`. fixed [T, R + K +
+    2]: a slot's vector, log_p of its shortlist, log_blank and rest; key [T, R, K + 1]: P w_v of the shortlist, the
+    blank's vector; where [T, K + columns + 1]: place, then 1 where the slot holds a column; next [I, 2, J]: tokens and
+    columns of the anchor's; then room."""
 
     emission: Any
-    slot: Any
-    place: Any
-    held: Any
-    log_p: Any
+    fixed: Any
+    where: Any
     every: Any
-    rest: Any
-    log_blank: Any
-    blank_vector: Any
     key: Any
     next: Any
     next_key: Any
-    column: Any
     gate: Any
     moved: Any
     scale: Any
-    counts: Any
 
 
 @njit(cache=True)
 def _anchor(tokens, emission, read, grown, behind):
     root_token, root, slot, place, held, log_p, every, rest, log_blank = behind[:9]
     context, token, successor, lookup, match, carry, blank_vector = behind[9:]
-    (T, K), J, R = log_p.shape, successor.shape[1] + (len(lookup) > 0), slot.shape[1]
-    key = np.empty((T, R, K), np.float32)
+    (T, K), C, J, R = log_p.shape, len(tokens), successor.shape[1] + (len(lookup) > 0), slot.shape[1]
+    key = np.empty((T, R, K + 1), np.float32)
+    fixed, where = np.empty((T, R + K + 2), np.float32), np.zeros((T, K + C + J + 2), np.int64)
     for t in range(T):
         _transposed(key[t], token, tokens[place[t]])
-    next, column = np.empty((grown, J), np.int64), np.empty((grown, J), np.int64)
-    next_key = np.empty((grown, R, J), np.float32)
-    gate, room = np.empty(R, np.float32), K + 2 * J  # the shortlist, moved; successors, moved; successors, as they were
+        key[t, :, K] = blank_vector
+        fixed[t, :R], fixed[t, R : R + K] = slot[t], log_p[t]
+        fixed[t, R + K], fixed[t, R + K + 1] = log_blank[t], rest[t]
+        where[t, :K], where[t, K : K + C], where[t, K + C + J + 1] = place[t], held[t], 1
+    next, next_key = np.empty((grown, 2, J), np.int64), np.empty((grown, R, J), np.float32)
+    gate, room = np.empty(R, np.float32), K + 1 + 2 * J  # shortlist and blank; successors, moved and as they were
     at = _Anchor(
-        tokens, read, root_token, root, context, token, successor, lookup, match, carry, next, next_key, column, gate,
-        _buckets(tokens),
+        tokens, read, root_token, root, context, token, successor, lookup, match, carry, next,
+        next_key, gate, _buckets(tokens),
     )  # fmt: skip
     slots = _Slots(
-        emission, slot, place, held, log_p, every, rest, log_blank, blank_vector, key, next, next_key, column,
-        gate, np.empty(room, np.float32), np.empty(room, np.int32), np.zeros(J, np.bool_),
-    )  # fmt: skip
+        emission, fixed, where, every, key, next, next_key, gate, np.empty(room, np.float32), np.empty(room, np.int32)
+    )
     return at, slots
 
 
@@ -264,7 +262,7 @@ def _begin(own, state, at):
 def _place(own, state, before, last, i, at):
     """The column of prefix i's last token; `own` takes the tokens of its own columns, `at` what it says of tokens that
     may follow, the state what was looked up."""
-    next, column = at.next[i], at.column[i]
+    next, column = at.next[i]
     C, looks_up = len(at.tokens), len(at.lookup) > 0
     stay = _column(at, last)
     if looks_up:
@@ -282,13 +280,15 @@ def _place(own, state, before, last, i, at):
             column[j], own[j] = C + j, v
             if v == last:
                 stay = C + j
+        if v < 0:
+            column[j] = C + len(own) + 1
     return C + len(own) if stay < 0 else stay
 
 
 @njit(cache=True)
 def _transposed(out, rows, index):
-    """Columns of `out` are the rows at the index, anything where it is -1."""
-    R, X = out.shape
+    """The first columns of `out` are the rows at the index, anything where it is -1."""
+    R, X = len(out), len(index)
     fours = X // 4 * 4
     for x in range(0, fours, 4):
         a, b, c, d = max(index[x], 0), max(index[x + 1], 0), max(index[x + 2], 0), max(index[x + 3], 0)
@@ -328,60 +328,42 @@ def _buckets(tokens):
 
 
 @njit(cache=True)
-def _dot(a, b):
-    """In four sums, which do not wait for each other."""
-    s0 = s1 = s2 = s3 = np.float32(0.0)
-    fours = len(a) // 4 * 4
-    for r in range(0, fours, 4):
-        s0 += a[r] * b[r]
-        s1 += a[r + 1] * b[r + 1]
-        s2 += a[r + 2] * b[r + 2]
-        s3 += a[r + 3] * b[r + 3]
-    for r in range(fours, len(a)):
-        s0 += a[r] * b[r]
-    return (s0 + s1) + (s2 + s3)
-
-
-@njit(cache=True)
-def _emit(p, t, state, last, stay, i, slots):
-    """p_t(y | prefix i) into p [columns], from its state and last token, after its `_place`; p_t(blank | prefix i) is
-    given back.
+def _emit(p, i, t, states, last, stay, slots):
+    """p_t(y | prefix i) into p[i, t, columns], from its state and last token, after its `_place`; p_t(blank | prefix i)
+    is given back. The column behind them takes what is none.
 
     stay: the column of the last token, -1 for the empty prefix.
     """
-    next, column = slots.next[i], slots.column[i]
-    C, K, J = slots.emission.shape[1], slots.log_p.shape[1], len(column)
-    gate, moved, counts = slots.gate, slots.moved, slots.counts
-    for r in range(len(state)):
-        gate[r] = _hardswish(slots.slot[t, r] + state[r])
-    moved[:K] = slots.log_p[t]
+    C, J, (R, X) = slots.emission.shape[1], slots.next.shape[2], slots.key.shape[1:]
+    K, none, gate, moved = X - 1, C + J + 1, slots.gate, slots.moved
+    for r in range(R):
+        gate[r] = _hardswish(slots.fixed[t, r] + states[i, r])
+    for x in range(X):
+        moved[x] = slots.fixed[t, R + x]
     for j in range(J):
-        v = next[j]
-        counts[j] = v >= 0 and (column[j] >= C or not slots.held[t, column[j]])
-        moved[K + j] = moved[K + J + j] = slots.every[t, max(v, 0)]
-    _products(moved[:K], gate, slots.key[t])
-    _products(moved[K : K + J], gate, slots.next_key[i])
+        moved[X + j] = moved[X + J + j] = slots.every[t, max(slots.next[i, 0, j], 0)]
+    _products(moved[:X], gate, slots.key[t])
+    _products(moved[X : X + J], gate, slots.next_key[i])
     _exp(moved, slots.scale)
-    total = slots.rest[t]
+    total = slots.fixed[t, R + X]
     for j in range(J):
-        total -= moved[K + J + j] if counts[j] else np.float32(0.0)
+        total -= np.float32(0.0) if slots.where[t, K + slots.next[i, 1, j]] else moved[X + J + j]
     total = max(total, np.float32(0.0))
-    for k in range(K):
-        total += moved[k]
+    for x in range(X):
+        total += moved[x]
     for j in range(J):
-        total += moved[K + j] if counts[j] else np.float32(0.0)
-    p_blank = np.exp(min(slots.log_blank[t] + _dot(gate, slots.blank_vector), np.float32(80.0)))
-    inverse = np.float32(1.0) / (total + p_blank)
+        total += np.float32(0.0) if slots.where[t, K + slots.next[i, 1, j]] else moved[X + j]
+    inverse = np.float32(1.0) / total
     for c in range(C):
-        p[c] = slots.emission[t, c] * inverse
+        p[i, t, c] = slots.emission[t, c] * inverse
     for k in range(K):
-        p[slots.place[t, k]] = moved[k] * inverse
+        p[i, t, slots.where[t, k]] = moved[k] * inverse
     for j in range(J):
-        if counts[j]:
-            p[column[j]] = moved[K + j] * inverse
+        column = slots.next[i, 1, j]
+        p[i, t, none if slots.where[t, K + column] else column] = moved[X + j] * inverse
     if stay == C + J:
-        p[stay] = np.exp(slots.every[t, last]) * inverse
-    return p_blank * inverse
+        p[i, t, stay] = np.exp(slots.every[t, last]) * inverse
+    return moved[K] * inverse
 
 
 @njit(cache=True, fastmath={"contract"})
