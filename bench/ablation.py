@@ -45,12 +45,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
 VARIANTS = {
     "default": (),
-    "default without recall": ("head.recall=false",),
+    "default with recall": ("head.recall=true",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
     "default without lookups": ("head.lookup=false",),
     "default by AdamW": ("optim=adamw",),
     "default with weights 0.9^k": ("objective.decay=0.9",),
     "default of 8 labels": ("objective.labels=8",),
+    "default of 12 slots": ("head.slots=12",),
     "ctc without transition": ("head.transition=none",),
     "exact ctc without transition": ("head.transition=none", "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
@@ -59,8 +60,7 @@ VARIANTS = {
     "medusa": ("head=medusa", *CROSS_ENTROPY),
     "medusa with as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
     "eagle": ("head=eagle", *CROSS_ENTROPY),
-    "eagle of 8 passes": ("head=eagle", *CROSS_ENTROPY, "head.slots=8", "objective.labels=8"),
-    "default of 8 slots": ("head.slots=8", "objective.labels=8"),
+    "eagle of 8 passes": ("head=eagle", *CROSS_ENTROPY, "head.slots=8"),
 }
 SETTINGS = {
     "chain": ("draft=chain",),

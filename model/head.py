@@ -42,7 +42,7 @@ class HeadConfig:
     """
 
     kind: str = "ctc"
-    slots: int = 12
+    slots: int = 16
     width: int = 128
     heads: int = 4
     layers: int = 1

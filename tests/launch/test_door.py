@@ -34,9 +34,9 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
     config = typed(compose("train", []), TrainEntry)
     for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
         part, plain = getattr(config, name), type(getattr(config, name))()
-        if name == "head":  # the simplest head has no transition and no recall, the default one has
-            assert (part.transition, part.successors, part.lookup, part.recall) == ("shortlist", 16, True, True)
-            plain = replace(plain, transition="shortlist", shortlist=16, successors=16, lookup=True, recall=True)
+        if name == "head":  # the simplest head has no transition, the default one has
+            assert (part.transition, part.successors, part.lookup) == ("shortlist", 16, True)
+            plain = replace(plain, transition="shortlist", shortlist=16, successors=16, lookup=True)
         assert part == plain, name
 
 
@@ -77,7 +77,7 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, eagle, medusa, parallel"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
-        (["objective.labels=13"], "error: objective.labels=13 do not fit into head.slots=12"),
+        (["objective.labels=17"], "error: objective.labels=17 do not fit into head.slots=16"),
         (["draft.nodes=0"], "error: draft.nodes=0"),
         (["train.steps=1.5"], "error: train.steps=1.5: input should be a valid integer"),
         (["train.precision=fp8"], "error: train.precision='fp8'"),
