@@ -19,32 +19,28 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
     What a slot emits behind a prefix is computed once that could decide which node comes next: no child has more than
     what the slots before gave it and all that is left of its parent.
     """
-    grown = nodes + 1 if moving else 1  # prefixes with emissions of their own
-    at, slots = _anchor(tokens, emission, read, grown, behind)
+    at, slots = _anchor(tokens, emission, read, nodes + 1 if moving else 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
-    # Columns are what may follow a prefix: the candidates; then, of what was looked up and its last token's successors,
-    # those that are none of them (own[i, j]: column C + j of prefix i); then that token itself, where it is neither.
-    columns = C + J + (J > 0)
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond
-    # slot following[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n.
-    pb = np.zeros((nodes + 1, T + 1), np.float32)
-    pn = np.zeros((nodes + 1, T + 1), np.float32)
-    p = np.zeros((grown, T, columns + 1), np.float32)  # p[i, t, c]: what slot t emits behind prefix i
-    states, own = np.zeros((grown, len(at.root)), np.float32), np.full((grown, J), -1)
-    # children[i, c]: psi of prefix i followed by column c, by the slots before following[i], -1 once taken; best[i]: no
+    # slot next_slot[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n.
+    pb, pn = np.zeros((nodes + 1, T + 1), np.float32), np.zeros((nodes + 1, T + 1), np.float32)
+    # p[i, t, c]: what slot t emits behind prefix i. Columns are what may follow a prefix: the candidates; then its
+    # at.next that are no candidates; then its last token, where it is neither; then room.
+    p = np.zeros((len(at.next), T, C + J + 2), np.float32)
+    states = np.zeros((len(at.next), len(at.root)), np.float32)
+    # children[i, c]: psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken; best[i]: no
     # child of i has more; left[i]: of that, what is not in a column yet
-    children = np.zeros((nodes + 1, columns), np.float32)
+    children = np.zeros((nodes + 1, C + J), np.float32)
     best, left = np.zeros(nodes + 1, np.float32), np.zeros(nodes + 1, np.float32)
-    following = np.zeros(nodes + 1, np.int64)
+    next_slot = np.zeros(nodes + 1, np.int64)
     said = np.empty(nodes + 1, np.int64)  # the token that each prefix ends in
-    stays = np.full(nodes + 1, -1)  # and its own column for it
-    parents = np.empty(nodes, np.int64)
-    depths = np.zeros(nodes + 1, np.int64)
+    stays = np.full(nodes + 1, -1)  # and the column in which a slot repeats it, -1: none does
+    parents, depths = np.empty(nodes, np.int64), np.zeros(nodes + 1, np.int64)
     psis = np.empty(nodes, np.float32)
     pb[0, 0] = best[0] = left[0] = 1.0
     said[0] = at.root_token
     if moving:
-        _begin(own[0], states[0], at)
+        _begin(states[0], at)
     else:
         p[0, :, :C] = emission
     count = 0
@@ -54,39 +50,31 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
             break
         i = g if moving else 0
         if left[g] > 0.0:
-            t = following[g]
-            phi = pb[g, t] + pn[g, t]
-            if phi > UNLIKELY:
+            t = next_slot[g]
+            if pb[g, t] + pn[g, t] > UNLIKELY:
                 p_blank = _emit(p, i, t, states, said[g], stays[g], slots) if moving else blank[t]
-                _score(children[g], phi, pb[g, t], p[i, t], stays[g] if merge else -1)
-                if J > 0:
-                    children[g, C + J] = 0.0  # it is no candidate
-                if merge:
-                    pb[g, t + 1] = phi * p_blank
-                    pn[g, t + 1] += pn[g, t] * p[i, t, stays[g]] if g > 0 else np.float32(0.0)
-            following[g] = t + 1
-            left[g] = _left(pb[g], pn[g], t + 1) if merge else np.float32(0.0)
+                _hand_on(children[g], pb[g], pn[g], t, p[i, t], p_blank, stays[g])
+            next_slot[g] = t + 1
+            left[g] = _left(pb[g], pn[g], t + 1)
             best[g] = children[g, _largest(children[g])] + left[g]
             continue
         c = _largest(children[g])
         n, depth = count + 1, depths[g]
-        said[n] = tokens[c] if c < C else own[i, c - C]
+        said[n] = tokens[c] if c < C else at.next[i, 0, c - C]
         parents[count], depths[n], psis[count] = g - 1, depth + 1, best[g]
         children[g, c] = -1.0
         best[g] = children[g, _largest(children[g])]
         count = n
-        grows = depth + 1 < max_depth and n < nodes
-        for end in ends:
-            grows &= said[n] != end
-        if not grows:
+        if depth + 1 == max_depth or n == nodes or (ends == said[n]).any():
             continue
-        stays[n] = c
+        column = c
         if moving:
             _advance(states[n], states[g], said[n], at)
-            stays[n] = _place(own[n], states[n], said[g], said[n], n, at)
-        for t in range(depth, T if merge else depth + 1):
-            pn[n, t + 1] = (pb[g, t] if merge and c == stays[g] else pb[g, t] + pn[g, t]) * p[i, t, c]
-        following[n] = depth + 1
+            column = _place(states[n], said[g], said[n], n, at)
+        stays[n] = column if merge else -1
+        for t in range(depth, T):
+            pn[n, t + 1] = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * p[i, t, c]
+        next_slot[n] = depth + 1
         best[n] = left[n] = _left(pb[n], pn[n], depth + 1)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
 
@@ -98,21 +86,25 @@ def first_emissions(emission, tokens, read, *behind):
     (T, C), J = emission.shape, at.next.shape[2]
     p, blanks = np.zeros((1, T, C + J + 2), np.float32), np.empty(T, np.float32)
     states = np.empty((1, len(at.root)), np.float32)
-    _begin(np.full(J, -1), states[0], at)
+    _begin(states[0], at)
     for t in range(T):
         blanks[t] = _emit(p, 0, t, states, at.root_token, -1, slots)
     return p[0, :, :C], blanks
 
 
 @njit(cache=True)
-def _score(children, phi, pb, p, repeat):
-    """What a slot adds to psi of a prefix followed by each column; one that repeats its last token needs a blank before
-    it."""
-    of_repeat = children[repeat]
+def _hand_on(children, pb, pn, t, p, p_blank, stay):
+    """What slot t adds to psi of a prefix followed by each column, of which the one that repeats its last token needs a
+    blank before it; and how likely the prefix still is all that was written after that slot."""
+    phi, repeats = pb[t] + pn[t], 0 <= stay < len(children)
+    repeated = children[stay] + pb[t] * p[stay] if repeats else np.float32(0.0)
     for c in range(len(children)):
         children[c] += phi * p[c]
-    if repeat >= 0:
-        children[repeat] = of_repeat + pb * p[repeat]
+    if repeats:
+        children[stay] = repeated
+    pb[t + 1] = phi * p_blank
+    if stay >= 0:
+        pn[t + 1] += pn[t] * p[stay]
 
 
 @njit(cache=True)
@@ -252,19 +244,19 @@ def _before_root(read):
 
 
 @njit(cache=True)
-def _begin(own, state, at):
+def _begin(state, at):
     """The empty prefix."""
     state[:] = at.root
-    _place(own, state, _before_root(at.read), at.root_token, 0, at)
+    _place(state, _before_root(at.read), at.root_token, 0, at)
 
 
 @njit(cache=True)
-def _place(own, state, before, last, i, at):
-    """The column of prefix i's last token; `own` takes the tokens of its own columns, `at` what it says of tokens that
-    may follow, the state what was looked up."""
+def _place(state, before, last, i, at):
+    """The column of prefix i's last token; `at` takes what may follow it and where that stands, the state what was
+    looked up."""
     next, column = at.next[i]
-    C, looks_up = len(at.tokens), len(at.lookup) > 0
-    stay = _column(at, last)
+    C, J, looks_up = len(at.tokens), len(next), len(at.lookup) > 0
+    stay = _column(at.bucket, at.tokens, last)
     if looks_up:
         next[0], match = _followed(at.read, before, last)
         for r in range(len(state)):
@@ -273,16 +265,14 @@ def _place(own, state, before, last, i, at):
         v = at.successor[last, j]
         next[j + looks_up] = -1 if looks_up and v == next[0] else v
     _transposed(at.next_key[i], at.token, next)
-    for j in range(len(own)):
+    for j in range(J):
         v = next[j]
-        column[j] = _column(at, v)
+        column[j] = _column(at.bucket, at.tokens, v) if v >= 0 else C + J + 1
         if column[j] < 0:
-            column[j], own[j] = C + j, v
+            column[j] = C + j
             if v == last:
                 stay = C + j
-        if v < 0:
-            column[j] = C + len(own) + 1
-    return C + len(own) if stay < 0 else stay
+    return C + J if stay < 0 else stay
 
 
 @njit(cache=True)
@@ -303,13 +293,13 @@ def _transposed(out, rows, index):
 
 
 @njit(cache=True)
-def _column(at, v):
-    """Where token v stands among the candidates, -1: nowhere."""
-    mask = len(at.bucket) - 1
+def _column(bucket, tokens, v):
+    """Where token v stands among the candidates, -1: nowhere; see `_buckets`."""
+    mask = len(bucket) - 1
     h = v & mask
-    while at.bucket[h] >= 0 and at.tokens[at.bucket[h]] != v:
+    while bucket[h] >= 0 and tokens[bucket[h]] != v:
         h = (h + 1) & mask
-    return at.bucket[h]
+    return bucket[h]
 
 
 @njit(cache=True)
@@ -368,10 +358,10 @@ def _emit(p, i, t, states, last, stay, slots):
 
 @njit(cache=True, fastmath={"contract"})
 def _exp(x, scale):
-    """exp in place, to 1e-7 of its value, |log2| up to 126: a polynomial and an exponent, which the compiler can
-    write for 8 numbers at once (Cephes' coefficients of 2^f)."""
+    """exp in place, to 1e-7 of its value, 0 below 2^-126 and at most 2^126: a polynomial and an exponent, which the
+    compiler can write for 8 numbers at once (Cephes' coefficients of 2^f)."""
     for k in range(len(x)):
-        power = min(max(x[k] * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
+        power = min(max(x[k] * np.float32(1.4426950408889634), np.float32(-127.0)), np.float32(126.0))
         whole = np.floor(power + np.float32(0.5))
         f = power - whole
         scale[k] = (np.int32(whole) + 127) << 23

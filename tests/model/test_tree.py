@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from lattices import lattice_from_logits
 from lookups import followed
 
+from ctcdraft.model import best_first
 from ctcdraft.model.best_first import LOOKS_BACK, look_up
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.transition import Mixed, Tables
@@ -148,6 +149,18 @@ def test_a_transition_lattice_is_exact(T, V, K, J, read, seed):
         assert abs(value - psi[path]) < 1e-5
     best = sorted(psi.values(), reverse=True)[: len(tree)]
     assert np.allclose(sorted(tree.psi, reverse=True), best, atol=1e-5)
+
+
+@given(
+    tokens=st.sets(st.integers(0, 60).map(lambda v: 256 * v), min_size=1, max_size=40),
+    asked=st.lists(st.integers(0, 256 * 60), max_size=20),
+)
+def test_candidates_are_found_where_their_hashes_collide(tokens, asked):
+    tokens = np.array(sorted(tokens))
+    bucket = best_first._buckets(tokens)
+    for v in (*tokens, *asked):
+        here = np.flatnonzero(tokens == v)
+        assert best_first._column(bucket, tokens, v) == (here[0] if len(here) else -1)
 
 
 def test_a_chain_has_one_leaf_and_follows_the_best_child():
