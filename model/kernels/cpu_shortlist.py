@@ -79,8 +79,19 @@ def _array(part: Tensor) -> NDArray[Any]:
 
 
 @njit(cache=True)
-def _hardswish(x):
-    return x * min(max(x + 3, 0), 6) / 6
+def _gates(out, slot, context):
+    """hardswish of their sum."""
+    for r in range(len(out)):
+        at = slot[r] + context[r]
+        out[r] = at * min(max(at + 3, 0), 6) / 6
+
+
+@njit(cache=True)
+def _through_gates(gradient, slot, context):
+    """The gradient of the sum, from that of its hardswish, in place."""
+    for r in range(len(gradient)):
+        at = slot[r] + context[r]
+        gradient[r] *= 0 if at <= -3 else 1 if at >= 3 else at / 3 + 0.5
 
 
 @njit(cache=True)
@@ -140,8 +151,7 @@ def _forward(
                     listed += np.exp(logits[n, t, k] - logits[n, t, 0])
                     _transposed(key, k, token[index[n, t, k]])
                 for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
-                    for r in range(R):
-                        gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
+                    _gates(gate, slot[n, t], context[n, s])
                     d[:] = 0
                     _products(d[:J], gate, next_key[s])
                     _products(d[J:], gate, key)
@@ -223,16 +233,13 @@ def _backward(
                         move[stay_place[n, t, s - 1]] += _kept(grad_stay[n, t, s - 1], nothing)
                     if not move.any():
                         continue
-                    for r in range(R):
-                        gate[r] = _hardswish(slot[n, t, r] + context[n, s, r])
+                    _gates(gate, slot[n, t], context[n, s])
                     back[:] = 0
                     _outer(back, next_held[s], next_key[s], grad_next_key[s], token, successor[n, s], move[:J], gate)
                     _outer(back, held, key, grad_key, token, index[n, t], move[J:], gate)
-                    for r in range(R):
-                        at = slot[n, t, r] + context[n, s, r]
-                        back[r] *= 0 if at <= -3 else 1 if at >= 3 else at / 3 + 0.5
-                        grad_slot[n, t, r] += back[r]
-                        grad_context[n, s, r] += back[r]
+                    _through_gates(back, slot[n, t], context[n, s])
+                    _added(grad_slot[n, t], back)
+                    _added(grad_context[n, s], back)
                 for k in range(K):
                     if held[k]:
                         _added(grad_token[chunk, index[n, t, k]], grad_key[k])
