@@ -12,7 +12,7 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 @njit(cache=True)
-def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving, read, *behind):
+def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, moving, read, *behind):
     """Tokens, parents, depths and psi of the best nodes; see `tree.search`. behind: fields of a `Behind`, then those of
     its tables; not looked at unless `moving`.
 
@@ -22,11 +22,13 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
     at, slots = _anchor(tokens, emission, read, nodes + 1 if moving else 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
     # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond
-    # slot next_slot[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n.
+    # slot next_slot[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n. What slot
+    # t hands on is 0 where t is not in the band: depths[i] to depths[i] + band, the edge.
     pb, pn = np.zeros((nodes + 1, T + 1), np.float32), np.zeros((nodes + 1, T + 1), np.float32)
-    # p[i, t, c]: what slot t emits behind prefix i. Columns are what may follow a prefix: the candidates; then its
-    # at.next that are no candidates; then its last token, where it is neither; then room.
-    p = np.zeros((len(at.next), T, C + J + 2), np.float32)
+    # p[i, t - depths[i], c]: what slot t emits behind prefix i; p[0, t, c], over the vocabulary alone, where it is the
+    # same behind all. Columns are what may follow a prefix: the candidates; then its at.next that are no candidates;
+    # then its last token, where it is neither; then room.
+    p = np.zeros((len(at.next), min(T, band + 1) if moving else T, C + J + 2), np.float32)
     states = np.zeros((len(at.next), len(at.root)), np.float32)
     # children[i, c]: psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken; best[i]: no
     # child of i has more; left[i]: of that, what is not in a column yet
@@ -51,9 +53,15 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
         i = g if moving else 0
         if left[g] > 0.0:
             t = next_slot[g]
+            edge = t == depths[g] + band
             if pb[g, t] + pn[g, t] > UNLIKELY:
-                p_blank = _emit(p, i, t, states, said[g], stays[g], slots) if moving else blank[t]
-                _hand_on(children[g], pb[g], pn[g], t, p[i, t], p_blank, stays[g])
+                row, no_blank, p_blank = t, np.float32(1.0), np.float32(0.0)
+                if moving:
+                    row = t - depths[g]
+                    p_blank = _emit(p, i, row, t, edge, states, said[g], stays[g], slots)
+                elif not edge:
+                    no_blank, p_blank = np.float32(1.0) - blank[t], blank[t]
+                _hand_on(children[g], pb[g], pn[g], t, edge, p[i, row], no_blank, p_blank, stays[g])
             next_slot[g] = t + 1
             left[g] = _left(pb[g], pn[g], t + 1)
             best[g] = children[g, _largest(children[g])] + left[g]
@@ -72,8 +80,10 @@ def search(emission, blank, tokens, ends, merge, nodes, max_depth, chain, moving
             _advance(states[n], states[g], said[n], at)
             column = _place(states[n], said[g], said[n], n, at)
         stays[n] = column if merge else -1
-        for t in range(depth, T):
-            pn[n, t + 1] = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * p[i, t, c]
+        for t in range(depth, min(T, depth + band + 1)):
+            no_blank = np.float32(1.0) if moving or t == depth + band else np.float32(1.0) - blank[t]
+            before = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * no_blank
+            pn[n, t + 1] = before * p[i, t - depth if moving else t, c]
         next_slot[n] = depth + 1
         best[n] = left[n] = _left(pb[n], pn[n], depth + 1)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
@@ -88,23 +98,25 @@ def first_emissions(emission, tokens, read, *behind):
     states = np.empty((1, len(at.root)), np.float32)
     _begin(states[0], at)
     for t in range(T):
-        blanks[t] = _emit(p, 0, t, states, at.root_token, -1, slots)
+        blanks[t] = _emit(p, 0, t, t, False, states, at.root_token, -1, slots)
     return p[0, :, :C], blanks
 
 
 @njit(cache=True)
-def _hand_on(children, pb, pn, t, p, p_blank, stay):
+def _hand_on(children, pb, pn, t, edge, p, no_blank, p_blank, stay):
     """What slot t adds to psi of a prefix followed by each column, of which the one that repeats its last token needs a
-    blank before it; and how likely the prefix still is all that was written after that slot."""
-    phi, repeats = pb[t] + pn[t], 0 <= stay < len(children)
-    repeated = children[stay] + pb[t] * p[stay] if repeats else np.float32(0.0)
+    blank before it; and how likely the prefix still is all that was written after that slot: at the edge, not at all.
+    """
+    after_blank, phi = pb[t] * no_blank, (pb[t] + pn[t]) * no_blank
+    repeats = 0 <= stay < len(children)
+    repeated = children[stay] + after_blank * p[stay] if repeats else np.float32(0.0)
     for c in range(len(children)):
         children[c] += phi * p[c]
     if repeats:
         children[stay] = repeated
-    pb[t + 1] = phi * p_blank
-    if stay >= 0:
-        pn[t + 1] += pn[t] * p[stay]
+    pb[t + 1] = (pb[t] + pn[t]) * p_blank
+    if stay >= 0 and not edge:
+        pn[t + 1] += pn[t] * no_blank * p[stay]
 
 
 @njit(cache=True)
@@ -318,9 +330,9 @@ def _buckets(tokens):
 
 
 @njit(cache=True)
-def _emit(p, i, t, states, last, stay, slots):
-    """p_t(y | prefix i) into p[i, t, columns], from its state and last token, after its `_place`; p_t(blank | prefix i)
-    is given back. The column behind them takes what is none.
+def _emit(p, i, row, t, edge, states, last, stay, slots):
+    """p_t(y | prefix i) into p[i, row, columns], from its state and last token, after its `_place`; p_t(blank | prefix
+    i), 0 at the edge, is given back. The column behind them takes what is none.
 
     stay: the column of the last token, -1 for the empty prefix.
     """
@@ -335,6 +347,8 @@ def _emit(p, i, t, states, last, stay, slots):
     _products(moved[:X], gate, slots.key[t])
     _products(moved[X : X + J], gate, slots.next_key[i])
     _exp(moved, slots.scale)
+    if edge:
+        moved[K] = np.float32(0.0)
     total = slots.fixed[t, R + X]
     for j in range(J):
         total -= np.float32(0.0) if slots.where[t, K + slots.next[i, 1, j]] else moved[X + J + j]
@@ -345,14 +359,14 @@ def _emit(p, i, t, states, last, stay, slots):
         total += np.float32(0.0) if slots.where[t, K + slots.next[i, 1, j]] else moved[X + j]
     inverse = np.float32(1.0) / total
     for c in range(C):
-        p[i, t, c] = slots.emission[t, c] * inverse
+        p[i, row, c] = slots.emission[t, c] * inverse
     for k in range(K):
-        p[i, t, slots.where[t, k]] = moved[k] * inverse
+        p[i, row, slots.where[t, k]] = moved[k] * inverse
     for j in range(J):
         column = slots.next[i, 1, j]
-        p[i, t, none if slots.where[t, K + column] else column] = moved[X + j] * inverse
+        p[i, row, none if slots.where[t, K + column] else column] = moved[X + j] * inverse
     if stay == C + J:
-        p[i, t, stay] = np.exp(slots.every[t, last]) * inverse
+        p[i, row, stay] = np.exp(slots.every[t, last]) * inverse
     return moved[K] * inverse
 
 

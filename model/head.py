@@ -19,6 +19,7 @@ from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
 from ctcdraft.model.layers import Anchors, Block, Memory, Recall, Sight
+from ctcdraft.model.topology import Topology
 from ctcdraft.model.transition import Mixed, Tables, Transition
 from ctcdraft.model.tree import Tree
 
@@ -37,7 +38,7 @@ class HeadConfig:
     transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
     product of that `rank`; or `none`. lookup: it knows what followed when the last tokens were last read. recall: slots
-    look at the encoded positions before them. beam: of eagle's tree.
+    look at the encoded positions before them. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -49,6 +50,8 @@ class HeadConfig:
     mixer_width: int = 128
     mixer_heads: int = 4
     mixer_layers: int = 1
+    merge: bool = True
+    band: int | None = None
     transition: str = "none"
     shortlist: int = 32
     successors: int = 0
@@ -65,20 +68,24 @@ class HeadConfig:
         bare = self.kind in ("medusa", "eagle")
         if bare and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
+        if not isinstance(self.merge, bool):
+            raise ValueError(f"head.merge must be true or false, not {type(self.merge).__name__}")
+        if self.kind != "ctc" and (not self.merge or self.band is not None):
+            raise ValueError(f"head={self.kind} has no blank: leave out head.merge and head.band")
         for name, what in (("lookup", "transition that could look up"), ("recall", "slots that could look back")):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
             if bare and getattr(self, name):
                 raise ValueError(f"head={self.kind} has no {what}: leave head.{name} at false")
         for name, value in asdict(self).items():
-            if name in ("kind", "transition", "lookup", "recall"):
+            if name in ("kind", "transition", "lookup", "recall", "merge") or (name == "band" and value is None):
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
             most = MOST_LAYERS if name.endswith("layers") or name == "successors" else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
-            least = 0 if name == "successors" else 1
+            least = 0 if name in ("band", "successors") else 1
             if value < least:
                 raise ValueError(f"head.{name}={value} must be at least {least}")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
@@ -128,6 +135,7 @@ class Head(nn.Module, ABC):
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
+        self.topology = Topology(config.merge, config.band)
         self.transition: Transition | None = None
 
     def forward(
@@ -312,6 +320,7 @@ def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary)
     N, T, D = slots.states_NTD.shape
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
     if head.transition is None or slots.mixed is None or tables is None:
-        return candidates_of(logits_NTV, slots.blank_NT, top_k)
+        return candidates_of(logits_NTV, slots.blank_NT, top_k, head.topology)
     shortlist = head.shortlist(base.vocab_size)
-    return movable_candidates_of(logits_NTV, slots.blank_NT, slots.mixed, root_N, tables, shortlist)
+    parts = slots.mixed, root_N, tables, shortlist, head.topology
+    return movable_candidates_of(logits_NTV, slots.blank_NT, *parts)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ctcdraft.model.topology import CTC, DIAGONAL, Topology
 from ctcdraft.model.transition import Mixed, Tables
 
 
@@ -47,16 +48,16 @@ class Lattice:
     """Per-slot probabilities over candidate tokens and the blank.
 
     tokens [Y]       candidate token ids, ascending
-    emission [T, Y]  p_t(y); behind: without the transition, over the vocabulary alone
+    emission [T, Y]  p_t(y) over the vocabulary, the blank left out; behind: without the transition
     blank [T]        p_t(blank), not used with `behind`
-    merge            True: CTC, equal neighbours collapse. False: slot k writes token k, no blank.
+    topology         which alignments count; without a blank: slot k writes token k
     behind           how the prefix collapsed so far moves them, or None: it does not
     """
 
     tokens: NDArray[np.int64]
     emission: NDArray[np.float32]
     blank: NDArray[np.float32]
-    merge: bool
+    topology: Topology
     behind: Behind | None = None
 
     @property
@@ -106,23 +107,30 @@ class Candidates:
         return [self.lattice(*(None if a is None else a[n] for a in arrays)) for n in range(len(first))]
 
 
-def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int) -> Candidates:
+def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topology: Topology = CTC) -> Candidates:
     """Each slot's top-k tokens with their probabilities over the whole vocabulary, from the logits of every slot.
 
-    blank None is a head whose slot k predicts token k.
+    blank None is a head whose slot k predicts token k, whatever the topology.
     """
     logits_NTV = logits_NTV.float()
     lse_NT = logits_NTV.logsumexp(dim=2)
     if blank_NT is not None:
-        lse_NT = torch.logaddexp(lse_NT, blank_NT.float())
-        blank_NT = (blank_NT.float() - lse_NT).exp()
+        blank_NT = torch.sigmoid(blank_NT.float() - lse_NT)
     tokens_NX = logits_NTV.topk(min(top_k, logits_NTV.shape[2]), dim=2).indices.flatten(1)
     columns_NTX = logits_NTV.gather(2, tokens_NX.unsqueeze(1).expand(-1, logits_NTV.shape[1], -1))
-    return Candidates((tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), _plain_lattice)
+    return Candidates(
+        (tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), partial(_plain_lattice, topology)
+    )
 
 
 def movable_candidates_of(
-    logits_NTV: Tensor, blank_NT: Tensor | None, mixed: Mixed, root_N: Tensor, tables: Tables, shortlist: int
+    logits_NTV: Tensor,
+    blank_NT: Tensor | None,
+    mixed: Mixed,
+    root_N: Tensor,
+    tables: Tables,
+    shortlist: int,
+    topology: Topology = CTC,
 ) -> Candidates:
     """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward."""
     logits_NTV = logits_NTV.float()
@@ -130,19 +138,27 @@ def movable_candidates_of(
     tokens_NTK = logits_NTV.topk(shortlist, dim=2).indices
     log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT1.squeeze(2)
     parts = root_N, mixed.root_NR, mixed.slot_NTR, tokens_NTK, logits_NTV - lse_NT1, log_blank_NT
-    return Candidates(parts, partial(_moved_lattice, tables))
+    return Candidates(parts, partial(_moved_lattice, tables, topology))
 
 
-def _plain_lattice(tokens_X: Any, emission_TX: Any, blank_T: NDArray[np.float32] | None) -> Lattice:
+def _plain_lattice(topology: Topology, tokens_X: Any, emission_TX: Any, blank_T: Any) -> Lattice:
     """Each candidate once."""
     tokens, first = np.unique(tokens_X, return_index=True)
     emission = np.ascontiguousarray(emission_TX[:, first])
-    blank = np.zeros(len(emission), np.float32) if blank_T is None else blank_T
-    return Lattice(tokens, emission, blank, blank_T is not None)
+    if blank_T is None:
+        return Lattice(tokens, emission, np.zeros(len(emission), np.float32), DIAGONAL)
+    return Lattice(tokens, emission, blank_T, topology)
 
 
 def _moved_lattice(
-    tables: Tables, root_token: Any, root_R: Any, slot_TR: Any, tokens_TK: Any, every_TV: Any, log_blank_T: Any
+    tables: Tables,
+    topology: Topology,
+    root_token: Any,
+    root_R: Any,
+    slot_TR: Any,
+    tokens_TK: Any,
+    every_TV: Any,
+    log_blank_T: Any,
 ) -> Lattice:
     tokens, place_X = np.unique(tokens_TK, return_inverse=True)
     place_TK = place_X.reshape(tokens_TK.shape)
@@ -153,4 +169,5 @@ def _moved_lattice(
     none_T = np.zeros(len(tokens_TK), np.float32)
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
     parts = int(root_token), root_R, slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
-    return Lattice(tokens, np.exp(every_TV[:, tokens]), none_T, log_blank_T is not None, Behind(*parts))
+    topology = DIAGONAL if log_blank_T is None else topology
+    return Lattice(tokens, np.exp(every_TV[:, tokens]), none_T, topology, Behind(*parts))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ctcdraft.model.kernels import linear_gather, linear_lse_top, prefix_lattice
 from ctcdraft.model.kernels.reference import LOG_ZERO
-from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, slot_by_slot
+from ctcdraft.model.topology import CTC, Topology
+from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, counted, slot_by_slot
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -32,12 +33,16 @@ class AnchorLoss(NamedTuple):
     coverage_T: Tensor
 
 
-def feasible_prefixes(labels_NU: Tensor, label_lengths_N: Tensor, slot_lengths_N: Tensor) -> Tensor:
-    """[N, U]: can y_1..y_k be written in the slots at all? It needs k slots, and a blank per repeat."""
+def feasible_prefixes(
+    labels_NU: Tensor, label_lengths_N: Tensor, slot_lengths_N: Tensor, topology: Topology = CTC
+) -> Tensor:
+    """[N, U]: can y_1..y_k be written in the slots at all? It needs k slots, and, where equal neighbours merge, a
+    blank per repeat."""
     U = labels_NU.shape[1]
     length_U = torch.arange(1, U + 1, device=labels_NU.device)
-    needed_NU = length_U + _repeats(labels_NU).long().cumsum(dim=1)
-    return (length_U <= label_lengths_N.unsqueeze(1)) & (needed_NU <= slot_lengths_N.unsqueeze(1))
+    blanks_NU = _repeats(labels_NU, topology).long().cumsum(dim=1)
+    fits_NU = (length_U <= label_lengths_N.unsqueeze(1)) & (length_U + blanks_NU <= slot_lengths_N.unsqueeze(1))
+    return fits_NU & (blanks_NU <= topology.width(labels_NU.shape[1]))
 
 
 def ctc_losses(
@@ -48,35 +53,35 @@ def ctc_losses(
     *,
     objective: str,
     decay: float = 1.0,
+    topology: Topology = CTC,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k), w_k ~ decay^(k-1).
 
-    Weights sum to 1 over an anchor's feasible prefixes. Returns loss [N] and log psi [N, U]. Graves et al. 2006,
-    equations 6-8; docs/method.md.
+    Weights sum to 1 over an anchor's feasible prefixes. topology: that of the emissions. Returns loss [N] and log psi
+    [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
     """
     log_psi_NU, log_end_NS = prefix_lattice(
         emissions.emit_NTU,
         emissions.stay_NTU,
         emissions.blank_NTS,
-        _repeats(labels_NU),
+        _repeats(labels_NU, topology),
         slot_lengths_N,
         implementation,
     )
     if objective == "ctc":
         return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
-    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N)
+    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
     return -_weighted_mean(log_psi_NU, possible_NU, decay), log_psi_NU
 
 
-def plain_emissions(lse_NT: Tensor, label_logits_NTU: Tensor, blank_NT: Tensor) -> Emissions:
+def plain_emissions(lse_NT: Tensor, label_logits_NTU: Tensor, blank_NT: Tensor, topology: Topology = CTC) -> Emissions:
     """Without a transition. label_logits[n, t, k] is slot t's logit of label k; the blank is a logit of its own: lse
     over vocabulary and blank = logaddexp(lse, blank)."""
     N, T, U = label_logits_NTU.shape
-    total_NT = torch.logaddexp(lse_NT, blank_NT)
-    log_emit_NTU = label_logits_NTU - total_NT.unsqueeze(2)
-    log_blank_NTS = (blank_NT - total_NT).unsqueeze(2).expand(N, T, U + 1)
-    return Emissions(log_emit_NTU, log_emit_NTU, log_blank_NTS, lse_NT.new_zeros(T))
+    blank_NTS, lse_NTS = (part.unsqueeze(2).expand(N, T, U + 1) for part in (blank_NT, lse_NT))
+    nothing_T = lse_NT.new_zeros(T)
+    return counted(label_logits_NTU, label_logits_NTU, blank_NTS, lse_NTS, topology, nothing_T)
 
 
 def cross_entropy_losses(log_p_NK: Tensor, label_lengths_N: Tensor, *, decay: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -101,6 +106,7 @@ def anchor_losses(
     decay: float = 1.0,
     slot_lengths_N: Tensor | None = None,
     known: Known | None = None,
+    topology: Topology = CTC,
     implementation: str = "auto",
 ) -> AnchorLoss:
     """The loss of every anchor from its slot states and the LM head; known: with a transition, along the labels.
@@ -114,7 +120,7 @@ def anchor_losses(
     _check_blank(objective, blank_NT)
     labels_NU = _checked_labels(labels_NU, label_lengths_N, weight_VD.shape[0])
     slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
-    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N)
+    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
     kept = feasible_N.nonzero().squeeze(1)
     rows = _Rows(
         states_NTD if len(kept) == N else states_NTD[kept],
@@ -124,6 +130,7 @@ def anchor_losses(
         slots_N[kept],
         None if slot_lengths_N is None else torch.arange(T, device=kept.device) < slots_N[kept].unsqueeze(1),
         known,
+        topology,
         implementation,
     )
     if known is not None and len(kept) < N:
@@ -175,7 +182,7 @@ def fused_ctc_loss(
     T, V = hidden_NTD.shape[1], weight_VD.shape[0]
     labels_NU = _checked_labels(labels_NU, label_lengths_N, V)
     slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
-    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N)
+    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, CTC)
     used_NT = (torch.arange(T, device=slots_N.device) < slots_N.unsqueeze(1)) & feasible_N.unsqueeze(1)
     if not bool(used_NT.all()):  # a NaN in padding would reach the gradient of the blank as 0 * NaN
         hidden_NTD = hidden_NTD.masked_fill(~used_NT.unsqueeze(2), 0.0)
@@ -206,9 +213,11 @@ def _reduced(out: AnchorLoss, weights_N: Tensor | None, reduction: str) -> Tenso
     return losses_N.sum() if reduction == "sum" else losses_N.sum() / total_weight.where(total_weight > 0, 1.0)
 
 
-def _repeats(labels_NU: Tensor) -> Tensor:
+def _repeats(labels_NU: Tensor, topology: Topology) -> Tensor:
+    """Labels that equal the one before, which merging would take for one."""
     repeat_NU = torch.zeros_like(labels_NU, dtype=torch.bool)
-    repeat_NU[:, 1:] = labels_NU[:, 1:] == labels_NU[:, :-1]
+    if topology.merge:
+        repeat_NU[:, 1:] = labels_NU[:, 1:] == labels_NU[:, :-1]
     return repeat_NU
 
 
@@ -219,10 +228,13 @@ def _weighted_mean(values_NK: Tensor, valid_NK: Tensor, decay: float) -> Tensor:
     return (weight_NK * values_NK.masked_fill(~valid_NK, 0.0)).sum(dim=1)
 
 
-def _feasible(objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor) -> Tensor:
-    possible_NU = feasible_prefixes(labels_NU, lengths_N, slot_lengths_N)
+def _feasible(
+    objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor, topology: Topology
+) -> Tensor:
+    possible_NU = feasible_prefixes(labels_NU, lengths_N, slot_lengths_N, topology)
     if objective == "ctc":
-        return possible_NU.sum(dim=1) == lengths_N
+        ends_N = True if topology.band is None else slot_lengths_N - lengths_N <= topology.band
+        return (possible_NU.sum(dim=1) == lengths_N) & ends_N
     return possible_NU.any(dim=1) if objective == "prefix_ctc" else torch.minimum(lengths_N, slot_lengths_N) > 0
 
 
@@ -236,6 +248,7 @@ class _Rows(NamedTuple):
     slots_N: Tensor
     valid_NT: Tensor | None
     known: Known | None
+    topology: Topology
     implementation: str
 
 
@@ -246,10 +259,10 @@ def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -
     blank = blank_NT.to(logits.dtype)
     blank = blank if rows.valid_NT is None else blank.masked_fill(~rows.valid_NT, LOG_ZERO)
     if rows.known is None:
-        emissions = plain_emissions(shortlist.lse_NT, logits, blank)
+        emissions = plain_emissions(shortlist.lse_NT, logits, blank, rows.topology)
     else:
         known = rows.known if rows.valid_NT is None else rows.known.masked(rows.valid_NT)
-        emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank, rows.implementation)
+        emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank, rows.topology, rows.implementation)
     loss, log_psi = ctc_losses(
         emissions,
         rows.labels_NU,
@@ -257,6 +270,7 @@ def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -
         rows.slots_N,
         objective=objective,
         decay=decay,
+        topology=rows.topology,
         implementation=rows.implementation,
     )
     rate_T = torch.sigmoid(blank - shortlist.lse_NT).detach().sum(dim=0) / max(1, len(blank))

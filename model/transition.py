@@ -33,6 +33,8 @@ from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.kernels import Prefixes, moved_shortlist
+from ctcdraft.model.kernels.reference import LOG_ZERO
+from ctcdraft.model.topology import DIAGONAL, Topology
 
 
 class Shortlist(NamedTuple):
@@ -233,7 +235,7 @@ class Transition(nn.Module):
         )
 
     def forward(
-        self, known: Known, shortlist: Shortlist, labels_NU: Tensor, diagonal: bool, implementation: str
+        self, known: Known, shortlist: Shortlist, labels_NU: Tensor, topology: Topology, implementation: str
     ) -> Moved:
         """`moved_shortlist` along known labels, in the precision of the logits."""
         slot_NTR, root_NR = known.mixed
@@ -247,6 +249,8 @@ class Transition(nn.Module):
             (listed_NTU + successor_NUJ.shape[2]).where(listed_NTU >= 0, _places(successor_NUJ, labels_NU).unsqueeze(1))
             for successor_NUJ in (known.successor_NSJ[:, :-1], known.successor_NSJ[:, 1:])
         )
+        if not topology.merge:  # nothing stays: it need not be computed
+            stay_NTU = torch.full_like(emit_NTU, -1)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
             torch.stack(states, dim=1).to(dtype),
@@ -260,7 +264,7 @@ class Transition(nn.Module):
             stay_NTU,
         )
         coverage_T = (emit_NTU.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0)
-        return Moved(*moved_shortlist(prefixes, diagonal, implementation), coverage_T)
+        return Moved(*moved_shortlist(prefixes, topology.width(emit_NTU.shape[1]), implementation), coverage_T)
 
 
 def along_labels(
@@ -269,18 +273,34 @@ def along_labels(
     logits_NTU: Tensor,
     labels_NU: Tensor,
     blank_NT: Tensor,
+    topology: Topology,
     implementation: str = "auto",
 ) -> Emissions:
-    """Every slot behind every prefix of the labels."""
-    U = labels_NU.shape[1]
-    moved = known.transition(known, shortlist, labels_NU, False, implementation)
+    """Every slot behind every prefix of the labels that it can stand behind."""
+    moved = known.transition(known, shortlist, labels_NU, topology, implementation)
     blank_NTS = blank_NT.unsqueeze(2) + moved.blank_NTS
-    total_NTS = normaliser(moved, shortlist.lse_NT, blank_NTS)
+    emit_NTU, stay_NTU = logits_NTU + moved.emit_NTU, logits_NTU + moved.stay_NTU
+    return counted(emit_NTU, stay_NTU, blank_NTS, normaliser(moved, shortlist.lse_NT), topology, moved.coverage_T)
+
+
+def counted(
+    emit_NTU: Tensor, stay_NTU: Tensor, blank_NTS: Tensor, lse_NTS: Tensor, topology: Topology, coverage_T: Tensor
+) -> Emissions:
+    """Log-probabilities from logits and their lse over the vocabulary without the blank, of alignments that count.
+
+    Behind s tokens and before slot t (from 0), t - s slots have written no new one. With as many as the band is wide
+    the next has to: the blank is left out of its normaliser.
+    """
+    T, U = emit_NTU.shape[1:]
+    band, device = topology.width(T), emit_NTU.device
+    spent_TS = torch.arange(T, device=device).unsqueeze(1) - torch.arange(U + 1, device=device)
+    blank_NTS = blank_NTS.masked_fill(spent_TS >= band, LOG_ZERO)
+    total_NTS = torch.logaddexp(lse_NTS, blank_NTS)
     return Emissions(
-        logits_NTU + moved.emit_NTU - total_NTS[:, :, :U],
-        logits_NTU + moved.stay_NTU - total_NTS[:, :, 1:],
+        (emit_NTU - total_NTS[:, :, :U]).masked_fill(spent_TS[:, :U] > band, LOG_ZERO),
+        (stay_NTU - total_NTS[:, :, 1:]).masked_fill((spent_TS[:, 1:] >= band) | (not topology.merge), LOG_ZERO),
         blank_NTS - total_NTS,
-        moved.coverage_T,
+        coverage_T,
     )
 
 
@@ -289,19 +309,18 @@ def slot_by_slot(
 ) -> tuple[Tensor, Tensor]:
     """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and the coverage [T]."""
     T = labels_NT.shape[1]
-    moved = known.transition(known, shortlist, labels_NT, True, implementation)
-    total_NTS = normaliser(moved, shortlist.lse_NT, None)
+    moved = known.transition(known, shortlist, labels_NT, DIAGONAL, implementation)
+    total_NTS = normaliser(moved, shortlist.lse_NT)
     log_p_NT = logits_NT + (moved.emit_NTU - total_NTS[:, :, :T]).diagonal(dim1=1, dim2=2)
     return log_p_NT, moved.coverage_T
 
 
-def normaliser(moved: Moved, lse_NT: Tensor, blank_NTS: Tensor | None) -> Tensor:
-    """Log of all there is of a slot in each context: rest of the vocabulary, moved shortlist, blank."""
+def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:
+    """Log of all tokens of a slot in each context: rest of the vocabulary, moved shortlist."""
     least = torch.finfo(lse_NT.dtype).eps  # a shortlist that holds all there is leaves nothing
     share_NTS = (moved.still_NTS - lse_NT.unsqueeze(2)).clamp(max=-least)
     rest_NTS = lse_NT.unsqueeze(2) + torch.log(-torch.expm1(share_NTS))
-    total_NTS = torch.logaddexp(rest_NTS, moved.moved_NTS)
-    return total_NTS if blank_NTS is None else torch.logaddexp(total_NTS, blank_NTS)
+    return torch.logaddexp(rest_NTS, moved.moved_NTS)
 
 
 def _of_tokens(project: Callable[[Tensor], Tensor], tokens_X: Tensor, base: Base, dtype: torch.dtype) -> Tensor:

@@ -88,7 +88,8 @@ def search(
     if nodes < 1 or depth < 1:
         return EMPTY
     ends = NO_TOKENS if leaves is None else leaves
-    plain = lattice.emission, lattice.blank, lattice.tokens, ends, lattice.merge, nodes, depth, chain
+    topology = lattice.topology.merge, lattice.topology.width(lattice.slots)
+    plain = lattice.emission, lattice.blank, lattice.tokens, ends, *topology, nodes, depth, chain
     *behind, tables = NOT_MOVED if lattice.behind is None else lattice.behind
     return Tree(*best_first.search(*plain, lattice.behind is not None, read, *behind, *tables))  # type: ignore[call-arg]
 
@@ -96,7 +97,7 @@ def search(
 def first_emissions(lattice: Lattice, read: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed; read: see `search`."""
     if lattice.behind is None:
-        return lattice.emission, lattice.blank
+        return lattice.emission * (1 - lattice.blank[:, None]), lattice.blank
     *behind, tables = lattice.behind
     return best_first.first_emissions(lattice.emission, lattice.tokens, read, *behind, *tables)  # type: ignore
 

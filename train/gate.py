@@ -310,7 +310,7 @@ class _Gate:
         """[N, U]: label prefixes that the slots can write and the objective teaches."""
         slots_N = torch.full_like(self.batch.lengths_N, self.head.config.slots)
         if self.head.config.kind == "ctc":
-            can_NU = feasible_prefixes(self.batch.labels_NU, self.batch.lengths_N, slots_N)
+            can_NU = feasible_prefixes(self.batch.labels_NU, self.batch.lengths_N, slots_N, self.head.topology)
             whole_N1 = (can_NU.sum(dim=1) == self.batch.lengths_N).unsqueeze(1)
             return can_NU & whole_N1 if self.objective.kind == "ctc" else can_NU  # what is all or nothing
         columns = torch.arange(self.batch.labels_NU.shape[1], device=slots_N.device)

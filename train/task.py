@@ -43,6 +43,15 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
             f"objective.labels={objective.labels} do not fit into head.slots={head.slots}: "
             "lower the one or raise the other"
         )
+    if objective.kind == "ctc" and head.band is not None:
+        raise ValueError(
+            f"objective=ctc asks where a draft ends, which head.band={head.band} decides by itself: use head.band=null"
+        )
+    if head.kind == "ctc" and head.band is not None and objective.labels + head.band < head.slots:
+        raise ValueError(
+            f"objective.labels={objective.labels} and head.band={head.band} leave slots without a label: "
+            f"head.slots={head.slots} must be at most {objective.labels + head.band}, or head.band=null"
+        )
     if (head.kind == "ctc") != (objective.kind != "cross_entropy"):
         fitting = "prefix_ctc or ctc" if head.kind == "ctc" else "cross_entropy"
         raise ValueError(f"head={head.kind} cannot be trained with {objective.kind}: use objective={fitting}")
@@ -120,6 +129,7 @@ def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slot
         objective=objective.kind,
         decay=objective.decay,
         known=known,
+        topology=head.topology,
     )
 
 

@@ -85,7 +85,7 @@ def prefix_lattice(
 
 
 def moved_shortlist(
-    prefixes: Prefixes, diagonal: bool = False, implementation: str = "auto"
+    prefixes: Prefixes, band: int, implementation: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A transition along known labels: see `reference.moved_shortlist`.
 
@@ -94,8 +94,8 @@ def moved_shortlist(
     alike = {part.dtype for part in prefixes if part.is_floating_point()}
     compiled = prefixes.slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
     if _choose(implementation, prefixes.slot_NTR) == "reference" or not compiled:
-        return reference.moved_shortlist(prefixes, diagonal)
-    return MovedShortlist.apply(cpu_shortlist, diagonal, *prefixes)
+        return reference.moved_shortlist(prefixes, band)
+    return MovedShortlist.apply(cpu_shortlist, band, *prefixes)
 
 
 def _choose(implementation: str, tensor: Tensor) -> str:

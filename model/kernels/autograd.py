@@ -92,9 +92,9 @@ class MovedShortlist(torch.autograd.Function):
     """`reference.moved_shortlist` with forward and backward of its own, in the module `ops`."""
 
     @staticmethod
-    def forward(ctx: Any, ops: ModuleType, diagonal: bool, *prefixes: Tensor) -> tuple[Tensor, ...]:
-        moved_NTS, still_NTS, *others, p_NTSX = ops.forward(Prefixes(*prefixes), diagonal)
-        ctx.ops, ctx.diagonal = ops, diagonal
+    def forward(ctx: Any, ops: ModuleType, band: int, *prefixes: Tensor) -> tuple[Tensor, ...]:
+        moved_NTS, still_NTS, *others, p_NTSX = ops.forward(Prefixes(*prefixes), band)
+        ctx.ops, ctx.band = ops, band
         ctx.save_for_backward(*prefixes, still_NTS, p_NTSX)
         return moved_NTS, still_NTS, *others
 
@@ -102,7 +102,7 @@ class MovedShortlist(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         *prefixes, still_NTS, p_NTSX = ctx.saved_tensors
-        found = ctx.ops.backward(Prefixes(*prefixes), ctx.diagonal, still_NTS, p_NTSX, *grads)
+        found = ctx.ops.backward(Prefixes(*prefixes), ctx.band, still_NTS, p_NTSX, *grads)
         *four, successor_logits, logits = found
         return None, None, *four, None, successor_logits, None, logits, None, None
 

@@ -1,6 +1,6 @@
 """`reference.moved_shortlist` compiled for a CPU: all that one anchor's slot needs stays in the first cache.
 
-Of a slot t only the contexts that can come before it are computed: at most t labels (`diagonal`: exactly t). Forward
+Of a slot t only the contexts that can come before it are computed: t - band to t labels. Forward
 keeps p [N, T, S, J + K], the softmax of what is moved; backward reads it and makes everything else anew. Chunks of
 anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered (fastmath): the
 process that compiles would then round in another way than those that load what it compiled, and a resumed run in
@@ -29,7 +29,7 @@ NEGLIGIBLE = 1e-5  # of what the largest gradient is rounded by
 LEAST_LOG = -60.0  # what is less likely than its exponential beside the likeliest is impossible
 
 
-def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(prefixes: Prefixes, band: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the reference returns, and p [N, T, S, J + K]."""
     N, T, U = prefixes.emit_NTU.shape
     J, K = prefixes.successor_NSJ.shape[2], prefixes.index_NTK.shape[2]
@@ -39,12 +39,12 @@ def forward(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor,
     blank_NTS = torch.zeros_like(moved_NTS)
     p_NTSX = lse_NT1.new_empty(N, T, U + 1, J + K)
     out = [part.numpy() for part in (moved_NTS, still_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSX)]
-    _forward(use_torch_threads(), *map(_array, prefixes), diagonal, *out)  # type: ignore[call-arg]
+    _forward(use_torch_threads(), *map(_array, prefixes), band, *out)  # type: ignore[call-arg]
     return moved_NTS, still_NTS, emit_NTU, stay_NTU, blank_NTS, p_NTSX
 
 
 def backward(
-    prefixes: Prefixes, diagonal: bool, still_NTS: Tensor, p_NTSX: Tensor, *grads: Tensor
+    prefixes: Prefixes, band: int, still_NTS: Tensor, p_NTSX: Tensor, *grads: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of slot, context, token, blank, the successors' logits and the shortlist's, from those of the five that
     `forward` returned."""
@@ -57,7 +57,7 @@ def backward(
     states = [_array(part) for part in (still_NTS, p_NTSX, *grads)]
     largest = max((float(part.abs().max()) for part in grads if part.numel()), default=0.0)
     nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(still_NTS.dtype).eps * largest)
-    _backward(threads, states[0].dtype.type(nothing), *map(_array, prefixes), diagonal, *states, *out)  # type: ignore[call-arg]
+    _backward(threads, states[0].dtype.type(nothing), *map(_array, prefixes), band, *states, *out)  # type: ignore[call-arg]
     return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0), grad_next, grad_logits
 
 
@@ -129,7 +129,7 @@ def _products(out, weights, rows):
 
 @njit(cache=True, parallel=True)
 def _forward(
-    threads, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place, diagonal,
+    threads, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place, band,
     moved, still, emit, stay, blanked, p,
 ):  # fmt: skip
     N, T, K = index.shape
@@ -150,7 +150,7 @@ def _forward(
                     seen[index[n, t, k]] = n * T + t
                     listed += np.exp(logits[n, t, k] - logits[n, t, 0])
                     _transposed(key, k, token[index[n, t, k]])
-                for s in range(min(t, U) if diagonal else 0, min(t, U) + 1):
+                for s in range(max(t - band, 0), min(t, U) + 1):
                     _gates(gate, slot[n, t], context[n, s])
                     d[:] = 0
                     _products(d[:J], gate, next_key[s])
@@ -186,7 +186,7 @@ def _forward(
 @njit(cache=True, parallel=True)
 def _backward(
     threads, nothing, slot, context, token, blank, successor, next_logits, index, logits, emit_place, stay_place,
-    diagonal, still, p, grad_moved, grad_still, grad_emit, grad_stay, grad_blanked,
+    band, still, p, grad_moved, grad_still, grad_emit, grad_stay, grad_blanked,
     grad_slot, grad_context, grad_token, grad_blank, grad_next, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
@@ -207,7 +207,7 @@ def _backward(
                     seen[index[n, t, k]] = n * T + t
                     share[k] = np.exp(logits[n, t, k] - logits[n, t, 0])
                 for s in range(U + 1):
-                    reached = s == min(t, U) if diagonal else s <= t
+                    reached = t - band <= s <= t
                     unmoved = grad_still[n, t, s] if reached else grad_still[n, t, s] + grad_moved[n, t, s]
                     unmoved = _kept(unmoved, nothing)
                     if unmoved != 0:

@@ -90,19 +90,19 @@ class Prefixes(NamedTuple):
     stay_NTU: Tensor
 
 
-def moved_shortlist(prefixes: Prefixes, diagonal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def moved_shortlist(prefixes: Prefixes, band: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The transition of every slot behind every prefix of known labels (docs/method.md, "The transition").
 
     A token v of the slot's shortlist, or among the successors of the prefix's last token, is moved by
     delta = <P w_v, hardswish(A s_t + context_s)>. Returns the lse of all of them, moved and as they were [N, T, S], the
     delta of label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0 where it is not among them, and
-    the blank's own [N, T, S]. Where slot t cannot follow s labels (s > t; `diagonal`, where slot t writes label t + 1:
-    s != t) nothing is moved, and successors do not count.
+    the blank's own [N, T, S]. Where slot t does not follow s labels, which it does for t - band <= s <= t, nothing is
+    moved, and successors do not count.
     """
     slot_NTR, context_NSR, token_VR, blank_R, successor_NSJ, next_logits_NTSJ, index_NTK, logits_NTK, *places = prefixes
     T, S, device = slot_NTR.shape[1], context_NSR.shape[1], slot_NTR.device
     t_T1, s_S = torch.arange(T, device=device).unsqueeze(1), torch.arange(S, device=device)
-    reached_TS1 = ((t_T1.clamp(max=S - 1) == s_S) if diagonal else (s_S <= t_T1)).unsqueeze(2)
+    reached_TS1 = ((s_S <= t_T1) & (s_S >= t_T1 - band)).unsqueeze(2)
     gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1)) * reached_TS1
     successor_N1SJ = successor_NSJ.unsqueeze(1)
     twice_NTSJ = (successor_N1SJ.unsqueeze(4) == index_NTK[:, :, None, None]).any(dim=4)

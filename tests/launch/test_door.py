@@ -34,9 +34,14 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
     config = typed(compose("train", []), TrainEntry)
     for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
         part, plain = getattr(config, name), type(getattr(config, name))()
-        if name == "head":  # the simplest head has no transition, the default one has
+        if name == "head":  # the simplest head is CTC without a transition, the default one has a band and one
             assert (part.transition, part.successors, part.lookup) == ("shortlist", 16, True)
+            assert (part.merge, part.band) == (False, 1)
             plain = replace(plain, transition="shortlist", shortlist=16, successors=16, lookup=True)
+            plain = replace(plain, merge=False, band=1)
+        if name == "objective":  # as many labels as the default has slots
+            assert part.labels == config.head.slots
+            plain = replace(plain, labels=config.head.slots)
         assert part == plain, name
 
 

@@ -22,7 +22,7 @@ places = (torch.randint(-1, J + K, (N, T, U), generator=g) for _ in range(2))
 successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
 successor_logits = torch.randn(N, T, U + 1, J, generator=g).requires_grad_()
 of_labels = successor[torch.randint(V, (N, U + 1), generator=g)]
-found = moved_shortlist(Prefixes(*floats, of_labels, successor_logits, index, logits, *places))
+found = moved_shortlist(Prefixes(*floats, of_labels, successor_logits, index, logits, *places), 9)
 wanted = [*floats, logits, successor_logits]
 bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), wanted)]
 

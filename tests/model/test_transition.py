@@ -13,6 +13,7 @@ from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import Vocabulary, candidates
 from ctcdraft.model.kernels import Prefixes, moved_shortlist
 from ctcdraft.model.objective import anchor_losses
+from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Known, LookedUp, Mixed, Transition
 from ctcdraft.model.tree import search
 
@@ -63,21 +64,29 @@ class Case:
             moved.append(self.blank[0, t] + self.transition.blank_R @ gate)
         return torch.stack(moved).softmax(0)
 
-    def outputs(self, shortlist):
-        """{collapsed tokens: probability}, alignment by alignment."""
-        found = {}
+    def outputs(self, shortlist, topology=CTC):
+        """({prefix: psi}, {collapsed tokens: probability}), alignment by alignment."""
+        starts, ends = {}, {}
 
         def go(t, output, before, p):
             if t == self.T:
-                found[output] = found.get(output, 0.0) + p
+                ends[output] = ends.get(output, 0.0) + p
                 return
             q = self.p(t, output, shortlist)
-            go(t + 1, output, None, p * q[self.V])
+            last = t - len(output) == topology.band
+            if last:
+                q = q[: self.V] / q[: self.V].sum()
+            else:
+                go(t + 1, output, None, p * q[self.V])
             for c in range(self.V):
-                go(t + 1, output if before == c else (*output, c), c, p * q[c])
+                if not topology.merge or before != c:
+                    starts[*output, c] = starts.get((*output, c), 0.0) + p * q[c]
+                    go(t + 1, (*output, c), c, p * q[c])
+                elif not last:
+                    go(t + 1, output, c, p * q[c])
 
         go(0, (), None, 1.0)
-        return found
+        return starts, ends
 
 
 def gradients(loss, case):
@@ -92,19 +101,19 @@ def gradients(loss, case):
     labels=st.lists(st.integers(0, 2), min_size=1, max_size=3),
     shortlist=st.integers(1, 3),
     successors=st.integers(0, 2),
+    topology=st.builds(Topology, merge=st.booleans(), band=st.sampled_from([None, 0, 1, 2])),
     seed=st.integers(0, 9999),
 )
 def test_psi_and_gradients_equal_brute_force_over_all_alignments(
-    implementation, T, labels, shortlist, successors, seed
+    implementation, T, labels, shortlist, successors, topology, seed
 ):
     case = Case(T, 3, labels, seed, successors=successors)
-    out = case.loss(shortlist, implementation=implementation)
-    found = case.outputs(shortlist)
+    out = case.loss(shortlist, implementation=implementation, topology=topology)
+    starts, _ = case.outputs(shortlist, topology)
     want = []
     for k in range(1, len(labels) + 1):
-        terms = [p for output, p in found.items() if output[:k] == tuple(labels[:k])]
-        if terms:
-            want.append(torch.stack(terms).sum().log())
+        if tuple(labels[:k]) in starts:
+            want.append(starts[tuple(labels[:k])].log())
             assert abs(float((out.log_psi_NU[0, k - 1] - want[-1]).detach())) < 1e-9
     if not want:
         assert not out.feasible_N[0]
@@ -113,10 +122,17 @@ def test_psi_and_gradients_equal_brute_force_over_all_alignments(
         assert torch.allclose(got, truth, atol=1e-9)
 
 
-def test_the_papers_objective_is_the_probability_of_exactly_the_labels():
+@pytest.mark.parametrize("topology", [CTC, Topology(False), Topology(True, 2), Topology(False, 2)])
+def test_the_papers_objective_is_the_probability_of_exactly_the_labels(topology):
     case = Case(4, 3, [1, 1], seed=3)
-    got = case.loss(2, objective="ctc").loss_N[0]
-    assert torch.allclose(got, -case.outputs(2)[(1, 1)].log(), atol=1e-10)
+    got = case.loss(2, objective="ctc", topology=topology).loss_N[0]
+    assert torch.allclose(got, -case.outputs(2, topology)[1][1, 1].log(), atol=1e-10)
+
+
+def test_labels_that_no_alignment_within_the_band_can_end_are_dropped():
+    case = Case(4, 3, [1, 2], seed=3)
+    kept = [bool(case.loss(2, objective="ctc", topology=Topology(False, band)).feasible_N) for band in (0, 1, 2, None)]
+    assert kept == [False, False, True, True]
 
 
 def test_slot_by_slot_each_label_stands_behind_those_before():
@@ -169,11 +185,14 @@ def test_a_fresh_transition_changes_nothing(base):
         assert np.allclose(moved_tree.psi, plain_tree.psi, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["ctc", "parallel"])
+@pytest.mark.parametrize(
+    ("kind", "topology"), [("ctc", CTC), ("ctc", Topology(False, 1)), ("ctc", Topology(True, 2)), ("parallel", CTC)]
+)
 @pytest.mark.parametrize(("form", "successors"), [("shortlist", 0), ("shortlist", 6), ("full", 0)])
 @pytest.mark.parametrize("lookup", [False, True])
-def test_the_tree_has_the_psi_that_training_computes(base, kind, form, successors, lookup):
+def test_the_tree_has_the_psi_that_training_computes(base, kind, topology, form, successors, lookup):
     sizes = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 12 - successors, "rank": 8}
+    sizes.update(topology._asdict())
     head = random_head(HeadConfig(kind, transition=form, successors=successors, lookup=lookup, **sizes), base)
     table = torch.randint(-1, base.vocab_size, (base.vocab_size, successors))
     table[::3, :1] = torch.arange(base.vocab_size)[::3, None]  # some are their own successors
@@ -210,6 +229,7 @@ def training_psi(head, base, slots, n, read, path):
         torch.tensor([len(path)]),
         objective="cross_entropy" if blank is None else "prefix_ctc",
         known=known,
+        topology=head.topology,
     )
     return out.log_psi_NU[0, len(path) - 1].exp()
 
@@ -230,12 +250,12 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     U=st.integers(1, 6),
     K=st.integers(1, 9),
     J=st.integers(0, 7),
-    diagonal=st.booleans(),
+    band=st.integers(0, 6),
     seed=st.integers(0, 99),
 )
-def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, diagonal, seed):
+def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, band, seed):
     prefixes, trained = random_prefixes(N, T, U, K, J, seed)
-    want, got = (moved_shortlist(prefixes, diagonal, name) for name in ("reference", "chunked"))
+    want, got = (moved_shortlist(prefixes, band, name) for name in ("reference", "chunked"))
     for a, b in zip(want, got, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
     weights = [torch.randn(part.shape, dtype=torch.float64) for part in want]
@@ -250,7 +270,7 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
     below float32's normal ones."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
     for implementation in ("reference", "chunked"):
-        out = moved_shortlist(prefixes, False, implementation)
+        out = moved_shortlist(prefixes, 5, implementation)
         found = torch.autograd.grad(sum(scale * part.sum() for part in out), trained)
         slow = [((part != 0) & (part.abs() < torch.finfo(torch.float32).tiny)).sum() for part in found]
         if implementation == "chunked":
@@ -267,11 +287,11 @@ def test_products_that_do_not_count_are_left_out():
     reached[:, range(5), range(5)] = 1
     found = []
     for rest in (0.0, 1e-14):
-        out = moved_shortlist(prefixes, False, "chunked")
+        out = moved_shortlist(prefixes, 5, "chunked")
         found.append(torch.autograd.grad((out[0] * (reached + rest)).sum(), trained))
     for alone, with_others in zip(*found, strict=True):
         assert torch.equal(alone, with_others)
-    out = moved_shortlist(prefixes, False, "chunked")
+    out = moved_shortlist(prefixes, 5, "chunked")
     counted = torch.autograd.grad((out[0] * (reached + 1e-3)).sum(), trained)
     assert not torch.equal(counted[0], found[0][0])
 

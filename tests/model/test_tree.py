@@ -9,15 +9,18 @@ from lookups import followed
 from ctcdraft.model import best_first
 from ctcdraft.model.best_first import LOOKS_BACK, look_up
 from ctcdraft.model.lattice import movable_candidates_of
+from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Mixed, Tables
-from ctcdraft.model.tree import search
+from ctcdraft.model.tree import first_emissions, search
+
+TOPOLOGIES = st.builds(Topology, merge=st.booleans(), band=st.sampled_from([None, 0, 1, 2]))
 
 
-def random_lattice(T, V, seed, merge=True, sharpness=1.5):
+def random_lattice(T, V, seed, with_blank=True, sharpness=1.5, topology=CTC):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(T, V, generator=g) * sharpness
-    blank = torch.randn(T, generator=g) if merge else None
-    return lattice_from_logits(logits, blank, V), logits.double(), None if blank is None else blank.double()
+    blank = torch.randn(T, generator=g) if with_blank else None
+    return lattice_from_logits(logits, blank, V, topology), logits.double(), None if blank is None else blank.double()
 
 
 def prefixes(tree):
@@ -52,8 +55,8 @@ def test_the_tree_is_the_n_best_prefixes_by_brute_force(T, V, nodes, seed):
 
 @settings(max_examples=30, deadline=None)
 @given(T=st.integers(1, 4), V=st.integers(1, 4), nodes=st.integers(1, 20), seed=st.integers(0, 9999))
-def test_without_merging_psi_is_the_product_of_the_slots(T, V, nodes, seed):
-    lattice, logits, _ = random_lattice(T, V, seed, merge=False)
+def test_without_a_blank_psi_is_the_product_of_the_slots(T, V, nodes, seed):
+    lattice, logits, _ = random_lattice(T, V, seed, with_blank=False)
     tree = search(lattice, nodes)
     p = logits.softmax(1)
     for path, value in zip(prefixes(tree), tree.psi, strict=True):
@@ -62,7 +65,7 @@ def test_without_merging_psi_is_the_product_of_the_slots(T, V, nodes, seed):
     assert len(tree) == min(nodes, sum(V**k for k in range(1, T + 1)))
 
 
-def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False):
+def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False, topology=CTC):
     """Random slots over a vocabulary, with a transition over shortlists of K tokens and J successors of each token, and
     lookups."""
     rng = np.random.default_rng(seed)
@@ -77,7 +80,7 @@ def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False):
     looked_up = normal(V if lookup else 0, R).numpy() / 2
     tables = Tables(context, token, successor, looked_up, normal(3, R).numpy() / 2, carry, normal(R).numpy() / 2)
     mixed, root = Mixed(normal(1, T, R), normal(1, R)), torch.tensor([int(rng.integers(V))])
-    drafted = movable_candidates_of(normal(1, T, V), normal(1, T), mixed, root, tables, min(K, V))
+    drafted = movable_candidates_of(normal(1, T, V), normal(1, T), mixed, root, tables, min(K, V), topology)
     return drafted.lattices()[0]
 
 
@@ -111,18 +114,22 @@ def emitted(lattice, t, prefix, read):
     return p / (p.sum() + blank), blank / (p.sum() + blank), {*lattice.tokens.tolist(), *nexts}
 
 
-def brute_starts(lattice, read=()):
-    """{prefix: psi}: the probability that a slot writes the prefix's last token, summed over slots."""
-    T, psi = lattice.slots, {}
+def brute_starts(T, emitted, topology):
+    """{prefix: psi}: the probability that a slot writes the prefix's last token, summed over slots, alignment by
+    alignment. emitted(t, output): p_t of all tokens and of the blank, and which tokens may be put forward."""
+    psi, band = {}, T if topology.band is None else topology.band
 
     def go(t, output, previous, p):
         if t == T:
             return
-        emission, blank, forward = emitted(lattice, t, output, read)
-        go(t + 1, output, -1, p * blank)
-        if previous >= 0:
-            go(t + 1, output, previous, p * emission[previous])
-        for v in forward - {previous}:
+        emission, blank, forward = emitted(t, output)
+        if t - len(output) == band:
+            emission = emission / (1 - blank)
+        else:
+            go(t + 1, output, -1, p * blank)
+            if topology.merge and previous >= 0:
+                go(t + 1, output, previous, p * emission[previous])
+        for v in forward - ({previous} if topology.merge else set()):
             grown = (*output, v)
             psi[grown] = psi.get(grown, 0.0) + p * emission[v]
             go(t + 1, grown, v, p * emission[v])
@@ -132,19 +139,43 @@ def brute_starts(lattice, read=()):
 
 
 @settings(max_examples=60, deadline=None)
+@given(T=st.integers(1, 5), V=st.integers(1, 3), topology=TOPOLOGIES, seed=st.integers(0, 9999))
+def test_every_topology_is_exact(T, V, topology, seed):
+    lattice, logits, blank = random_lattice(T, V, seed, topology=topology)
+    table = torch.cat([logits, blank.unsqueeze(1)], 1).softmax(1).numpy()
+    psi = brute_starts(T, lambda t, output: (table[t, :V], table[t, V], set(range(V))), topology)
+    tree = search(lattice, 30)
+    for path, value in zip(prefixes(tree), tree.psi, strict=True):
+        assert abs(value - psi[path]) < 1e-5
+    assert np.allclose(sorted(tree.psi, reverse=True), sorted(psi.values(), reverse=True)[: len(tree)], atol=1e-5)
+    if not topology.merge and topology.band is not None and topology.band < T:
+        certain = T - topology.band  # so many tokens are written whatever happens
+        assert abs(sum(p for path, p in psi.items() if len(path) == certain) - 1) < 1e-9
+
+
+def test_a_band_of_nothing_is_a_head_without_a_blank():
+    banded, logits, _ = random_lattice(4, 3, seed=1, topology=Topology(merge=False, band=0))
+    one, other = search(banded, 30), search(lattice_from_logits(logits.float(), None, 3), 30)
+    assert np.array_equal(one.tokens, other.tokens)
+    assert np.allclose(one.psi, other.psi, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     T=st.integers(1, 4),
     V=st.integers(1, 4),
     K=st.integers(1, 4),
     J=st.integers(0, 3),
     read=st.lists(st.integers(0, 3), max_size=8),
+    topology=TOPOLOGIES,
     seed=st.integers(0, 9999),
 )
-def test_a_transition_lattice_is_exact(T, V, K, J, read, seed):
+def test_a_transition_lattice_is_exact(T, V, K, J, read, topology, seed):
     """`read`: without tokens nothing is looked up, else they end in the root."""
-    lattice = moving_lattice(T, V, seed, K=K, J=J, lookup=bool(read))
+    lattice = moving_lattice(T, V, seed, K=K, J=J, lookup=bool(read), topology=topology)
     read = [*(min(token, V - 1) for token in read[1:]), lattice.behind.root_token] if read else []
-    tree, psi = search(lattice, 40, read=np.array(read, np.int64)), brute_starts(lattice, read)
+    psi = brute_starts(T, lambda t, output: emitted(lattice, t, output, read), topology)
+    tree = search(lattice, 40, read=np.array(read, np.int64))
     for path, value in zip(prefixes(tree), tree.psi, strict=True):
         assert abs(value - psi[path]) < 1e-5
     best = sorted(psi.values(), reverse=True)[: len(tree)]
@@ -216,7 +247,7 @@ def test_top_k_keeps_the_full_normaliser():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(7))
     lattice = lattice_from_logits(logits, torch.zeros(3), 4)
     full = torch.cat([logits, torch.zeros(3, 1)], 1).softmax(1)
-    assert np.allclose(lattice.emission, full[:, lattice.tokens], atol=1e-6)
+    assert np.allclose(first_emissions(lattice, np.zeros(0, np.int64))[0], full[:, lattice.tokens], atol=1e-6)
     assert len(lattice.tokens) <= 12
 
 

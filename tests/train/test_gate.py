@@ -144,10 +144,10 @@ def test_a_swapped_blank_is_named(trained_base, monkeypatch, where):
     if where == "lattice":
         true = heads.candidates_of
 
-        def swapped(logits_NTV, blank_NT, top_k):
+        def swapped(logits_NTV, blank_NT, *rest):
             logits_NTV = logits_NTV.clone()
             logits_NTV[..., 0], blank_NT = blank_NT, logits_NTV[..., 0].clone()
-            return true(logits_NTV, blank_NT, top_k)
+            return true(logits_NTV, blank_NT, *rest)
 
         monkeypatch.setattr(heads, "candidates_of", swapped)
     else:

@@ -1,0 +1,23 @@
+"""Which alignments of slots to tokens count (docs/method.md, "The lattice")."""
+
+from typing import NamedTuple
+
+
+class Topology(NamedTuple):
+    """merge: equal neighbours are one token, as in CTC; False: every token that is written is a new one, so that only
+    blanks write nothing ("selfless" CTC; Laptev et al. 2021, arXiv 2110.03098).
+
+    band: at most so many slots before a token write no new one, and after as many the next slot has to; None: any
+    number. A prefix of u tokens is then written by slot u to u + band, and none of the other slots follows it.
+    """
+
+    merge: bool = True
+    band: int | None = None
+
+    def width(self, slots: int) -> int:
+        """The band as a number, with that many slots."""
+        return slots if self.band is None else min(self.band, slots)
+
+
+CTC = Topology()
+DIAGONAL = Topology(merge=False, band=0)  # slot k writes token k
