@@ -43,6 +43,7 @@ from ctcdraft.train.task import DraftTask, base_features, head_for
 
 ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
+EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
     "default with recall": ("head.recall=true",),
@@ -50,13 +51,21 @@ VARIANTS = {
     "default without lookups": ("head.lookup=false",),
     "default by AdamW": ("optim=adamw",),
     "default with weights 0.9^k": ("objective.decay=0.9",),
-    "default of 8 labels": ("objective.labels=8",),
     "default of 12 slots": ("head.slots=12",),
+    "default with a band of 2": ("head.band=2",),
+    "default that merges": ("head.merge=true",),
+    "default without a band, merging": (*EVERY_ALIGNMENT, "objective.labels=12"),
     "ctc without transition": ("head.transition=none",),
-    "exact ctc without transition": ("head.transition=none", "objective=ctc"),
+    "exact ctc without transition": ("head.transition=none", *EVERY_ALIGNMENT, "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
     "parallel 0.8^k with transition": ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY),
     "parallel uniform": ("head=parallel", *CROSS_ENTROPY, "objective.decay=1.0"),
+    "parallel uniform with transition": (
+        "head=parallel",
+        "head.transition=shortlist",
+        *CROSS_ENTROPY,
+        "objective.decay=1.0",
+    ),
     "medusa": ("head=medusa", *CROSS_ENTROPY),
     "medusa with as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
     "eagle": ("head=eagle", *CROSS_ENTROPY),

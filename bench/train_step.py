@@ -30,7 +30,7 @@ from ctcdraft.train.engine import OptimConfig, build_optimizer
 from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
-LABELS = 12
+LABELS = 16
 OBJECTIVE = ObjectiveConfig(labels=LABELS)
 
 
@@ -105,7 +105,8 @@ def random_head(base, shape, transition):
     """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    config = HeadConfig(**sizes, transition=transition, shortlist=16, successors=16, lookup=True)
+    sizes.update(shortlist=16, successors=16)
+    config = HeadConfig(**sizes, merge=False, band=1, transition=transition, lookup=True)
     head = build_head(config, base.hidden_size)
     if head.transition is not None:
         head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
