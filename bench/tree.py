@@ -16,6 +16,7 @@ from train_step import SHAPES, random_base, random_head
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import Decoder, DraftConfig, tree
 from ctcdraft.model.lattice import candidates_of
+from ctcdraft.model.topology import Topology
 
 NODES = 32
 CONTEXT, ACCEPTED = 64, 3  # positions that the head has read, and those of one step
@@ -33,7 +34,7 @@ def timed(call, rounds):
 def searches():
     rows = []
     for top_k in (4, 8, 16):
-        lattice = candidates_of(torch.randn(1, 8, 2048) * 3, torch.zeros(1, 8), top_k).lattices()[0]
+        lattice = candidates_of(torch.randn(1, 8, 2048) * 3, torch.zeros(1, 8), top_k, Topology(False, 1)).lattices()[0]
         ends = np.array([2])
         for nodes in (16, 64):
             search = partial(tree.search, lattice, nodes, leaves=ends)

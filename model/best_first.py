@@ -25,10 +25,10 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
     # slot next_slot[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n. What slot
     # t hands on is 0 where t is not in the band: depths[i] to depths[i] + band, the edge.
     pb, pn = np.zeros((nodes + 1, T + 1), np.float32), np.zeros((nodes + 1, T + 1), np.float32)
-    # p[i, t - depths[i], c]: what slot t emits behind prefix i; p[0, t, c], over the vocabulary alone, where it is the
-    # same behind all. Columns are what may follow a prefix: the candidates; then its at.next that are no candidates;
+    # p[i, t - depths[i], c]: what slot t emits behind prefix i; where that is the same behind all, p[0, t, c], and p[1,
+    # t, c] at an edge. Columns are what may follow a prefix: the candidates; then its at.next that are no candidates;
     # then its last token, where it is neither; then room.
-    p = np.zeros((len(at.next), min(T, band + 1) if moving else T, C + J + 2), np.float32)
+    p = np.zeros((nodes + 1, min(T, band + 1), C + J + 2) if moving else (2, T, C + J + 2), np.float32)
     states = np.zeros((len(at.next), len(at.root)), np.float32)
     # children[i, c]: psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken; best[i]: no
     # child of i has more; left[i]: of that, what is not in a column yet
@@ -44,31 +44,32 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
     if moving:
         _begin(states[0], at)
     else:
-        p[0, :, :C] = emission
+        for t in range(T):
+            p[0, t, :C] = emission[t] * (np.float32(1.0) - blank[t])
+            p[1, t, :C] = emission[t]
     count = 0
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
         if best[g] <= 0.0:
             break
-        i = g if moving else 0
         if left[g] > 0.0:
             t = next_slot[g]
             edge = t == depths[g] + band
             if pb[g, t] + pn[g, t] > UNLIKELY:
-                row, no_blank, p_blank = t, np.float32(1.0), np.float32(0.0)
                 if moving:
-                    row = t - depths[g]
+                    i, row = g, t - depths[g]
                     p_blank = _emit(p, i, row, t, edge, states, said[g], stays[g], slots)
-                elif not edge:
-                    no_blank, p_blank = np.float32(1.0) - blank[t], blank[t]
-                _hand_on(children[g], pb[g], pn[g], t, edge, p[i, row], no_blank, p_blank, stays[g])
+                else:
+                    i, row = int(edge), t
+                    p_blank = np.float32(0.0) if edge else blank[t]
+                _hand_on(children[g], pb[g], pn[g], t, p[i, row], p_blank, stays[g])
             next_slot[g] = t + 1
             left[g] = _left(pb[g], pn[g], t + 1)
             best[g] = children[g, _largest(children[g])] + left[g]
             continue
         c = _largest(children[g])
         n, depth = count + 1, depths[g]
-        said[n] = tokens[c] if c < C else at.next[i, 0, c - C]
+        said[n] = tokens[c] if c < C else at.next[g, 0, c - C]
         parents[count], depths[n], psis[count] = g - 1, depth + 1, best[g]
         children[g, c] = -1.0
         best[g] = children[g, _largest(children[g])]
@@ -81,9 +82,8 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
             column = _place(states[n], said[g], said[n], n, at)
         stays[n] = column if merge else -1
         for t in range(depth, min(T, depth + band + 1)):
-            no_blank = np.float32(1.0) if moving or t == depth + band else np.float32(1.0) - blank[t]
-            before = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * no_blank
-            pn[n, t + 1] = before * p[i, t - depth if moving else t, c]
+            i, row = (g, t - depth) if moving else (int(t == depth + band), t)
+            pn[n, t + 1] = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * p[i, row, c]
         next_slot[n] = depth + 1
         best[n] = left[n] = _left(pb[n], pn[n], depth + 1)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
@@ -103,20 +103,18 @@ def first_emissions(emission, tokens, read, *behind):
 
 
 @njit(cache=True)
-def _hand_on(children, pb, pn, t, edge, p, no_blank, p_blank, stay):
+def _hand_on(children, pb, pn, t, p, p_blank, stay):
     """What slot t adds to psi of a prefix followed by each column, of which the one that repeats its last token needs a
-    blank before it; and how likely the prefix still is all that was written after that slot: at the edge, not at all.
-    """
-    after_blank, phi = pb[t] * no_blank, (pb[t] + pn[t]) * no_blank
-    repeats = 0 <= stay < len(children)
-    repeated = children[stay] + after_blank * p[stay] if repeats else np.float32(0.0)
+    blank before it; and how likely the prefix still is all that was written after that slot."""
+    phi, repeats = pb[t] + pn[t], 0 <= stay < len(children)
+    repeated = children[stay] + pb[t] * p[stay] if repeats else np.float32(0.0)
     for c in range(len(children)):
         children[c] += phi * p[c]
     if repeats:
         children[stay] = repeated
-    pb[t + 1] = (pb[t] + pn[t]) * p_blank
-    if stay >= 0 and not edge:
-        pn[t + 1] += pn[t] * no_blank * p[stay]
+    pb[t + 1] = phi * p_blank
+    if stay >= 0:
+        pn[t + 1] += pn[t] * p[stay]
 
 
 @njit(cache=True)
@@ -334,7 +332,7 @@ def _emit(p, i, row, t, edge, states, last, stay, slots):
     """p_t(y | prefix i) into p[i, row, columns], from its state and last token, after its `_place`; p_t(blank | prefix
     i), 0 at the edge, is given back. The column behind them takes what is none.
 
-    stay: the column of the last token, -1 for the empty prefix.
+    stay: the column of the last token, where it may be written once more without a new one (-1: it may not).
     """
     C, J, (R, X) = slots.emission.shape[1], slots.next.shape[2], slots.key.shape[1:]
     K, none, gate, moved = X - 1, C + J + 1, slots.gate, slots.moved

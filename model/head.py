@@ -19,7 +19,7 @@ from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
 from ctcdraft.model.layers import Anchors, Block, Memory, Recall, Sight
-from ctcdraft.model.topology import Topology
+from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Mixed, Tables, Transition
 from ctcdraft.model.tree import Tree
 
@@ -72,6 +72,8 @@ class HeadConfig:
             raise ValueError(f"head.merge must be true or false, not {type(self.merge).__name__}")
         if self.kind != "ctc" and (not self.merge or self.band is not None):
             raise ValueError(f"head={self.kind} has no blank: leave out head.merge and head.band")
+        if self.merge and self.band is not None:
+            raise ValueError(f"head.merge=true takes any number of blanks: use head.band=null, not {self.band}")
         for name, what in (("lookup", "transition that could look up"), ("recall", "slots that could look back")):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
@@ -135,7 +137,7 @@ class Head(nn.Module, ABC):
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
-        self.topology = Topology(config.merge, config.band)
+        self.topology = Topology(config.merge, config.band) if config.kind == "ctc" else DIAGONAL
         self.transition: Transition | None = None
 
     def forward(

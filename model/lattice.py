@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctcdraft.model.topology import CTC, DIAGONAL, Topology
+from ctcdraft.model.topology import Topology
 from ctcdraft.model.transition import Mixed, Tables
 
 
@@ -50,7 +50,7 @@ class Lattice:
     tokens [Y]       candidate token ids, ascending
     emission [T, Y]  p_t(y) over the vocabulary, the blank left out; behind: without the transition
     blank [T]        p_t(blank), not used with `behind`
-    topology         which alignments count; without a blank: slot k writes token k
+    topology         which alignments count
     behind           how the prefix collapsed so far moves them, or None: it does not
     """
 
@@ -107,10 +107,10 @@ class Candidates:
         return [self.lattice(*(None if a is None else a[n] for a in arrays)) for n in range(len(first))]
 
 
-def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topology: Topology = CTC) -> Candidates:
+def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topology: Topology) -> Candidates:
     """Each slot's top-k tokens with their probabilities over the whole vocabulary, from the logits of every slot.
 
-    blank None is a head whose slot k predicts token k, whatever the topology.
+    blank None is a head whose slot k predicts token k.
     """
     logits_NTV = logits_NTV.float()
     lse_NT = logits_NTV.logsumexp(dim=2)
@@ -130,7 +130,7 @@ def movable_candidates_of(
     root_N: Tensor,
     tables: Tables,
     shortlist: int,
-    topology: Topology = CTC,
+    topology: Topology,
 ) -> Candidates:
     """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward."""
     logits_NTV = logits_NTV.float()
@@ -145,9 +145,8 @@ def _plain_lattice(topology: Topology, tokens_X: Any, emission_TX: Any, blank_T:
     """Each candidate once."""
     tokens, first = np.unique(tokens_X, return_index=True)
     emission = np.ascontiguousarray(emission_TX[:, first])
-    if blank_T is None:
-        return Lattice(tokens, emission, np.zeros(len(emission), np.float32), DIAGONAL)
-    return Lattice(tokens, emission, blank_T, topology)
+    blank = np.zeros(len(emission), np.float32) if blank_T is None else blank_T
+    return Lattice(tokens, emission, blank, topology)
 
 
 def _moved_lattice(
@@ -169,5 +168,4 @@ def _moved_lattice(
     none_T = np.zeros(len(tokens_TK), np.float32)
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
     parts = int(root_token), root_R, slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
-    topology = DIAGONAL if log_blank_T is None else topology
     return Lattice(tokens, np.exp(every_TV[:, tokens]), none_T, topology, Behind(*parts))

@@ -20,8 +20,8 @@ REDUCTIONS = ("mean", "sum", "none")
 
 class AnchorLoss(NamedTuple):
     """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
-    anchors the mean probability of the blank per slot [T] (0 without a blank, before a transition) and how often the
-    shortlist of slot t holds label t + 1 (0 without a transition).
+    anchors the mean probability of the blank per slot [T] (0 without a blank; before a transition, and where no band
+    rules it out) and how often the shortlist of slot t holds label t + 1 (0 without a transition).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
@@ -41,8 +41,7 @@ def feasible_prefixes(
     U = labels_NU.shape[1]
     length_U = torch.arange(1, U + 1, device=labels_NU.device)
     blanks_NU = _repeats(labels_NU, topology).long().cumsum(dim=1)
-    fits_NU = (length_U <= label_lengths_N.unsqueeze(1)) & (length_U + blanks_NU <= slot_lengths_N.unsqueeze(1))
-    return fits_NU & (blanks_NU <= topology.width(labels_NU.shape[1]))
+    return (length_U <= label_lengths_N.unsqueeze(1)) & (length_U + blanks_NU <= slot_lengths_N.unsqueeze(1))
 
 
 def ctc_losses(
@@ -79,8 +78,13 @@ def plain_emissions(lse_NT: Tensor, label_logits_NTU: Tensor, blank_NT: Tensor, 
     """Without a transition. label_logits[n, t, k] is slot t's logit of label k; the blank is a logit of its own: lse
     over vocabulary and blank = logaddexp(lse, blank)."""
     N, T, U = label_logits_NTU.shape
-    blank_NTS, lse_NTS = (part.unsqueeze(2).expand(N, T, U + 1) for part in (blank_NT, lse_NT))
     nothing_T = lse_NT.new_zeros(T)
+    if topology == CTC:  # the same behind every prefix
+        total_NT = torch.logaddexp(lse_NT, blank_NT)
+        log_emit_NTU = label_logits_NTU - total_NT.unsqueeze(2)
+        log_blank_NTS = (blank_NT - total_NT).unsqueeze(2).expand(N, T, U + 1)
+        return Emissions(log_emit_NTU, log_emit_NTU, log_blank_NTS, nothing_T)
+    blank_NTS, lse_NTS = (part.unsqueeze(2).expand(N, T, U + 1) for part in (blank_NT, lse_NT))
     return counted(label_logits_NTU, label_logits_NTU, blank_NTS, lse_NTS, topology, nothing_T)
 
 

@@ -288,20 +288,17 @@ def counted(
 ) -> Emissions:
     """Log-probabilities from logits and their lse over the vocabulary without the blank, of alignments that count.
 
-    Behind s tokens and before slot t (from 0), t - s slots have written no new one. With as many as the band is wide
-    the next has to: the blank is left out of its normaliser.
+    Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
+    the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
     """
     T, U = emit_NTU.shape[1:]
-    band, device = topology.width(T), emit_NTU.device
-    spent_TS = torch.arange(T, device=device).unsqueeze(1) - torch.arange(U + 1, device=device)
-    blank_NTS = blank_NTS.masked_fill(spent_TS >= band, LOG_ZERO)
+    if topology.band is not None:
+        device = emit_NTU.device
+        spent_TS = torch.arange(T, device=device).unsqueeze(1) - torch.arange(U + 1, device=device)
+        blank_NTS = blank_NTS.masked_fill(spent_TS >= topology.band, LOG_ZERO)
     total_NTS = torch.logaddexp(lse_NTS, blank_NTS)
-    return Emissions(
-        (emit_NTU - total_NTS[:, :, :U]).masked_fill(spent_TS[:, :U] > band, LOG_ZERO),
-        (stay_NTU - total_NTS[:, :, 1:]).masked_fill((spent_TS[:, 1:] >= band) | (not topology.merge), LOG_ZERO),
-        blank_NTS - total_NTS,
-        coverage_T,
-    )
+    stay_NTU = stay_NTU - total_NTS[:, :, 1:] if topology.merge else torch.full_like(stay_NTU, LOG_ZERO)
+    return Emissions(emit_NTU - total_NTS[:, :, :U], stay_NTU, blank_NTS - total_NTS, coverage_T)
 
 
 def slot_by_slot(

@@ -154,7 +154,7 @@ class Trainer:
         self._saved = self.state.step or None
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
-        self.watch = Watch()
+        self.watch = Watch(blanks=plan.head.band is None)
         self._stop_asked = self.interrupted = False
 
     def finished(self) -> bool:

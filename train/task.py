@@ -45,12 +45,14 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
         )
     if objective.kind == "ctc" and head.band is not None:
         raise ValueError(
-            f"objective=ctc asks where a draft ends, which head.band={head.band} decides by itself: use head.band=null"
+            f"objective=ctc asks where a draft ends, which head.band={head.band} decides by itself: "
+            "use head.band=null, and head.merge=true for the paper's"
         )
-    if head.kind == "ctc" and head.band is not None and objective.labels + head.band < head.slots:
+    if head.band is not None and objective.labels + head.band < head.slots:
         raise ValueError(
             f"objective.labels={objective.labels} and head.band={head.band} leave slots without a label: "
-            f"head.slots={head.slots} must be at most {objective.labels + head.band}, or head.band=null"
+            f"head.slots={head.slots} must be at most {objective.labels + head.band}, objective.labels more, or "
+            "head.band=null"
         )
     if (head.kind == "ctc") != (objective.kind != "cross_entropy"):
         fitting = "prefix_ctc or ctc" if head.kind == "ctc" else "cross_entropy"

@@ -19,15 +19,19 @@ BLANK_HIGH, BLANK_LOW = 0.95, 0.9
 
 
 class Watch:
-    """Reads the logged rows of a run, in order; a warning is given once, and again only after things were well."""
+    """Reads the logged rows of a run, in order; a warning is given once, and again only after things were well.
 
-    def __init__(self) -> None:
+    blanks: a draft may hold nothing else, since no band limits them.
+    """
+
+    def __init__(self, *, blanks: bool = True) -> None:
+        self._may_be_blank = blanks
         self._losses: deque[float] = deque(maxlen=WINDOW + LASTING)
         self._spiking = self._blank = False
 
     def warnings(self, row: dict[str, Any]) -> list[str]:
         """Sentences about this row: what is wrong, and what to try."""
-        found = [self._spike(row), self._blanks(row)]
+        found = [self._spike(row), self._blanks(row) if self._may_be_blank else None]
         return [sentence for sentence in found if sentence]
 
     def _spike(self, row: dict[str, Any]) -> str | None:

@@ -101,7 +101,7 @@ def gradients(loss, case):
     labels=st.lists(st.integers(0, 2), min_size=1, max_size=3),
     shortlist=st.integers(1, 3),
     successors=st.integers(0, 2),
-    topology=st.builds(Topology, merge=st.booleans(), band=st.sampled_from([None, 0, 1, 2])),
+    topology=st.sampled_from([CTC, *(Topology(False, band) for band in (None, 0, 1, 2))]),
     seed=st.integers(0, 9999),
 )
 def test_psi_and_gradients_equal_brute_force_over_all_alignments(
@@ -122,7 +122,7 @@ def test_psi_and_gradients_equal_brute_force_over_all_alignments(
         assert torch.allclose(got, truth, atol=1e-9)
 
 
-@pytest.mark.parametrize("topology", [CTC, Topology(False), Topology(True, 2), Topology(False, 2)])
+@pytest.mark.parametrize("topology", [CTC, Topology(False, None), Topology(False, 2)])
 def test_the_papers_objective_is_the_probability_of_exactly_the_labels(topology):
     case = Case(4, 3, [1, 1], seed=3)
     got = case.loss(2, objective="ctc", topology=topology).loss_N[0]
@@ -186,7 +186,7 @@ def test_a_fresh_transition_changes_nothing(base):
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology"), [("ctc", CTC), ("ctc", Topology(False, 1)), ("ctc", Topology(True, 2)), ("parallel", CTC)]
+    ("kind", "topology"), [("ctc", CTC), ("ctc", Topology(False, 1)), ("ctc", Topology(False, None)), ("parallel", CTC)]
 )
 @pytest.mark.parametrize(("form", "successors"), [("shortlist", 0), ("shortlist", 6), ("full", 0)])
 @pytest.mark.parametrize("lookup", [False, True])

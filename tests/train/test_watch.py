@@ -166,10 +166,11 @@ def test_a_head_that_collapses_to_blanks_is_told_once_with_advice():
     told = [watch.warnings(row(i, 3.0, b)) for i, b in enumerate([0.5, 0.9, 0.96, 0.99, 0.94, 0.97, 0.5, 0.98])]
     assert [bool(t) for t in told] == [False, False, True, False, False, False, False, True]
     assert "the head writes blanks into 96% of its slots" in told[2][0]
+    assert not Watch(blanks=False).warnings(row(1, 3.0, 0.99))  # a band has the other slots write
 
 
 def test_warnings_reach_the_screen(small, tmp_path, capsys):
-    trainer = small(tmp_path, "train.steps=2")
+    trainer = small(tmp_path, "train.steps=2", "head.band=null")
     with torch.no_grad():
         trainer.task.head.blank.bias.fill_(50.0)
     trainer.run(None)
