@@ -9,6 +9,7 @@ import numpy as np, torch
 from ctcdraft.model.kernels import Prefixes, moved_shortlist
 from ctcdraft.model.kernels.cpu_top import merge_top
 from ctcdraft.model.lattice import movable_candidates_of
+from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Mixed, Tables
 from ctcdraft.model.tree import search
 
@@ -33,9 +34,10 @@ context, token, lookup, match, carry = (torch.randn(n, R, generator=g).numpy() /
 tables = Tables(context, token, successor.int().numpy(), lookup, match, carry, floats[3].detach().numpy())
 mixed = Mixed(*(torch.randn(N, *shape, generator=g) for shape in ((T, R), (R,))))
 blank_NT, logits_NTV = torch.randn(N, T, generator=g), torch.randn(N, T, V, generator=g)
-drafted = movable_candidates_of(logits_NTV, blank_NT, mixed, torch.arange(N), tables, K)
+given = logits_NTV, blank_NT, mixed, torch.arange(N), tables, K
 read = torch.randint(V, (2000,), generator=g).numpy()
-trees = [search(one, 64, read=read) for one in drafted.lattices()]
+drafted = [movable_candidates_of(*given, topology) for topology in (CTC, Topology(merge=False, band=1))]
+trees = [search(one, 64, read=read) for both in drafted for one in both.lattices()]
 bits += [top, where, *(torch.from_numpy(part) for tree in trees for part in (tree.tokens, tree.psi))]
 print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1).sum()) for part in bits])
 """
