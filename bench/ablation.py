@@ -43,6 +43,7 @@ from ctcdraft.train.task import DraftTask, base_features, head_for
 
 ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
+WITH_TRANSITION = ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY)
 EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
@@ -57,14 +58,9 @@ VARIANTS = {
     "ctc without transition": ("head.transition=none",),
     "exact ctc without transition": ("head.transition=none", *EVERY_ALIGNMENT, "objective=ctc"),
     "parallel 0.8^k": ("head=parallel", *CROSS_ENTROPY),
-    "parallel 0.8^k with transition": ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY),
+    "parallel 0.8^k with transition": WITH_TRANSITION,
     "parallel uniform": ("head=parallel", *CROSS_ENTROPY, "objective.decay=1.0"),
-    "parallel uniform with transition": (
-        "head=parallel",
-        "head.transition=shortlist",
-        *CROSS_ENTROPY,
-        "objective.decay=1.0",
-    ),
+    "parallel uniform with transition": (*WITH_TRANSITION, "objective.decay=1.0"),
     "medusa": ("head=medusa", *CROSS_ENTROPY),
     "medusa with as many parameters": ("head=medusa", *CROSS_ENTROPY),  # and the layers that this takes
     "eagle": ("head=eagle", *CROSS_ENTROPY),

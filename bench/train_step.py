@@ -105,8 +105,8 @@ def random_head(base, shape, transition):
     """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    sizes.update(shortlist=16, successors=16)
-    config = HeadConfig(**sizes, merge=False, band=1, transition=transition, lookup=True)
+    alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16, "lookup": True}
+    config = HeadConfig(**sizes, **alignments, transition=transition, **moved)
     head = build_head(config, base.hidden_size)
     if head.transition is not None:
         head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))

@@ -21,25 +21,12 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
     """
     at, slots = _anchor(tokens, emission, read, nodes + 1 if moving else 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
-    # pb[i, t], pn[i, t]: the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond
-    # slot next_slot[i], only what comes from its parent. Index 0 is the empty prefix, index n + 1 is node n. What slot
-    # t hands on is 0 where t is not in the band: depths[i] to depths[i] + band, the edge.
-    pb, pn = np.zeros((nodes + 1, T + 1), np.float32), np.zeros((nodes + 1, T + 1), np.float32)
-    # p[i, t - depths[i], c]: what slot t emits behind prefix i; where that is the same behind all, p[0, t, c], and p[1,
-    # t, c] at an edge. Columns are what may follow a prefix: the candidates; then its at.next that are no candidates;
-    # then its last token, where it is neither; then room.
+    pb, pn, children, best, left, next_slot, said, stays, depths = _prefixes(nodes + 1, T, C + J)
+    parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
+    # p[i, row, c]: what a slot emits behind a prefix, see `_row`. Columns are what may follow it: the candidates; then
+    # its at.next that are no candidates; then its last token, where it is neither; then room.
     p = np.zeros((nodes + 1, min(T, band + 1), C + J + 2) if moving else (2, T, C + J + 2), np.float32)
     states = np.zeros((len(at.next), len(at.root)), np.float32)
-    # children[i, c]: psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken; best[i]: no
-    # child of i has more; left[i]: of that, what is not in a column yet
-    children = np.zeros((nodes + 1, C + J), np.float32)
-    best, left = np.zeros(nodes + 1, np.float32), np.zeros(nodes + 1, np.float32)
-    next_slot = np.zeros(nodes + 1, np.int64)
-    said = np.empty(nodes + 1, np.int64)  # the token that each prefix ends in
-    stays = np.full(nodes + 1, -1)  # and the column in which a slot repeats it, -1: none does
-    parents, depths = np.empty(nodes, np.int64), np.zeros(nodes + 1, np.int64)
-    psis = np.empty(nodes, np.float32)
-    pb[0, 0] = best[0] = left[0] = 1.0
     said[0] = at.root_token
     if moving:
         _begin(states[0], at)
@@ -47,7 +34,6 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
         for t in range(T):
             p[0, t, :C] = emission[t] * (np.float32(1.0) - blank[t])
             p[1, t, :C] = emission[t]
-    count = 0
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
         if best[g] <= 0.0:
@@ -56,11 +42,10 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
             t = next_slot[g]
             edge = t == depths[g] + band
             if pb[g, t] + pn[g, t] > UNLIKELY:
+                i, row = _row(g, t, depths[g], edge, moving)
                 if moving:
-                    i, row = g, t - depths[g]
                     p_blank = _emit(p, i, row, t, edge, states, said[g], stays[g], slots)
                 else:
-                    i, row = int(edge), t
                     p_blank = np.float32(0.0) if edge else blank[t]
                 _hand_on(children[g], pb[g], pn[g], t, p[i, row], p_blank, stays[g])
             next_slot[g] = t + 1
@@ -82,11 +67,37 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
             column = _place(states[n], said[g], said[n], n, at)
         stays[n] = column if merge else -1
         for t in range(depth, min(T, depth + band + 1)):
-            i, row = (g, t - depth) if moving else (int(t == depth + band), t)
+            i, row = _row(g, t, depth, t == depth + band, moving)
             pn[n, t + 1] = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * p[i, row, c]
         next_slot[n] = depth + 1
         best[n] = left[n] = _left(pb[n], pn[n], depth + 1)
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
+
+
+@njit(cache=True)
+def _prefixes(count, T, columns):
+    """What is known of each prefix: index 0 is the empty one, index n + 1 is node n.
+
+    pb[i, t], pn[i, t]  the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond slot
+                        next_slot[i], only what comes from its parent. What slot t hands on is 0 where t is not in the
+                        band: depths[i] to depths[i] + band, the edge
+    children[i, c]      psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken
+    best[i], left[i]    no child of i has more; of that, what is not in a column yet
+    said[i], stays[i]   the token that it ends in, and the column in which a slot repeats it, -1: none does
+    """
+    pb, pn = np.zeros((count, T + 1), np.float32), np.zeros((count, T + 1), np.float32)
+    children = np.zeros((count, columns), np.float32)
+    best, left = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    pb[0, 0] = best[0] = left[0] = 1.0
+    next_slot, said, depths = np.zeros(count, np.int64), np.empty(count, np.int64), np.zeros(count, np.int64)
+    return pb, pn, children, best, left, next_slot, said, np.full(count, -1), depths
+
+
+@njit(cache=True)
+def _row(i, t, depth, edge, moving):
+    """Where p holds what slot t emits behind prefix i: a row per slot of its band; or, without a transition, the same
+    behind all, once with the blank beside it and once, at an edge, without."""
+    return (i, t - depth) if moving else (int(edge), t)
 
 
 @njit(cache=True)

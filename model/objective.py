@@ -12,7 +12,7 @@ from torch import Tensor
 from ctcdraft.model.kernels import linear_gather, linear_lse_top, prefix_lattice
 from ctcdraft.model.kernels.reference import LOG_ZERO
 from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, counted, slot_by_slot
+from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, normalised, slot_by_slot
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -77,15 +77,9 @@ def ctc_losses(
 def plain_emissions(lse_NT: Tensor, label_logits_NTU: Tensor, blank_NT: Tensor, topology: Topology = CTC) -> Emissions:
     """Without a transition. label_logits[n, t, k] is slot t's logit of label k; the blank is a logit of its own: lse
     over vocabulary and blank = logaddexp(lse, blank)."""
-    N, T, U = label_logits_NTU.shape
-    nothing_T = lse_NT.new_zeros(T)
-    if topology == CTC:  # the same behind every prefix
-        total_NT = torch.logaddexp(lse_NT, blank_NT)
-        log_emit_NTU = label_logits_NTU - total_NT.unsqueeze(2)
-        log_blank_NTS = (blank_NT - total_NT).unsqueeze(2).expand(N, T, U + 1)
-        return Emissions(log_emit_NTU, log_emit_NTU, log_blank_NTS, nothing_T)
-    blank_NTS, lse_NTS = (part.unsqueeze(2).expand(N, T, U + 1) for part in (blank_NT, lse_NT))
-    return counted(label_logits_NTU, label_logits_NTU, blank_NTS, lse_NTS, topology, nothing_T)
+    uncovered_T = lse_NT.new_zeros(lse_NT.shape[1])
+    once = blank_NT.unsqueeze(2), lse_NT.unsqueeze(2)  # the same behind every prefix
+    return normalised(label_logits_NTU, label_logits_NTU, *once, topology, uncovered_T)
 
 
 def cross_entropy_losses(log_p_NK: Tensor, label_lengths_N: Tensor, *, decay: float = 1.0) -> tuple[Tensor, Tensor]:

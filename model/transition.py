@@ -245,12 +245,13 @@ class Transition(nn.Module):
         for label_NR in known.label_NUR.unbind(1):
             states.append(label_NR + self.carry(F.hardswish(states[-1])))
         listed_NTU = _places(shortlist.index_NTK.unsqueeze(2), labels_NU.unsqueeze(1))
-        emit_NTU, stay_NTU = (
-            (listed_NTU + successor_NUJ.shape[2]).where(listed_NTU >= 0, _places(successor_NUJ, labels_NU).unsqueeze(1))
-            for successor_NUJ in (known.successor_NSJ[:, :-1], known.successor_NSJ[:, 1:])
-        )
-        if not topology.merge:  # nothing stays: it need not be computed
-            stay_NTU = torch.full_like(emit_NTU, -1)
+
+        def placed(successor_NUJ: Tensor) -> Tensor:
+            beside_NU = _places(successor_NUJ, labels_NU)
+            return (listed_NTU + successor_NUJ.shape[2]).where(listed_NTU >= 0, beside_NU.unsqueeze(1))
+
+        emit_NTU = placed(known.successor_NSJ[:, :-1])
+        stay_NTU = placed(known.successor_NSJ[:, 1:]) if topology.merge else torch.full_like(emit_NTU, -1)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
             torch.stack(states, dim=1).to(dtype),
@@ -280,23 +281,24 @@ def along_labels(
     moved = known.transition(known, shortlist, labels_NU, topology, implementation)
     blank_NTS = blank_NT.unsqueeze(2) + moved.blank_NTS
     emit_NTU, stay_NTU = logits_NTU + moved.emit_NTU, logits_NTU + moved.stay_NTU
-    return counted(emit_NTU, stay_NTU, blank_NTS, normaliser(moved, shortlist.lse_NT), topology, moved.coverage_T)
+    return normalised(emit_NTU, stay_NTU, blank_NTS, normaliser(moved, shortlist.lse_NT), topology, moved.coverage_T)
 
 
-def counted(
+def normalised(
     emit_NTU: Tensor, stay_NTU: Tensor, blank_NTS: Tensor, lse_NTS: Tensor, topology: Topology, coverage_T: Tensor
 ) -> Emissions:
-    """Log-probabilities from logits and their lse over the vocabulary without the blank, of alignments that count.
+    """Log-probabilities from logits and their lse over the vocabulary without the blank, which have one column where
+    they are the same behind all prefixes; LOG_ZERO for what no alignment of the topology holds.
 
     Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
     the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
     """
-    T, U = emit_NTU.shape[1:]
+    N, T, U = emit_NTU.shape
     if topology.band is not None:
         device = emit_NTU.device
         spent_TS = torch.arange(T, device=device).unsqueeze(1) - torch.arange(U + 1, device=device)
         blank_NTS = blank_NTS.masked_fill(spent_TS >= topology.band, LOG_ZERO)
-    total_NTS = torch.logaddexp(lse_NTS, blank_NTS)
+    total_NTS = torch.logaddexp(lse_NTS, blank_NTS).expand(N, T, U + 1)
     stay_NTU = stay_NTU - total_NTS[:, :, 1:] if topology.merge else torch.full_like(stay_NTU, LOG_ZERO)
     return Emissions(emit_NTU - total_NTS[:, :, :U], stay_NTU, blank_NTS - total_NTS, coverage_T)
 
