@@ -1,6 +1,6 @@
 """Training objectives as small functions of (lse, label logits, blank logit): CTC, prefix CTC, cross-entropy.
 
-Shape suffixes: N anchors, T slots, U labels, V vocabulary, D hidden.
+Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`Topology.window`), V vocabulary, D hidden.
 """
 
 from typing import NamedTuple
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctcdraft.model.kernels import linear_gather, linear_lse_top, prefix_lattice
+from ctcdraft.model.kernels import linear_lse_top, prefix_lattice
 from ctcdraft.model.kernels.reference import LOG_ZERO
-from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Emissions, Known, Shortlist, along_labels, normalised, slot_by_slot
+from ctcdraft.model.topology import CTC, DIAGONAL, Topology
+from ctcdraft.model.transition import Emissions, Known, Shortlist, again, along_labels, normalised, slot_by_slot
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -74,12 +74,14 @@ def ctc_losses(
     return -_weighted_mean(log_psi_NU, possible_NU, decay), log_psi_NU
 
 
-def plain_emissions(lse_NT: Tensor, label_logits_NTU: Tensor, blank_NT: Tensor, topology: Topology = CTC) -> Emissions:
-    """Without a transition. label_logits[n, t, k] is slot t's logit of label k; the blank is a logit of its own: lse
-    over vocabulary and blank = logaddexp(lse, blank)."""
+def plain_emissions(
+    lse_NT: Tensor, logits_NTW: Tensor, blank_NT: Tensor, labels: int, topology: Topology = CTC
+) -> Emissions:
+    """Without a transition. logits[n, t, w] is slot t's logit of the label that comes next behind the w-th prefix of its
+    window; the blank is a logit of its own: lse over vocabulary and blank = logaddexp(lse, blank)."""
     uncovered_T = lse_NT.new_zeros(lse_NT.shape[1])
     once = blank_NT.unsqueeze(2), lse_NT.unsqueeze(2)  # the same behind every prefix
-    return normalised(label_logits_NTU, label_logits_NTU, *once, topology, uncovered_T)
+    return normalised(logits_NTW, again(logits_NTW), *once, labels, topology, uncovered_T)
 
 
 def cross_entropy_losses(log_p_NK: Tensor, label_lengths_N: Tensor, *, decay: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -252,12 +254,11 @@ class _Rows(NamedTuple):
 
 def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss [N] and log psi [N, U] of CTC and prefix CTC, the blank's rate and the coverage [T]."""
-    T = blank_NT.shape[1]
-    shortlist, logits = _gather(rows, rows.valid_NT, rows.labels_NU.unsqueeze(1).expand(-1, T, -1))
+    shortlist, logits = _gather(rows, rows.valid_NT, blank_NT.shape[1], rows.topology)
     blank = blank_NT.to(logits.dtype)
     blank = blank if rows.valid_NT is None else blank.masked_fill(~rows.valid_NT, LOG_ZERO)
     if rows.known is None:
-        emissions = plain_emissions(shortlist.lse_NT, logits, blank, rows.topology)
+        emissions = plain_emissions(shortlist.lse_NT, logits, blank, rows.labels_NU.shape[1], rows.topology)
     else:
         known = rows.known if rows.valid_NT is None else rows.known.masked(rows.valid_NT)
         emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank, rows.topology, rows.implementation)
@@ -280,44 +281,38 @@ def _slot_losses(rows: _Rows, decay: float) -> tuple[Tensor, Tensor, Tensor]:
     K = min(rows.states_NTD.shape[1], rows.labels_NU.shape[1])
     lengths_N, labels_NK = torch.minimum(rows.lengths_N, rows.slots_N), rows.labels_NU[:, :K]
     valid_NK = torch.arange(K, device=labels_NK.device) < lengths_N.unsqueeze(1)
-    shortlist, logits_NK1 = _gather(rows, valid_NK, labels_NK.unsqueeze(2))
-    logits_NK, coverage_K = logits_NK1.squeeze(2), shortlist.lse_NT.new_zeros(K)
+    shortlist, logits_NK1 = _gather(rows, valid_NK, K, DIAGONAL)
+    coverage_K = shortlist.lse_NT.new_zeros(K)
     if rows.known is None:
-        log_p_NK = logits_NK - shortlist.lse_NT
+        log_p_NK = logits_NK1.squeeze(2) - shortlist.lse_NT
     else:
         known = rows.known.masked(valid_NK).first(K)
-        log_p_NK, coverage_K = slot_by_slot(known, shortlist, logits_NK, labels_NK, rows.implementation)
+        log_p_NK, coverage_K = slot_by_slot(known, shortlist, logits_NK1, labels_NK, rows.implementation)
     return *cross_entropy_losses(log_p_NK, lengths_N, decay=decay), coverage_K
 
 
-def _gather(rows: _Rows, valid_NT: Tensor | None, index_NTK: Tensor) -> tuple[Shortlist, Tensor]:
-    """lse, shortlist and logits [N, T, K] of the valid slots (None: all), 0 in the others."""
-    N, T, K = index_NTK.shape
-    top_k = 0 if rows.known is None else rows.known.shortlist
-    states_MD, index_MK = rows.states_NTD[:, :T].flatten(0, 1), index_NTK.reshape(N * T, K)
+def _gather(rows: _Rows, valid_NT: Tensor | None, T: int, topology: Topology) -> tuple[Shortlist, Tensor]:
+    """lse and shortlist of the first T slots, and [N, T, W] their logits of the label that comes next; of the valid
+    slots (None: all), 0 in the others."""
+    N, U, top_k = len(rows.labels_NU), rows.labels_NU.shape[1], 0 if rows.known is None else rows.known.shortlist
+    window_TW = topology.window(T, U).to(rows.labels_NU.device)
+    W = window_TW.shape[1]
+    index_NTX = F.pad(rows.labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
+    J = 0
+    if rows.known is not None:
+        J = rows.known.successor_NSJ.shape[2]
+        successor_NTX = rows.known.successor_NSJ[:, window_TW].flatten(2).clamp(min=0)
+        index_NTX = torch.cat([index_NTX, successor_NTX], dim=2)
+    states_MD, index_MX = rows.states_NTD[:, :T].flatten(0, 1), index_NTX.flatten(0, 1)
     if valid_NT is None:
-        found = linear_lse_top(states_MD, rows.weight_VD, index_MK, top_k, rows.implementation)
+        found = linear_lse_top(states_MD, rows.weight_VD, index_MX, top_k, rows.implementation)
     else:
         at = valid_NT.flatten().nonzero().squeeze(1)
-        few = linear_lse_top(states_MD[at], rows.weight_VD, index_MK[at], top_k, rows.implementation)
+        few = linear_lse_top(states_MD[at], rows.weight_VD, index_MX[at], top_k, rows.implementation)
         found = tuple(part.new_zeros(N * T, *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
-    lse_M, logits_MK, top_MS, top_index_MS = found
-    shortlist = Shortlist(
-        top_index_MS.view(N, T, top_k), top_MS.view(N, T, top_k), lse_M.view(N, T), _successor_logits(rows, valid_NT, T)
-    )
-    return shortlist, logits_MK.view(N, T, K)
-
-
-def _successor_logits(rows: _Rows, valid_NT: Tensor | None, T: int) -> Tensor:
-    """[N, T, S, J] of the valid slots, 0 in the others."""
-    states_NTD, lse_dtype = rows.states_NTD[:, :T], torch.promote_types(rows.states_NTD.dtype, torch.float32)
-    if rows.known is None:
-        return states_NTD.new_zeros(*states_NTD.shape[:2], 0, 0, dtype=lse_dtype)
-    if valid_NT is not None:
-        states_NTD = states_NTD.masked_fill(~valid_NT.unsqueeze(2), 0.0)
-    N, S, J = rows.known.successor_NSJ.shape
-    index_NX = rows.known.successor_NSJ.flatten(1).clamp(min=0)
-    return linear_gather(states_NTD, rows.weight_VD, index_NX).view(N, T, S, J)
+    lse_NT, logits_NTX, top_NTK, top_index_NTK = (part.unflatten(0, (N, T)) for part in found)
+    label_NTW, successor_NTX = logits_NTX.split([W, W * J], dim=2)
+    return Shortlist(top_index_NTK, top_NTK, lse_NT, successor_NTX.unflatten(2, (W, J))), label_NTW
 
 
 def _checked_slots(slot_lengths_N: Tensor | None, label_lengths_N: Tensor, T: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 
 class Topology(NamedTuple):
     """merge: equal neighbours are one token, as in CTC; False: every token that is written is a new one, so that only
@@ -18,6 +21,13 @@ class Topology(NamedTuple):
     def width(self, slots: int) -> int:
         """The band as a number, with that many slots."""
         return slots if self.band is None else min(self.band, slots)
+
+    def window(self, slots: int, labels: int) -> Tensor:
+        """[T, W]: the prefixes of 0..labels tokens that each slot is looked at behind, in rising order. All that it can
+        follow are among them; those of more tokens than there are slots before it are not reached."""
+        width = self.width(slots)
+        W = min(width, labels) + 1
+        return (torch.arange(slots) - width).clamp(0, labels + 1 - W).unsqueeze(1) + torch.arange(W)
 
 
 CTC = Topology(merge=True, band=None)

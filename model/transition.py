@@ -18,8 +18,8 @@ product, so that drafting carries it from node to node within the search: no net
 The normaliser is exact at any vocabulary: what lies outside the shortlist, as one number, plus the shortlist. With
 the whole vocabulary as shortlist it is the full transition. hardswish, not gelu, since it costs no exponential.
 
-Shape suffixes: N anchors, T slots, K shortlist, J successors, S contexts (prefixes g), R rank, V vocabulary, D hidden
-of the base.
+Shape suffixes: N anchors, T slots, K shortlist, J successors, S contexts (prefixes g), W of them in a slot's window
+(`Topology.window`), R rank, V vocabulary, D hidden of the base.
 """
 
 from collections.abc import Callable
@@ -32,19 +32,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
-from ctcdraft.model.kernels import Prefixes, moved_shortlist
+from ctcdraft.model.kernels import Prefixes, shortlist_deltas
 from ctcdraft.model.kernels.reference import LOG_ZERO
 from ctcdraft.model.topology import DIAGONAL, Topology
+
+NO_TOKEN = -2  # where no label is; -1 stands for no successor
 
 
 class Shortlist(NamedTuple):
     """A slot's likeliest tokens and their logits, largest first [N, T, K]; lse of the whole vocabulary [N, T]; the
-    logits of the successors of each prefix's last token [N, T, S, J] (empty without a transition)."""
+    logits of the successors of each prefix's last token in its window [N, T, W, J] (empty without a transition)."""
 
     index_NTK: Tensor
     logits_NTK: Tensor
     lse_NT: Tensor
-    successor_NTSJ: Tensor
+    successor_NTWJ: Tensor
 
 
 class Mixed(NamedTuple):
@@ -113,14 +115,14 @@ class Emissions(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What `moved_shortlist` gives: lse of the shortlist, moved and as it is, and deltas; and how often it holds slot
-    t's label t + 1."""
+    """Of slots behind the prefixes of their windows: lse of the shortlist, moved and as it is; deltas of the label that
+    comes next, of the last one again, and of the blank; how often the shortlist holds slot t's label t + 1."""
 
-    moved_NTS: Tensor
-    still_NTS: Tensor
-    emit_NTU: Tensor
-    stay_NTU: Tensor
-    blank_NTS: Tensor
+    moved_NTW: Tensor
+    still_NTW: Tensor
+    emit_NTW: Tensor
+    stay_NTW: Tensor
+    blank_NTW: Tensor
     coverage_T: Tensor
 
 
@@ -237,55 +239,91 @@ class Transition(nn.Module):
     def forward(
         self, known: Known, shortlist: Shortlist, labels_NU: Tensor, topology: Topology, implementation: str
     ) -> Moved:
-        """`moved_shortlist` along known labels, in the precision of the logits."""
+        """Every slot behind the prefixes of its window, in the precision of the logits.
+
+        Behind more labels than there are slots before nothing is moved.
+        """
         slot_NTR, root_NR = known.mixed
-        dtype = shortlist.logits_NTK.dtype
+        dtype, T = shortlist.logits_NTK.dtype, slot_NTR.shape[1]
         blank_R = slot_NTR.new_zeros(slot_NTR.shape[2]) if self.blank_R is None else self.blank_R
         states = [root_NR]
         for label_NR in known.label_NUR.unbind(1):
             states.append(label_NR + self.carry(F.hardswish(states[-1])))
-        listed_NTU = _places(shortlist.index_NTK.unsqueeze(2), labels_NU.unsqueeze(1))
-
-        def placed(successor_NUJ: Tensor) -> Tensor:
-            beside_NU = _places(successor_NUJ, labels_NU)
-            return (listed_NTU + successor_NUJ.shape[2]).where(listed_NTU >= 0, beside_NU.unsqueeze(1))
-
-        emit_NTU = placed(known.successor_NSJ[:, :-1])
-        stay_NTU = placed(known.successor_NSJ[:, 1:]) if topology.merge else torch.full_like(emit_NTU, -1)
+        window_TW = topology.window(T, labels_NU.shape[1]).to(labels_NU.device)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
             torch.stack(states, dim=1).to(dtype),
             known.token_VR.to(dtype),
             blank_R.to(dtype),
+            window_TW,
             known.successor_NSJ,
-            shortlist.successor_NTSJ,
             shortlist.index_NTK,
-            shortlist.logits_NTK,
-            emit_NTU,
-            stay_NTU,
         )
-        coverage_T = (emit_NTU.diagonal(dim1=1, dim2=2) >= 0).float().mean(dim=0)
-        return Moved(*moved_shortlist(prefixes, topology.width(emit_NTU.shape[1]), implementation), coverage_T)
+        delta_NTWX, blank_NTW1 = shortlist_deltas(prefixes, implementation).tensor_split([-1], dim=3)
+        successor_NTWJ, index_NT1K = known.successor_NSJ[:, window_TW], shortlist.index_NTK.unsqueeze(2)
+        twice_NTWJ = (successor_NTWJ.unsqueeze(4) == index_NT1K.unsqueeze(3)).any(dim=4)
+        next_NTWJ = shortlist.successor_NTWJ.masked_fill((successor_NTWJ < 0) | twice_NTWJ, float("-inf"))
+        logits_NT1K = shortlist.logits_NTK.unsqueeze(2)
+        logits_NTWX = torch.cat([next_NTWJ, logits_NT1K.expand(-1, -1, window_TW.shape[1], -1)], dim=3)
+        token_NTWX = torch.cat([successor_NTWJ, index_NT1K.expand(-1, -1, window_TW.shape[1], -1)], dim=3)
+
+        def of_labels(label_NS: Tensor) -> tuple[Tensor, Tensor]:
+            """The deltas of labels [N, T, W], 0 for those that are not in the shortlist; which are."""
+            same_NTWX = (token_NTWX == label_NS[:, window_TW].unsqueeze(3)).to(torch.uint8)
+            inside_NTW, place_NTW = same_NTWX.max(dim=3)
+            return delta_NTWX.gather(3, place_NTW.unsqueeze(3)).squeeze(3) * inside_NTW, inside_NTW == 1
+
+        emit_NTW, inside_NTW = of_labels(F.pad(labels_NU, (0, 1), value=NO_TOKEN))
+        stay_NTW = torch.zeros_like(emit_NTW)
+        if topology.merge:
+            stay_NTW, _ = of_labels(F.pad(labels_NU, (1, 0), value=NO_TOKEN))
+        straight_TW = window_TW == torch.arange(T, device=window_TW.device).unsqueeze(1)
+        return Moved(
+            (logits_NTWX + delta_NTWX).logsumexp(dim=3),
+            logits_NTWX.logsumexp(dim=3),
+            emit_NTW,
+            stay_NTW,
+            blank_NTW1.squeeze(3),
+            (inside_NTW & straight_TW).any(dim=2).float().mean(dim=0),
+        )
 
 
 def along_labels(
     known: Known,
     shortlist: Shortlist,
-    logits_NTU: Tensor,
+    logits_NTW: Tensor,
     labels_NU: Tensor,
     blank_NT: Tensor,
     topology: Topology,
     implementation: str = "auto",
 ) -> Emissions:
-    """Every slot behind every prefix of the labels that it can stand behind."""
+    """Every slot behind every prefix of the labels that it can stand behind; logits: of the label that comes next."""
     moved = known.transition(known, shortlist, labels_NU, topology, implementation)
-    blank_NTS = blank_NT.unsqueeze(2) + moved.blank_NTS
-    emit_NTU, stay_NTU = logits_NTU + moved.emit_NTU, logits_NTU + moved.stay_NTU
-    return normalised(emit_NTU, stay_NTU, blank_NTS, normaliser(moved, shortlist.lse_NT), topology, moved.coverage_T)
+    return normalised(
+        logits_NTW + moved.emit_NTW,
+        again(logits_NTW) + moved.stay_NTW,
+        blank_NT.unsqueeze(2) + moved.blank_NTW,
+        normaliser(moved, shortlist.lse_NT),
+        labels_NU.shape[1],
+        topology,
+        moved.coverage_T,
+    )
+
+
+def again(logits_NTW: Tensor) -> Tensor:
+    """The logits of the label that came last, from those of the one that comes next; merging has no band, so that every
+    window begins with the empty prefix."""
+    return F.pad(logits_NTW[:, :, :-1], (1, 0))
 
 
 def normalised(
-    emit_NTU: Tensor, stay_NTU: Tensor, blank_NTS: Tensor, lse_NTS: Tensor, topology: Topology, coverage_T: Tensor
+    emit_NTW: Tensor,
+    stay_NTW: Tensor,
+    blank_NTW: Tensor,
+    lse_NTW: Tensor,
+    labels: int,
+    topology: Topology,
+    coverage_T: Tensor,
 ) -> Emissions:
     """Log-probabilities from logits and their lse over the vocabulary without the blank, which have one column where
     they are the same behind all prefixes; LOG_ZERO for what no alignment of the topology holds.
@@ -293,33 +331,37 @@ def normalised(
     Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
     the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
     """
-    N, T, U = emit_NTU.shape
+    T = emit_NTW.shape[1]
+    window_TW = topology.window(T, labels).to(emit_NTW.device)
     if topology.band is not None:
-        device = emit_NTU.device
-        spent_TS = torch.arange(T, device=device).unsqueeze(1) - torch.arange(U + 1, device=device)
-        blank_NTS = blank_NTS.masked_fill(spent_TS >= topology.band, LOG_ZERO)
-    total_NTS = torch.logaddexp(lse_NTS, blank_NTS).expand(N, T, U + 1)
-    stay_NTU = stay_NTU - total_NTS[:, :, 1:] if topology.merge else torch.full_like(stay_NTU, LOG_ZERO)
-    return Emissions(emit_NTU - total_NTS[:, :, :U], stay_NTU, blank_NTS - total_NTS, coverage_T)
+        spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
+        blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
+    total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
+
+    def behind_every(values_NTW: Tensor) -> Tensor:
+        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], labels + 1), LOG_ZERO)
+        return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
+
+    emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
+    stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
+    return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW - total_NTW), coverage_T)
 
 
 def slot_by_slot(
-    known: Known, shortlist: Shortlist, logits_NT: Tensor, labels_NT: Tensor, implementation: str = "auto"
+    known: Known, shortlist: Shortlist, logits_NT1: Tensor, labels_NT: Tensor, implementation: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and the coverage [T]."""
-    T = labels_NT.shape[1]
     moved = known.transition(known, shortlist, labels_NT, DIAGONAL, implementation)
-    total_NTS = normaliser(moved, shortlist.lse_NT)
-    log_p_NT = logits_NT + (moved.emit_NTU - total_NTS[:, :, :T]).diagonal(dim1=1, dim2=2)
-    return log_p_NT, moved.coverage_T
+    log_p_NT1 = logits_NT1 + moved.emit_NTW - normaliser(moved, shortlist.lse_NT)
+    return log_p_NT1.squeeze(2), moved.coverage_T
 
 
 def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:
     """Log of all tokens of a slot in each context: rest of the vocabulary, moved shortlist."""
     least = torch.finfo(lse_NT.dtype).eps  # a shortlist that holds all there is leaves nothing
-    share_NTS = (moved.still_NTS - lse_NT.unsqueeze(2)).clamp(max=-least)
-    rest_NTS = lse_NT.unsqueeze(2) + torch.log(-torch.expm1(share_NTS))
-    return torch.logaddexp(rest_NTS, moved.moved_NTS)
+    share_NTW = (moved.still_NTW - lse_NT.unsqueeze(2)).clamp(max=-least)
+    rest_NTW = lse_NT.unsqueeze(2) + torch.log(-torch.expm1(share_NTW))
+    return torch.logaddexp(rest_NTW, moved.moved_NTW)
 
 
 def _of_tokens(project: Callable[[Tensor], Tensor], tokens_X: Tensor, base: Base, dtype: torch.dtype) -> Tensor:
@@ -334,10 +376,3 @@ def _normed(embedded_XD: Tensor) -> Tensor:
 
 def _on_host(part: Tensor) -> NDArray[np.float32]:
     return part.detach().float().cpu().numpy()
-
-
-def _places(index_X1K: Tensor, labels_XU: Tensor) -> Tensor:
-    """Where each label stands in its row of the index, [..., U]; -1: nowhere."""
-    found_XUK = (index_X1K == labels_XU.unsqueeze(-1)).to(torch.uint8)
-    inside_XU, place_XU = F.pad(found_XUK, (0, 1)).max(dim=-1)
-    return place_XU.masked_fill(inside_XU == 0, -1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
-from ctcdraft.model.kernels.autograd import LinearGather, LinearLseGather, MovedShortlist, PrefixLattice
+from ctcdraft.model.kernels.autograd import LinearLseGather, PrefixLattice, ShortlistDeltas
 from ctcdraft.model.kernels.reference import Prefixes
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
@@ -57,15 +57,6 @@ def linear_lse_top(
     return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
 
 
-def linear_gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-    """Logits of every slot at columns of its anchor [N, T, X], in float32 or wider.
-
-    states [N, T, D], weight [V, D], index [N, X] int64 in [0, V). Differentiable once, like `linear_lse_gather`.
-    """
-    logits_NTX = LinearGather.apply(states_NTD, weight_VD, index_NX)
-    return logits_NTX.to(torch.promote_types(states_NTD.dtype, torch.float32))
-
-
 def prefix_lattice(
     log_emit_NTU: Tensor,
     log_stay_NTU: Tensor,
@@ -84,18 +75,17 @@ def prefix_lattice(
     return PrefixLattice.apply(*arguments, _triton("triton_lattice"))
 
 
-def moved_shortlist(
-    prefixes: Prefixes, band: int, implementation: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A transition along known labels: see `reference.moved_shortlist`.
+def shortlist_deltas(prefixes: Prefixes, implementation: str = "auto") -> Tensor:
+    """A transition along known labels: see `reference.shortlist_deltas`.
 
-    Compiled on a CPU; on a GPU the reference, whose [N, T, S, K + J] is small beside a tile of logits.
+    Compiled on a CPU; on a GPU the reference, whose [N, T, W, J + K] is small beside a tile of logits.
     """
     alike = {part.dtype for part in prefixes if part.is_floating_point()}
     compiled = prefixes.slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
     if _choose(implementation, prefixes.slot_NTR) == "reference" or not compiled:
-        return reference.moved_shortlist(prefixes, band)
-    return MovedShortlist.apply(cpu_shortlist, band, *prefixes)
+        return reference.shortlist_deltas(prefixes)
+    delta_NTWX: Tensor = ShortlistDeltas.apply(cpu_shortlist, *prefixes)
+    return delta_NTWX
 
 
 def _choose(implementation: str, tensor: Tensor) -> str:
@@ -133,9 +123,8 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
 __all__ = [
     "IMPLEMENTATIONS",
     "Prefixes",
-    "linear_gather",
     "linear_lse_gather",
     "linear_lse_top",
-    "moved_shortlist",
     "prefix_lattice",
+    "shortlist_deltas",
 ]

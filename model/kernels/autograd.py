@@ -43,26 +43,6 @@ class LinearLseGather(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-class LinearGather(torch.autograd.Function):
-    """(states [N, T, D], weight, index [N, X]) -> logits [N, T, X], in the precision of the states."""
-
-    @staticmethod
-    def forward(ctx: Any, states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-        ctx.save_for_backward(states_NTD if ctx.needs_input_grad[1] else None, weight_VD, index_NX)
-        return chunked.gather(states_NTD, weight_VD, index_NX)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NTX: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        states_NTD, weight_VD, index_NX = ctx.saved_tensors
-        grad_states = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_states = chunked.gather_gradient(weight_VD, index_NX, grad_NTX)
-        if ctx.needs_input_grad[1]:
-            grad_weight = chunked.gather_weight_gradient(states_NTD, weight_VD, index_NX, grad_NTX)
-        return grad_states, grad_weight, None
-
-
 class PrefixLattice(torch.autograd.Function):
     """`reference.prefix_lattice` with forward and backward recursions of its own, in the module `ops`."""
 
@@ -88,23 +68,20 @@ class PrefixLattice(torch.autograd.Function):
         return *ctx.ops.backward(*ctx.saved_tensors, grad_psi_NU, grad_end_NS), None, None, None
 
 
-class MovedShortlist(torch.autograd.Function):
-    """`reference.moved_shortlist` with forward and backward of its own, in the module `ops`."""
+class ShortlistDeltas(torch.autograd.Function):
+    """`reference.shortlist_deltas` with forward and backward of its own, in the module `ops`."""
 
     @staticmethod
-    def forward(ctx: Any, ops: ModuleType, band: int, *prefixes: Tensor) -> tuple[Tensor, ...]:
-        moved_NTS, still_NTS, *others, p_NTSX = ops.forward(Prefixes(*prefixes), band)
-        ctx.ops, ctx.band = ops, band
-        ctx.save_for_backward(*prefixes, still_NTS, p_NTSX)
-        return moved_NTS, still_NTS, *others
+    def forward(ctx: Any, ops: ModuleType, *prefixes: Tensor) -> Tensor:
+        ctx.ops = ops
+        ctx.save_for_backward(*prefixes)
+        delta_NTWX: Tensor = ops.forward(Prefixes(*prefixes))
+        return delta_NTWX
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_NTWX: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        *prefixes, still_NTS, p_NTSX = ctx.saved_tensors
-        found = ctx.ops.backward(Prefixes(*prefixes), ctx.band, still_NTS, p_NTSX, *grads)
-        *four, successor_logits, logits = found
-        return None, None, *four, None, successor_logits, None, logits, None, None
+        return None, *ctx.ops.backward(Prefixes(*ctx.saved_tensors), grad_NTWX), None, None, None
 
 
 def refuse_second_derivative() -> None:

@@ -10,7 +10,6 @@ Shape suffixes: M rows, V vocabulary, D hidden, K gathered and S top columns; R 
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from ctcdraft.model.kernels.cpu_top import merge_top
 TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 CPU_ROWS = 2048
 GRADIENT_ROWS = 4096
-GATHERED = {"cpu": 1 << 18, "cuda": 1 << 22}  # numbers of gathered rows that are there at a time
 LOG_2 = math.log(2.0)
 SAFE_BITS = 30  # |log2| up to which sums of exp2 are far from overflow and underflow in float32
 LEAST = 128  # rows or columns below which a GEMM itself gets slow
@@ -43,36 +41,6 @@ class Forward(NamedTuple):
 
     def rows(self, rows: slice) -> "Forward":
         return Forward(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
-
-
-class _Wanted(NamedTuple):
-    """The gathered logits of one block of rows, in order of their columns, so that each tile's lie side by side.
-
-    ranges: first and last of each tile's; offset_X: where in its tile each lies; place_X: where it goes.
-    """
-
-    ranges: list[slice]
-    offset_X: Tensor
-    place_X: Tensor
-    value_X: Tensor
-
-    @classmethod
-    def of(cls, index_RK: Tensor, vocab: int, width: int, dtype: torch.dtype) -> "_Wanted":
-        column_X, place_X = index_RK.flatten().sort()
-        tile_X = column_X // width
-        widths_X = (vocab - tile_X * width).clamp_(max=width)
-        offset_X = place_X // max(1, index_RK.shape[1]) * widths_X + column_X - tile_X * width
-        edges = torch.searchsorted(tile_X, torch.arange(-(-vocab // width) + 1, device=tile_X.device)).tolist()
-        ranges = [slice(a, b) for a, b in pairwise(edges)]
-        return cls(ranges, offset_X, place_X, column_X.new_empty(column_X.shape, dtype=dtype))
-
-    def take(self, z_RC: Tensor, here: slice) -> None:
-        """Read this tile's values, in units of log 2."""
-        self.value_X[here] = z_RC.view(-1).index_select(0, self.offset_X[here])
-
-    def put(self, logits_RK: Tensor) -> None:
-        """Write all values where they belong, in units of 1."""
-        logits_RK.view(-1)[self.place_X] = self.value_X.mul_(LOG_2)
 
 
 def tile_shape(rows: int, vocab: int, bytes_per_value: int, device: str) -> tuple[int, int]:
@@ -218,11 +186,11 @@ def _rows_by_tiles(
     total_R = torch.zeros_like(peak_R)
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
     top_RS, top_index_RS = out.top_MS.new_full(out.top_MS.shape, -torch.inf), torch.zeros_like(out.top_index_MS)
-    wanted = _Wanted.of(index_RK, len(weight_VD), width, peak_R.dtype)
-    for columns, here in zip(_slices(len(weight_VD), width), wanted.ranges, strict=True):
+    found_RK = torch.empty_like(out.logits_MK)
+    for columns in _slices(len(weight_VD), width):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
-        wanted.take(z_RC, here)
+        _take(found_RK, index_RK, z_RC, columns.start)
         if out.top_MS.shape[1]:
             _merge_top(top_RS, top_index_RS, z_RC, columns.start)
         if columns.start == 0:
@@ -236,11 +204,19 @@ def _rows_by_tiles(
     if not shifted and not bool((total_R.log2().abs() < 2 * SAFE_BITS).all()):
         return _rows_by_tiles(hidden_RD, weight_VD, index_RK, out, buffer, width, shifted=True)
     out.lse_M.copy_((peak_R + total_R.log2()) * LOG_2)
-    wanted.put(out.logits_MK)
+    out.logits_MK.copy_(found_RK.mul_(LOG_2))
     if slope_RD is not None and out.slope_MD is not None:
         out.slope_MD.copy_(slope_RD.div_(total_R.unsqueeze(1)))
     out.top_MS.copy_(top_RS * LOG_2)
     out.top_index_MS.copy_(top_index_RS)
+
+
+def _take(found_RK: Tensor, index_RK: Tensor, z_RC: Tensor, first_column: int) -> None:
+    """Those of the wanted logits that this tile holds, in place."""
+    local_RK = index_RK - first_column
+    inside_RK = (local_RK >= 0) & (local_RK < z_RC.shape[1])
+    here_RK = z_RC.gather(1, local_RK.clamp_(0, z_RC.shape[1] - 1)).to(found_RK.dtype)
+    torch.where(inside_RK, here_RK, found_RK, out=found_RK)
 
 
 def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor, shifted: bool) -> Tensor | None:
@@ -300,40 +276,3 @@ def _add_product(sum_RD: Tensor, left_RC: Tensor, right_CD: Tensor) -> None:
         sum_RD.addmm_(left_RC, right_CD)
     else:  # a half-precision sum would be rounded once per tile
         sum_RD.add_(torch.mm(left_RC, right_CD))
-
-
-def gather(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor) -> Tensor:
-    """Logits of every slot at columns of its anchor [N, T, X]: a small product per anchor, few of whose gathered rows
-    [X, D] are there at a time."""
-    logits_NTX = states_NTD.new_empty(*states_NTD.shape[:2], index_NX.shape[1])
-    for some, rows_NXD in _gathered(weight_VD, index_NX):
-        torch.bmm(states_NTD[some], rows_NXD.transpose(1, 2), out=logits_NTX[some])
-    return logits_NTX
-
-
-def gather_gradient(weight_VD: Tensor, index_NX: Tensor, grad_NTX: Tensor) -> Tensor:
-    """The gradient [N, T, D] of the states, whose rows of the weight are gathered anew."""
-    grad_NTD = grad_NTX.new_empty(*grad_NTX.shape[:2], weight_VD.shape[1])
-    for some, rows_NXD in _gathered(weight_VD, index_NX):
-        torch.bmm(grad_NTX[some], rows_NXD, out=grad_NTD[some])
-    return grad_NTD
-
-
-def gather_weight_gradient(states_NTD: Tensor, weight_VD: Tensor, index_NX: Tensor, grad_NTX: Tensor) -> Tensor:
-    """The gradient [V, D] of a trained weight, summed in float32 or wider."""
-    wide = torch.promote_types(weight_VD.dtype, torch.float32)
-    grad_VD = torch.zeros_like(weight_VD, dtype=wide)
-    for some in _slices(len(index_NX), _at_once(weight_VD, index_NX)):
-        rows_NXD = torch.bmm(grad_NTX[some].transpose(1, 2), states_NTD[some]).to(wide)
-        grad_VD += torch.ops.aten.embedding_dense_backward(rows_NXD, index_NX[some], len(weight_VD), -1, False)
-    return grad_VD.to(weight_VD.dtype)
-
-
-def _gathered(weight_VD: Tensor, index_NX: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for some in _slices(len(index_NX), _at_once(weight_VD, index_NX)):
-        yield some, F.embedding(index_NX[some], weight_VD)
-
-
-def _at_once(weight_VD: Tensor, index_NX: Tensor) -> int:
-    most = GATHERED.get(weight_VD.device.type, GATHERED["cuda"])
-    return max(1, most // max(1, index_NX.shape[1] * weight_VD.shape[1]))

@@ -1,7 +1,8 @@
 """Plain torch: the oracle of every fast path, with the same signatures, in any float dtype.
 
 Shape suffixes: N anchors, T slots, U labels, M = N * T rows, K gathered and S top columns, V vocabulary, D hidden; of a
-transition: S = U + 1 contexts, K tokens of a shortlist, J successors of a token, R rank.
+transition: S = U + 1 contexts, W of them that a slot is looked at behind, K tokens of a shortlist, J successors of a
+token, R rank.
 """
 
 from typing import NamedTuple
@@ -71,51 +72,31 @@ def prefix_lattice(
 
 class Prefixes(NamedTuple):
     """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
-    of the last token of each prefix its likeliest successors (-1: none), and their logits in each slot; a slot's
-    likeliest tokens and their logits.
-
-    emit, stay: where label k + 1 stands behind label k, and behind itself, in the successors and then the slot's
-    likeliest tokens (-1: nowhere).
-    """
+    the prefixes that each slot is looked at behind (`Topology.window`), s of them; the likeliest successors of each
+    prefix's last token (-1: none); a slot's likeliest tokens."""
 
     slot_NTR: Tensor
     context_NSR: Tensor
     token_VR: Tensor
     blank_R: Tensor
+    window_TW: Tensor
     successor_NSJ: Tensor
-    successor_logits_NTSJ: Tensor
     index_NTK: Tensor
-    logits_NTK: Tensor
-    emit_NTU: Tensor
-    stay_NTU: Tensor
 
 
-def moved_shortlist(prefixes: Prefixes, band: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The transition of every slot behind every prefix of known labels (docs/method.md, "The transition").
-
-    A token v of the slot's shortlist, or among the successors of the prefix's last token, is moved by
-    delta = <P w_v, hardswish(A s_t + context_s)>. Returns the lse of all of them, moved and as they were [N, T, S], the
-    delta of label k + 1 behind label k (`emit`) and behind itself (`stay`) [N, T, U], 0 where it is not among them, and
-    the blank's own [N, T, S]. Where slot t does not follow s labels, which it does for t - band <= s <= t, nothing is
-    moved, and successors do not count.
-    """
-    slot_NTR, context_NSR, token_VR, blank_R, successor_NSJ, next_logits_NTSJ, index_NTK, logits_NTK, *places = prefixes
-    T, S, device = slot_NTR.shape[1], context_NSR.shape[1], slot_NTR.device
-    t_T1, s_S = torch.arange(T, device=device).unsqueeze(1), torch.arange(S, device=device)
-    reached_TS1 = ((s_S <= t_T1) & (s_S >= t_T1 - band)).unsqueeze(2)
-    gate_NTSR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR.unsqueeze(1)) * reached_TS1
-    successor_N1SJ = successor_NSJ.unsqueeze(1)
-    twice_NTSJ = (successor_N1SJ.unsqueeze(4) == index_NTK[:, :, None, None]).any(dim=4)
-    counts_NTSJ = (successor_N1SJ >= 0) & ~twice_NTSJ & reached_TS1
-    key_NSJR = F.embedding(successor_NSJ.clamp(min=0), token_VR)
-    delta_NTSJ = (gate_NTSR.transpose(1, 2) @ key_NSJR.transpose(2, 3)).transpose(1, 2)
-    delta_NTSK = gate_NTSR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
-    delta_NTSX = torch.cat([delta_NTSJ, delta_NTSK], dim=3)
-    next_logits_NTSJ = next_logits_NTSJ.masked_fill(~counts_NTSJ, float("-inf"))
-    logits_NTSX = torch.cat([next_logits_NTSJ, logits_NTK.unsqueeze(2).expand_as(delta_NTSK)], dim=3)
-    emit_NTU, stay_NTU = (
-        delta_NTUX.gather(3, place_NTU.clamp(min=0).unsqueeze(3)).squeeze(3) * (place_NTU >= 0)
-        for delta_NTUX, place_NTU in zip((delta_NTSX[:, :, :-1], delta_NTSX[:, :, 1:]), places, strict=True)
+def shortlist_deltas(prefixes: Prefixes) -> Tensor:
+    """By how much the transition moves what a slot may write behind the prefixes of its window (docs/method.md, "The
+    transition"): delta = <P w_v, hardswish(A s_t + context_s)> [N, T, W, J + K + 1] of the prefix's J successors, of the
+    slot's K likeliest tokens, and of the blank. 0 for successors that are none, and behind more labels than there are
+    slots before."""
+    slot_NTR, context_NSR, token_VR, blank_R, window_TW, successor_NSJ, index_NTK = prefixes
+    (N, T, _), (_, S, J), W = slot_NTR.shape, successor_NSJ.shape, window_TW.shape[1]
+    reached_TW1 = (window_TW <= torch.arange(T, device=window_TW.device).unsqueeze(1)).unsqueeze(2)
+    gate_NTWR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR[:, window_TW]) * reached_TW1
+    key_NSJR = F.embedding(successor_NSJ.clamp(min=0), token_VR) * (successor_NSJ >= 0).unsqueeze(3)
+    delta_NTWSJ = (gate_NTWR.flatten(1, 2) @ key_NSJR.flatten(1, 2).transpose(1, 2)).view(N, T, W, S, J)
+    own_NTW1J = window_TW.view(1, T, W, 1, 1).expand(N, T, W, 1, J)
+    delta_NTWK = gate_NTWR @ F.embedding(index_NTK, token_VR).transpose(2, 3)
+    return torch.cat(
+        [delta_NTWSJ.gather(3, own_NTW1J).squeeze(3), delta_NTWK, (gate_NTWR @ blank_R).unsqueeze(3)], dim=3
     )
-    moved_NTS, still_NTS = (logits_NTSX + delta_NTSX).logsumexp(dim=3), logits_NTSX.logsumexp(dim=3)
-    return moved_NTS, still_NTS, emit_NTU, stay_NTU, gate_NTSR @ blank_R

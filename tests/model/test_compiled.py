@@ -6,7 +6,7 @@ import sys
 
 PRINT_BITS = """
 import numpy as np, torch
-from ctcdraft.model.kernels import Prefixes, moved_shortlist
+from ctcdraft.model.kernels import Prefixes, shortlist_deltas
 from ctcdraft.model.kernels.cpu_top import merge_top
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.topology import CTC, Topology
@@ -17,15 +17,12 @@ torch.set_num_threads(1)
 g = torch.Generator().manual_seed(0)
 N, T, U, K, J, R, V = 6, 8, 8, 16, 16, 64, 300
 floats = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, T, R), (N, U + 1, R), (V, R), (R,))]
-logits = torch.randn(N, T, K, generator=g).requires_grad_()
 index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
-places = (torch.randint(-1, J + K, (N, T, U), generator=g) for _ in range(2))
+window = Topology(False, 3).window(T, U)
 successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
-successor_logits = torch.randn(N, T, U + 1, J, generator=g).requires_grad_()
 of_labels = successor[torch.randint(V, (N, U + 1), generator=g)]
-found = moved_shortlist(Prefixes(*floats, of_labels, successor_logits, index, logits, *places), 9)
-wanted = [*floats, logits, successor_logits]
-bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), wanted)]
+found = shortlist_deltas(Prefixes(*floats, window, of_labels, index))
+bits = [found, *torch.autograd.grad(found.sin().sum(), floats)]
 
 top, where = torch.full((5, 3), -torch.inf), torch.zeros(5, 3, dtype=torch.long)
 merge_top(top, where, torch.randn(5, V, generator=g), 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctcdraft.model.kernels import chunked, linear_gather, linear_lse_gather, linear_lse_top, prefix_lattice, reference
+from ctcdraft.model.kernels import chunked, linear_lse_gather, linear_lse_top, prefix_lattice, reference
 
 pytest.importorskip("triton", reason="triton is not installed")
 FAST = ["chunked", "triton"]
@@ -54,31 +54,6 @@ def test_the_tile_has_no_effect(monkeypatch, tile):
     monkeypatch.setattr(chunked, "tile_shape", lambda *_: tile)
     for a, b in zip(everything(*arguments, 3, "chunked"), want, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
-
-
-@pytest.mark.parametrize(("N", "T", "X"), [(7, 3, 5), (1, 1, 1), (0, 2, 3), (3, 2, 0)])
-@pytest.mark.parametrize("at_once", [1, 40, 1 << 22])
-def test_gathered_logits_and_their_gradients_are_those_of_the_whole_product(monkeypatch, N, T, X, at_once):
-    """Anchors take the same columns, and some of them twice."""
-    monkeypatch.setattr(chunked, "GATHERED", dict.fromkeys(chunked.GATHERED, at_once))
-    states, weight, _ = problem(M=N * T)
-    index = torch.randint(0, 4, (N, X), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    want = (states @ weight.T).view(N, T, len(weight)).gather(2, index.unsqueeze(1).expand(N, T, X))
-    got = linear_gather(states.view(N, T, states.shape[1]), weight, index)
-    slope = torch.linspace(-1, 2, want.numel(), dtype=want.dtype, device=DEVICE).view(want.shape)
-    gradients = [torch.autograd.grad((part * slope).sum(), [states, weight]) for part in (want, got)]
-    for a, b in zip((want, *gradients[0]), (got, *gradients[1]), strict=True):
-        assert torch.allclose(a, b, atol=1e-12)
-    again = linear_gather(states.view(N, T, states.shape[1]), weight.detach(), index)
-    assert torch.equal(torch.autograd.grad((again * slope).sum(), states)[0], gradients[1][0])
-
-
-def test_gathered_logits_of_half_precision_are_float32_and_differentiable_once():
-    states, weight, index = (part.view(1, *part.shape) for part in problem(dtype=torch.bfloat16))
-    logits = linear_gather(states, weight[0], index[:, 0])
-    assert logits.dtype == torch.float32
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(logits.sum(), states, create_graph=True)
 
 
 def test_a_tile_keeps_to_its_budget():

@@ -130,12 +130,12 @@ def test_occupancies_sum_to_one_and_logit_gradients_to_zero(objective, implement
     N, T, U = 9, 6, 3
     g = torch.Generator(DEVICE).manual_seed(4)
     lse, blank = (torch.randn(N, T, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
-    logits = (torch.randn(N, T, U, generator=g, dtype=torch.float64) - 2).requires_grad_()
+    logits = (torch.randn(N, T, U + 1, generator=g, dtype=torch.float64) - 2).requires_grad_()
     labels = torch.randint(0, 3, (N, U), generator=g)
     labels[0] = 1  # all equal
     lengths = torch.tensor([3, 1, 2, 3, 3, 2, 1, 3, 2])
     slots = torch.tensor([6, 1, 4, 5, 6, 6, 3, 6, 5])
-    emissions = plain_emissions(lse, logits, blank)
+    emissions = plain_emissions(lse, logits, blank, U)
     loss, _ = ctc_losses(emissions, labels, lengths, slots, objective=objective, implementation=implementation)
     grad_lse, grad_logits, grad_blank = torch.autograd.grad(loss.sum(), [lse, logits, blank])
     valid = torch.arange(T) < slots.unsqueeze(1)

@@ -11,7 +11,7 @@ from lookups import followed
 
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import Vocabulary, candidates
-from ctcdraft.model.kernels import Prefixes, moved_shortlist
+from ctcdraft.model.kernels import Prefixes, shortlist_deltas
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Known, LookedUp, Mixed, Transition
@@ -250,17 +250,17 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     U=st.integers(1, 6),
     K=st.integers(1, 9),
     J=st.integers(0, 7),
-    band=st.integers(0, 6),
+    R=st.integers(1, 70),
+    band=st.none() | st.integers(0, 6),
     seed=st.integers(0, 99),
 )
-def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, band, seed):
-    prefixes, trained = random_prefixes(N, T, U, K, J, seed)
-    want, got = (moved_shortlist(prefixes, band, name) for name in ("reference", "chunked"))
-    for a, b in zip(want, got, strict=True):
-        assert torch.allclose(a, b, atol=1e-10)
-    weights = [torch.randn(part.shape, dtype=torch.float64) for part in want]
-    sums = [sum((w * part).sum() for w, part in zip(weights, out, strict=True)) for out in (want, got)]
-    for a, b in zip(*(torch.autograd.grad(total, trained) for total in sums), strict=True):
+def test_the_compiled_deltas_equal_the_reference(N, T, U, K, J, R, band, seed):
+    prefixes, trained = random_prefixes(N, T, U, K, J, seed, R=R, band=band)
+    want, got = (shortlist_deltas(prefixes, name) for name in ("reference", "chunked"))
+    assert torch.allclose(want, got, atol=1e-10)
+    weights = torch.randn(want.shape, dtype=torch.float64)
+    gradients = (torch.autograd.grad((weights * out).sum(), trained) for out in (want, got))
+    for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, atol=1e-9)
 
 
@@ -270,8 +270,8 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
     below float32's normal ones."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
     for implementation in ("reference", "chunked"):
-        out = moved_shortlist(prefixes, 5, implementation)
-        found = torch.autograd.grad(sum(scale * part.sum() for part in out), trained)
+        out = shortlist_deltas(prefixes, implementation)
+        found = torch.autograd.grad((scale * out).sum(), trained)
         slow = [((part != 0) & (part.abs() < torch.finfo(torch.float32).tiny)).sum() for part in found]
         if implementation == "chunked":
             assert sum(slow) == 0
@@ -283,28 +283,25 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
 def test_products_that_do_not_count_are_left_out():
     """Where alignments come by one context alone, the others' gradients lie below what float32 keeps of the sum."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
-    reached = torch.zeros(4, 5, 5)
+    reached = torch.zeros(4, 5, 5, 1)
     reached[:, range(5), range(5)] = 1
-    found = []
-    for rest in (0.0, 1e-14):
-        out = moved_shortlist(prefixes, 5, "chunked")
-        found.append(torch.autograd.grad((out[0] * (reached + rest)).sum(), trained))
-    for alone, with_others in zip(*found, strict=True):
+
+    def found(rest):
+        out = shortlist_deltas(prefixes, "chunked")
+        return torch.autograd.grad((out * (reached + rest)).sum(), trained)
+
+    for alone, with_others in zip(found(0.0), found(1e-14), strict=True):
         assert torch.equal(alone, with_others)
-    out = moved_shortlist(prefixes, 5, "chunked")
-    counted = torch.autograd.grad((out[0] * (reached + 1e-3)).sum(), trained)
-    assert not torch.equal(counted[0], found[0][0])
+    assert not torch.equal(found(1e-3)[0], found(0.0)[0])
 
 
-def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64):
+def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64, R=5, band=None):
     """Random prefixes, and those of their tensors that have gradients."""
     g = torch.Generator().manual_seed(seed)
-    R, V = 5, 11
-    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,), (N, T, K), (N, T, U + 1, J)]
+    V = 11
+    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,)]
     trained = [torch.randn(*shape, generator=g, dtype=dtype, requires_grad=True) for shape in floats]
-    *inputs, logits, successor_logits = trained
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
     successor = torch.rand(N, U + 1, V, generator=g).argsort(dim=2)[:, :, :J]
     successor = successor.where(torch.rand(successor.shape, generator=g) > 0.2, -1)
-    places = (torch.randint(-1, J + K, (N, T, U), generator=g) for _ in range(2))
-    return Prefixes(*inputs, successor, successor_logits, index, logits, *places), trained
+    return Prefixes(*trained, Topology(False, band).window(T, U), successor, index), trained
