@@ -1,43 +1,72 @@
-"""The largest values of each row, tile after tile, compiled for a CPU: a value is looked at twice only where it beats
-the smallest that is held. torch's topk takes as long as the GEMM that made the tile.
+"""The largest values of each row, tile after tile, compiled for a CPU. torch's topk takes as long as the GEMM that made
+the tile.
+
+Every LANES-th column is of one lane. The S-th largest of the lanes' largest values is a bound: S values are at least as
+large. So only lanes that reach it are looked at one by one, about S of them.
 
 Suffixes as in chunked.py: R rows, C columns of a tile, S held.
 """
 
+import numpy as np
 from numba import njit, prange
 from torch import Tensor
 
 from ctcdraft.model.kernels.cpu_shortlist import use_torch_threads
 
-BLOCK = 16
+LANES = 64
 
 
 def merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int) -> None:
-    """Take a tile into the running largest values (-inf: none yet) and their columns, largest first, in place."""
-    use_torch_threads()
-    _merge(top_RS.numpy(), index_RS.numpy(), z_RC.numpy(), first_column)
+    """Take a tile into the running largest values (-inf: none yet) and their columns, in place: largest first, of equal
+    ones the first column first."""
+    _merge(use_torch_threads(), top_RS.numpy(), index_RS.numpy(), z_RC.numpy(), first_column)  # type: ignore[call-arg]
 
 
 @njit(cache=True, parallel=True)
-def _merge(top, index, z, first_column):
+def _merge(threads, top, index, z, first_column):
     R, C = z.shape
     S = top.shape[1]
-    for r in prange(R):
-        row, values, places = z[r], top[r], index[r]
-        least = values[S - 1]
-        for block in range(0, C, BLOCK):
-            stop = min(block + BLOCK, C)
-            beaten = False
-            for c in range(block, stop):
-                beaten |= row[c] > least
-            if not beaten:
-                continue
-            for c in range(block, stop):
-                value = row[c]
-                if value > least:
-                    at = S - 1
-                    while at > 0 and values[at - 1] < value:
-                        values[at], places[at] = values[at - 1], places[at - 1]
-                        at -= 1
-                    values[at], places[at] = value, first_column + c
-                    least = values[S - 1]
+    for chunk in prange(threads):
+        pool = np.empty(S + LANES, z.dtype)  # what is held, and the largest of each lane
+        value, place = np.empty(S + C, z.dtype), np.empty(S + C, np.int64)  # what may be among the largest
+        lane, column, above = np.empty(LANES, np.int64), np.empty(C, np.int64), np.empty(S + max(C, LANES), np.int32)
+        for r in range(R * chunk // threads, R * (chunk + 1) // threads):
+            peak = pool[S:]
+            peak[:] = -np.inf
+            for start in range(0, C, LANES):
+                row = z[r, start : start + LANES]
+                for i in range(len(row)):
+                    peak[i] = row[i] if row[i] > peak[i] else peak[i]
+            pool[:S] = value[:S] = top[r]
+            place[:S] = index[r]
+            least = _largest(pool, S, above)
+            lanes = found = 0
+            for i in range(LANES):
+                lane[lanes] = i
+                lanes += peak[i] >= least
+            for i in range(lanes):
+                for c in range(lane[i], C, LANES):
+                    column[found] = c
+                    found += z[r, c] >= least
+            for i in range(found):
+                value[S + i], place[S + i] = z[r, column[i]], first_column + column[i]
+            above[: S + found] = 0
+            for j in range(S + found):
+                for i in range(S + found):
+                    above[i] += (value[j] > value[i]) | ((value[j] == value[i]) & (place[j] < place[i]))
+            for i in range(S + found):
+                if above[i] < S:
+                    top[r, above[i]], index[r, above[i]] = value[i], place[i]
+
+
+@njit(cache=True)
+def _largest(values, k, above):
+    """The k-th largest, by counting for each value how many are above it: no branch to be mispredicted, unlike sorting."""
+    above[: len(values)] = 0
+    for j in range(len(values)):
+        for i in range(len(values)):
+            above[i] += values[j] > values[i]
+    least = values.dtype.type(np.inf)
+    for i in range(len(values)):
+        least = min(least, values[i] if above[i] < k else least)
+    return least

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctcdraft.model.kernels import chunked, linear_lse_gather, linear_lse_top, prefix_lattice, reference
+from ctcdraft.model.kernels.cpu_top import merge_top
 
 pytest.importorskip("triton", reason="triton is not installed")
 FAST = ["chunked", "triton"]
@@ -54,6 +57,29 @@ def test_the_tile_has_no_effect(monkeypatch, tile):
     monkeypatch.setattr(chunked, "tile_shape", lambda *_: tile)
     for a, b in zip(everything(*arguments, 3, "chunked"), want, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
+
+
+@given(
+    S=st.integers(1, 20),
+    widths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    distinct=st.sampled_from([1, 3, 1000]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_largest_values_tile_after_tile_are_those_of_a_sort(S, widths, distinct, seed):
+    """Of equal ones the first column comes first; what is -inf may stay out."""
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randint(distinct, (3, sum(widths)), generator=g).float()
+    z[0, ::2] = -torch.inf
+    top, index, first = torch.full((3, S), -torch.inf), torch.zeros(3, S, dtype=torch.long), 0
+    for tile in z.split(widths, dim=1):
+        merge_top(top, index, tile.contiguous(), first)
+        first += tile.shape[1]
+    want, order = z.sort(dim=1, descending=True, stable=True)
+    k = min(S, first)
+    assert torch.equal(top[:, :k], want[:, :k])
+    finite = want[:, :k].isfinite()
+    assert torch.equal(index[:, :k][finite], order[:, :k][finite])
 
 
 def test_a_tile_keeps_to_its_budget():
