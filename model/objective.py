@@ -77,8 +77,8 @@ def ctc_losses(
 def plain_emissions(
     lse_NT: Tensor, logits_NTW: Tensor, blank_NT: Tensor, labels: int, topology: Topology = CTC
 ) -> Emissions:
-    """Without a transition. logits[n, t, w] is slot t's logit of the label that comes next behind the w-th prefix of its
-    window; the blank is a logit of its own: lse over vocabulary and blank = logaddexp(lse, blank)."""
+    """Without a transition. logits[n, t, w] is slot t's logit of the label that comes next behind the w-th prefix of
+    its window; the blank is a logit of its own: lse over vocabulary and blank = logaddexp(lse, blank)."""
     uncovered_T = lse_NT.new_zeros(lse_NT.shape[1])
     once = blank_NT.unsqueeze(2), lse_NT.unsqueeze(2)  # the same behind every prefix
     return normalised(logits_NTW, again(logits_NTW), *once, labels, topology, uncovered_T)

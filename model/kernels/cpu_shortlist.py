@@ -2,8 +2,8 @@
 
 Chunks of anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered
 (fastmath): the process that compiles would then round in another way than those that load what it compiled, and a
-resumed run in another than one never stopped. So loops run over numbers that do not depend on each other, which needs no
-permission to be vectorised.
+resumed run in another than one never stopped. So loops run over numbers that do not depend on each other, which
+needs no permission to be vectorised.
 
 Suffixes as in reference.py: N anchors, T slots, S contexts, W of them in a slot's window, K shortlist, J successors,
 R rank, V vocabulary, X = J + K + 1 of them and the blank.
@@ -28,8 +28,9 @@ NEGLIGIBLE = 1e-5  # of what the largest gradient is rounded by
 
 def forward(prefixes: Prefixes) -> Tensor:
     """What the reference returns."""
-    (N, T, R), (J, K) = prefixes.slot_NTR.shape, (prefixes.successor_NSJ.shape[2], prefixes.index_NTK.shape[2])
-    delta_NTWX = prefixes.slot_NTR.new_zeros(N, T, prefixes.window_TW.shape[1], J + K + 1)
+    N, T, K = prefixes.index_NTK.shape
+    J, W = prefixes.successor_NSJ.shape[2], prefixes.window_TW.shape[1]
+    delta_NTWX = prefixes.slot_NTR.new_zeros(N, T, W, J + K + 1)
     _forward(use_torch_threads(), *map(_array, prefixes), delta_NTWX.numpy())  # type: ignore[call-arg]
     return delta_NTWX
 

@@ -61,7 +61,7 @@ def _merge(threads, top, index, z, first_column):
 
 @njit(cache=True)
 def _largest(values, k, above):
-    """The k-th largest, by counting for each value how many are above it: no branch to be mispredicted, unlike sorting."""
+    """The k-th largest, by counting for each value how many are above it: that has no branches to mispredict."""
     above[: len(values)] = 0
     for j in range(len(values)):
         for i in range(len(values)):

@@ -86,9 +86,9 @@ class Prefixes(NamedTuple):
 
 def shortlist_deltas(prefixes: Prefixes) -> Tensor:
     """By how much the transition moves what a slot may write behind the prefixes of its window (docs/method.md, "The
-    transition"): delta = <P w_v, hardswish(A s_t + context_s)> [N, T, W, J + K + 1] of the prefix's J successors, of the
-    slot's K likeliest tokens, and of the blank. 0 for successors that are none, and behind more labels than there are
-    slots before."""
+    transition"): delta = <P w_v, hardswish(A s_t + context_s)> [N, T, W, J + K + 1] of the prefix's J successors, of
+    the slot's K likeliest tokens, and of the blank. 0 for successors that are none, and behind more labels than there
+    are slots before."""
     slot_NTR, context_NSR, token_VR, blank_R, window_TW, successor_NSJ, index_NTK = prefixes
     (N, T, _), (_, S, J), W = slot_NTR.shape, successor_NSJ.shape, window_TW.shape[1]
     reached_TW1 = (window_TW <= torch.arange(T, device=window_TW.device).unsqueeze(1)).unsqueeze(2)
