@@ -142,7 +142,7 @@ class Lookup(nn.Module):
         """l(g) behind the root and behind each label, [N, S, R]."""
         nothing_NS1 = found.match_NS.unsqueeze(2) == 0
         told_NSR = _of_tokens(self.tokens, found.token_NS.clamp(min=0), base, self.match_MR.dtype)
-        return told_NSR.masked_fill(nothing_NS1, 0.0) + self.match_MR[found.match_NS]
+        return told_NSR.masked_fill(nothing_NS1, 0.0) + F.embedding(found.match_NS, self.match_MR)
 
 
 class Transition(nn.Module):
@@ -261,8 +261,12 @@ class Transition(nn.Module):
         )
         delta_NTWX, blank_NTW1 = shortlist_deltas(prefixes, implementation).tensor_split([-1], dim=3)
         successor_NTWJ, index_NT1K = known.successor_NSJ[:, window_TW], shortlist.index_NTK.unsqueeze(2)
-        twice_NTWJ = (successor_NTWJ.unsqueeze(4) == index_NT1K.unsqueeze(3)).any(dim=4)
-        next_NTWJ = shortlist.successor_NTWJ.masked_fill((successor_NTWJ < 0) | twice_NTWJ, float("-inf"))
+        passed_NTWJ = successor_NTWJ < 0
+        for index_NT in shortlist.index_NTK.unbind(
+            2
+        ):  # those that the shortlist holds already; never all pairs at once
+            passed_NTWJ |= successor_NTWJ == index_NT[:, :, None, None]
+        next_NTWJ = shortlist.successor_NTWJ.masked_fill(passed_NTWJ, float("-inf"))
         logits_NT1K = shortlist.logits_NTK.unsqueeze(2)
         logits_NTWX = torch.cat([next_NTWJ, logits_NT1K.expand(-1, -1, window_TW.shape[1], -1)], dim=3)
         token_NTWX = torch.cat([successor_NTWJ, index_NT1K.expand(-1, -1, window_TW.shape[1], -1)], dim=3)
