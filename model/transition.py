@@ -48,6 +48,19 @@ class Shortlist(NamedTuple):
     lse_NT: Tensor
     successor_NTWJ: Tensor
 
+    def behind(self, successor_NTWJ: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of S_t(g) and their logits [N, T, W, J + K], of these successors and the slot's likeliest tokens; -inf
+        for successors that are none (-1), or among the likeliest."""
+        W = successor_NTWJ.shape[2]
+        passed_NTWJ = successor_NTWJ < 0
+        for index_NT in self.index_NTK.unbind(2):  # all pairs at once would be the largest tensor of a step
+            passed_NTWJ |= successor_NTWJ == index_NT[:, :, None, None]
+        next_NTWJ = self.successor_NTWJ.masked_fill(passed_NTWJ, float("-inf"))
+        index_NTWK, logits_NTWK = (
+            part.unsqueeze(2).expand(-1, -1, W, -1) for part in (self.index_NTK, self.logits_NTK)
+        )
+        return torch.cat([successor_NTWJ, index_NTWK], dim=3), torch.cat([next_NTWJ, logits_NTWK], dim=3)
+
 
 class Mixed(NamedTuple):
     """What the transition needs of an anchor: A s_t of its slots [N, T, R] and B e(root) [N, R]."""
@@ -236,6 +249,13 @@ class Transition(nn.Module):
             _on_host(blank_R),
         )
 
+    def states(self, known: Known) -> Tensor:
+        """r(g) behind the root and behind each label, [N, S, R]."""
+        states = [known.mixed.root_NR]
+        for label_NR in known.label_NUR.unbind(1):
+            states.append(label_NR + self.carry(F.hardswish(states[-1])))
+        return torch.stack(states, dim=1)
+
     def forward(
         self, known: Known, shortlist: Shortlist, labels_NU: Tensor, topology: Topology, implementation: str
     ) -> Moved:
@@ -243,16 +263,13 @@ class Transition(nn.Module):
 
         Behind more labels than there are slots before nothing is moved.
         """
-        slot_NTR, root_NR = known.mixed
-        dtype, T = shortlist.logits_NTK.dtype, slot_NTR.shape[1]
-        blank_R = slot_NTR.new_zeros(slot_NTR.shape[2]) if self.blank_R is None else self.blank_R
-        states = [root_NR]
-        for label_NR in known.label_NUR.unbind(1):
-            states.append(label_NR + self.carry(F.hardswish(states[-1])))
+        slot_NTR, dtype = known.mixed.slot_NTR, shortlist.logits_NTK.dtype
+        T, R = slot_NTR.shape[1:]
+        blank_R = slot_NTR.new_zeros(R) if self.blank_R is None else self.blank_R
         window_TW = topology.window(T, labels_NU.shape[1]).to(labels_NU.device)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
-            torch.stack(states, dim=1).to(dtype),
+            self.states(known).to(dtype),
             known.token_VR.to(dtype),
             blank_R.to(dtype),
             window_TW,
@@ -260,16 +277,7 @@ class Transition(nn.Module):
             shortlist.index_NTK,
         )
         delta_NTWX, blank_NTW1 = shortlist_deltas(prefixes, implementation).tensor_split([-1], dim=3)
-        successor_NTWJ, index_NT1K = known.successor_NSJ[:, window_TW], shortlist.index_NTK.unsqueeze(2)
-        passed_NTWJ = successor_NTWJ < 0
-        for index_NT in shortlist.index_NTK.unbind(
-            2
-        ):  # those that the shortlist holds already; never all pairs at once
-            passed_NTWJ |= successor_NTWJ == index_NT[:, :, None, None]
-        next_NTWJ = shortlist.successor_NTWJ.masked_fill(passed_NTWJ, float("-inf"))
-        logits_NT1K = shortlist.logits_NTK.unsqueeze(2)
-        logits_NTWX = torch.cat([next_NTWJ, logits_NT1K.expand(-1, -1, window_TW.shape[1], -1)], dim=3)
-        token_NTWX = torch.cat([successor_NTWJ, index_NT1K.expand(-1, -1, window_TW.shape[1], -1)], dim=3)
+        token_NTWX, logits_NTWX = shortlist.behind(known.successor_NSJ[:, window_TW])
 
         def of_labels(label_NS: Tensor) -> tuple[Tensor, Tensor]:
             """The deltas of labels [N, T, W], 0 for those that are not in the shortlist; which are."""
