@@ -112,23 +112,27 @@ def anchor_losses(
     """The loss of every anchor from its slot states and the LM head; known: with a transition, along the labels.
 
     blank [N, T] is None exactly for `cross_entropy`. Anchors without labels, or whose labels no alignment can
-    write, and slots past slot_lengths are dropped before the GEMM: whatever they hold, NaN included, has no
-    effect. Labels past an anchor's length are not looked at. Raises ValueError on labels outside [0, V),
-    lengths outside [0, U] or [0, T], an unknown objective, or a blank that does not fit it.
+    write, and slots past slot_lengths, or by which a band has all labels written, are dropped before the GEMM:
+    whatever they hold, NaN included, has no effect. Labels past an anchor's length are not looked at. Raises
+    ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an unknown objective, or a blank that does
+    not fit it.
     """
     N, T, _ = states_NTD.shape
     _check_blank(objective, blank_NT)
     labels_NU = _checked_labels(labels_NU, label_lengths_N, weight_VD.shape[0])
     slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
+    if objective == "prefix_ctc" and topology.band is not None:  # no later slot writes one of the labels
+        slots_N = torch.minimum(slots_N, label_lengths_N + topology.band)
     kept = feasible_N.nonzero().squeeze(1)
+    valid_NT = torch.arange(T, device=kept.device) < slots_N[kept].unsqueeze(1)
     rows = _Rows(
         states_NTD if len(kept) == N else states_NTD[kept],
         weight_VD,
         labels_NU[kept],
         label_lengths_N[kept],
         slots_N[kept],
-        None if slot_lengths_N is None else torch.arange(T, device=kept.device) < slots_N[kept].unsqueeze(1),
+        None if bool(valid_NT.all()) else valid_NT,
         known,
         topology,
         implementation,
@@ -272,7 +276,8 @@ def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -
         topology=rows.topology,
         implementation=rows.implementation,
     )
-    rate_T = torch.sigmoid(blank - shortlist.lse_NT).detach().sum(dim=0) / max(1, len(blank))
+    count_T = rows.slots_N.new_tensor(len(blank)) if rows.valid_NT is None else rows.valid_NT.sum(dim=0)
+    rate_T = torch.sigmoid(blank - shortlist.lse_NT).detach().sum(dim=0) / count_T.clamp(min=1)
     return loss, log_psi, rate_T, emissions.coverage_T
 
 

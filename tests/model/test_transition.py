@@ -158,14 +158,18 @@ def test_a_label_outside_the_shortlist_is_not_moved():
     assert case.loss(6).coverage_T[0] == 1.0
 
 
-def test_content_of_slots_and_labels_past_their_length_has_no_effect():
+@pytest.mark.parametrize("options", [{"slot_lengths_N": torch.tensor([3])}, {"topology": Topology(False, 1)}])
+def test_content_of_slots_and_labels_past_their_length_has_no_effect(options):
+    """Nor of slots by which a band has all labels written."""
     case = Case(5, 4, [1, 2, 3], seed=5)
-    lengths, slots = torch.tensor([2]), torch.tensor([3])
-    clean = case.loss(2, lengths=lengths, slot_lengths_N=slots)
+    clean = case.loss(2, lengths=torch.tensor([2]), **options)
     case.mixed.slot_NTR[:, 3:] = torch.nan
     case.states.data[:, 3:] = torch.nan
-    dirty = case.loss(2, lengths=lengths, slot_lengths_N=slots)
+    case.blank.data[:, 3:] = torch.nan
+    dirty = case.loss(2, lengths=torch.tensor([2]), **options)
     assert torch.equal(clean.loss_N, dirty.loss_N)
+    assert torch.equal(clean.blank_rate_T, dirty.blank_rate_T)
+    assert case.loss(2, lengths=torch.tensor([2]), topology=Topology(False, 2)).loss_N.isnan(), "the control"
     (grad,) = torch.autograd.grad(dirty.loss_N.sum(), case.states)
     assert grad.isfinite().all()
     assert not grad[:, 3:].any()
