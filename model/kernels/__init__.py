@@ -5,6 +5,7 @@ GEMMs with fused passes between them, and no logits at all where no gradient is 
 """
 
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -12,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked, cpu_shortlist, reference
+from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_shortlist, reference
 from ctcdraft.model.kernels.autograd import LinearLseGather, PrefixLattice, ShortlistDeltas
 from ctcdraft.model.kernels.reference import Prefixes
 
@@ -67,12 +68,15 @@ def prefix_lattice(
 ) -> tuple[Tensor, Tensor]:
     """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`.
 
-    `chunked` has no recursion of its own and means the reference here.
+    `chunked` is compiled on a CPU; elsewhere, and in half precision, it means the reference.
     """
     arguments = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-    if _choose(implementation, log_emit_NTU) != "triton":
-        return reference.prefix_lattice(*arguments)
-    return PrefixLattice.apply(*arguments, _triton("triton_lattice"))
+    name = _choose(implementation, log_emit_NTU)
+    if name == "triton":
+        return PrefixLattice.apply(*arguments, _triton("triton_lattice"))
+    if name == "chunked" and _compiles(arguments[:3]):
+        return PrefixLattice.apply(*arguments, cpu_lattice)
+    return reference.prefix_lattice(*arguments)
 
 
 def shortlist_deltas(prefixes: Prefixes, implementation: str = "auto") -> Tensor:
@@ -80,12 +84,17 @@ def shortlist_deltas(prefixes: Prefixes, implementation: str = "auto") -> Tensor
 
     Compiled on a CPU; on a GPU the reference, whose [N, T, W, J + K] is small beside a tile of logits.
     """
-    alike = {part.dtype for part in prefixes if part.is_floating_point()}
-    compiled = prefixes.slot_NTR.device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
-    if _choose(implementation, prefixes.slot_NTR) == "reference" or not compiled:
+    if _choose(implementation, prefixes.slot_NTR) == "reference" or not _compiles(prefixes):
         return reference.shortlist_deltas(prefixes)
     delta_NTWX: Tensor = ShortlistDeltas.apply(cpu_shortlist, *prefixes)
     return delta_NTWX
+
+
+def _compiles(parts: Iterable[Tensor]) -> bool:
+    """Are they what compiled loops take: on a CPU, of one dtype that numba knows?"""
+    floats = [part for part in parts if part.is_floating_point()]
+    alike = {part.dtype for part in floats}
+    return floats[0].device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
 
 
 def _choose(implementation: str, tensor: Tensor) -> str:

@@ -261,12 +261,13 @@ def lattice_problem(N, T, U, seed=0):
     return [part.to(DEVICE).requires_grad_() for part in parts], repeat.to(DEVICE), slots.to(DEVICE)
 
 
+@pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize(("N", "T", "U"), [(70, 5, 3), (1, 1, 1), (3, 4, 0), (65, 3, 3), (0, 4, 2)])
-def test_the_lane_recursion_equals_the_oracle(N, T, U):
+def test_the_recursion_equals_the_oracle(implementation, N, T, U):
     parts, repeat, slots = lattice_problem(N, T, U)
     outcomes = []
-    for implementation in ("reference", "triton"):
-        psi, end = prefix_lattice(*parts, repeat, slots, implementation)
+    for name in ("reference", implementation):
+        psi, end = prefix_lattice(*parts, repeat, slots, name)
         values = [part.clamp(min=-1e20) for part in (psi, end)]  # what is impossible is only "very small"
         weighted = [
             (v * (v > -1e20) * torch.linspace(1, 2, v.numel(), device=DEVICE).view(v.shape)).sum() for v in values
@@ -279,9 +280,10 @@ def test_the_lane_recursion_equals_the_oracle(N, T, U):
         assert torch.allclose(a, b, atol=1e-12, rtol=1e-12)
 
 
-def test_the_lane_recursion_refuses_a_second_derivative():
+@pytest.mark.parametrize("implementation", FAST)
+def test_the_recursion_refuses_a_second_derivative(implementation):
     parts, repeat, slots = lattice_problem(2, 3, 1)
-    psi, _ = prefix_lattice(*parts, repeat, slots, "triton")
+    psi, _ = prefix_lattice(*parts, repeat, slots, implementation)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(psi.sum(), parts[0], create_graph=True)
 
