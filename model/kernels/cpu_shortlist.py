@@ -139,12 +139,14 @@ def _backward(
                     count = 0
                     for x in range(J + K):
                         v = successor[n, s, x] if x < J else index[n, t, x - J]
-                        if v >= 0 and abs(grad[n, t, w, x]) > nothing:
+                        if v >= 0 and not abs(grad[n, t, w, x]) <= nothing:  # NaN is something
                             chosen[count], move[count] = v, grad[n, t, w, x]
                             count += 1
                     of_blank = grad[n, t, w, J + K]
-                    if count == 0 and abs(of_blank) <= nothing:
-                        continue
+                    if abs(of_blank) <= nothing:
+                        of_blank *= 0
+                        if count == 0:
+                            continue
                     _gates(gate, slot[n, t], context[n, s])
                     for r in range(R):
                         back[r] = of_blank * blank[r]

@@ -284,6 +284,16 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
             assert (sum(slow) > 0) == (scale < 1e-30), "the control"
 
 
+def test_a_gradient_that_is_not_a_number_stays_so():
+    prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
+    weights = torch.zeros(4, 5, 5, 6 + 8 + 1)
+    weights[1, 3, 2, 7] = torch.nan
+    slot, _, token, _ = torch.autograd.grad((shortlist_deltas(prefixes, "chunked") * weights).sum(), trained)
+    assert slot[1, 3].isnan().all()
+    assert token[prefixes.index_NTK[1, 3, 1]].isnan().all()
+    assert slot[0].isfinite().all()
+
+
 def test_products_that_do_not_count_are_left_out():
     """Where alignments come by one context alone, the others' gradients lie below what float32 keeps of the sum."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
