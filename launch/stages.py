@@ -289,11 +289,11 @@ def _recorded(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> TrainState | None:
-    """How far a run's training got when it last ended by itself."""
+    """How far a run's training got when it last ended by itself; not what it would go on from."""
     path = folder / "checkpoints" / "state.json"
     if not path.is_file():
         return None
-    known = {field.name: type(field.default) for field in fields(TrainState)}
+    known = {field.name: type(field.default) for field in fields(TrainState) if field.name != "psi_U"}
     found = {name: read_object(path, *known)[name] for name in known}
     if not all(type(value) in (int, known[name]) for name, value in found.items()):
         raise ValueError(f"{path} is damaged: delete it and run the command again")

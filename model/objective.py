@@ -51,14 +51,14 @@ def ctc_losses(
     slot_lengths_N: Tensor,
     *,
     objective: str,
-    decay: float = 1.0,
+    weight_U: Tensor | None = None,
     topology: Topology = CTC,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k), w_k ~ decay^(k-1).
+    """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k).
 
-    Weights sum to 1 over an anchor's feasible prefixes. topology: that of the emissions. Returns loss [N] and log psi
-    [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
+    weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even. topology: that of the emissions.
+    Returns loss [N] and log psi [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
     """
     log_psi_NU, log_end_NS = prefix_lattice(
         emissions.emit_NTU,
@@ -71,7 +71,7 @@ def ctc_losses(
     if objective == "ctc":
         return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
     possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
-    return -_weighted_mean(log_psi_NU, possible_NU, decay), log_psi_NU
+    return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
 
 
 def plain_emissions(
@@ -84,14 +84,16 @@ def plain_emissions(
     return normalised(logits_NTW, again(logits_NTW), *once, labels, topology, uncovered_T)
 
 
-def cross_entropy_losses(log_p_NK: Tensor, label_lengths_N: Tensor, *, decay: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Slot k predicts label k, alone: -sum_k w_k log p_k(y_k), w_k ~ decay^(k-1), summing to 1.
+def cross_entropy_losses(
+    log_p_NK: Tensor, label_lengths_N: Tensor, *, weight_U: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Slot k predicts label k, alone: -sum_k w_k log p_k(y_k), with weights as in `ctc_losses`.
 
     Column k holds slot k's log-probability of label k, for the first K = min(T, U) slots.
     Returns loss [N] and the log-probability [N, K] of the label prefixes (a product of slots).
     """
     slot_K = torch.arange(log_p_NK.shape[1], device=log_p_NK.device)
-    loss_N = -_weighted_mean(log_p_NK, slot_K < label_lengths_N.unsqueeze(1), decay)
+    loss_N = -_weighted_mean(log_p_NK, slot_K < label_lengths_N.unsqueeze(1), weight_U)
     return loss_N, log_p_NK.cumsum(dim=1)
 
 
@@ -103,7 +105,7 @@ def anchor_losses(
     label_lengths_N: Tensor,
     *,
     objective: str,
-    decay: float = 1.0,
+    weight_U: Tensor | None = None,
     slot_lengths_N: Tensor | None = None,
     known: Known | None = None,
     topology: Topology = CTC,
@@ -111,11 +113,11 @@ def anchor_losses(
 ) -> AnchorLoss:
     """The loss of every anchor from its slot states and the LM head; known: with a transition, along the labels.
 
-    blank [N, T] is None exactly for `cross_entropy`. Anchors without labels, or whose labels no alignment can
-    write, and slots past slot_lengths, or by which a band has all labels written, are dropped before the GEMM:
-    whatever they hold, NaN included, has no effect. Labels past an anchor's length are not looked at. Raises
-    ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an unknown objective, or a blank that does
-    not fit it.
+    weight [U]: of a prefix or slot, None: even (`ctc_losses`). blank [N, T] is None exactly for `cross_entropy`.
+    Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
+    all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
+    anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
+    unknown objective, or a blank that does not fit it.
     """
     N, T, _ = states_NTD.shape
     _check_blank(objective, blank_NT)
@@ -141,10 +143,10 @@ def anchor_losses(
         rows = rows._replace(known=known.rows(kept))
     blank_rate_T = rows.lengths_N.new_zeros(T, dtype=torch.float32)
     if blank_NT is None:
-        loss, log_psi, coverage_K = _slot_losses(rows, decay)
+        loss, log_psi, coverage_K = _slot_losses(rows, weight_U)
         coverage_T = F.pad(coverage_K, (0, T - len(coverage_K)))
     else:
-        loss, log_psi, blank_rate_T, coverage_T = _blank_losses(rows, blank_NT[kept], objective, decay)
+        loss, log_psi, blank_rate_T, coverage_T = _blank_losses(rows, blank_NT[kept], objective, weight_U)
     every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
         loss.new_zeros(N).index_copy(0, kept, loss),
@@ -174,7 +176,7 @@ def fused_ctc_loss(
     """CTC loss of T slot states per anchor against an LM head, without [N, T, V] logits.
 
     hidden [N, T, D], weight [V, D] (frozen, or trained where it requires a gradient), blank [D], labels [N, U]
-    int64, label_lengths [N]; objective `ctc` or `prefix_ctc` (decay: see ctc_losses). Infeasible anchors count
+    int64, label_lengths [N]; objective `ctc` or `prefix_ctc`, with weights of decay^(k-1). Infeasible anchors count
     0. `mean` is the mean over feasible anchors weighted by weights [N] (default 1), `sum` their weighted sum,
     `none` the weighted losses [N]. With return_feasible the answer is (loss, feasible [N] bool).
     Raises ValueError on bad labels, lengths, objective, reduction or implementation.
@@ -200,7 +202,7 @@ def fused_ctc_loss(
         labels_NU,
         label_lengths_N,
         objective=objective,
-        decay=decay,
+        weight_U=decay ** torch.arange(labels_NU.shape[1], device=labels_NU.device, dtype=torch.float64),
         slot_lengths_N=slot_lengths_N,
         implementation=implementation,
     )
@@ -225,9 +227,10 @@ def _repeats(labels_NU: Tensor, topology: Topology) -> Tensor:
     return repeat_NU
 
 
-def _weighted_mean(values_NK: Tensor, valid_NK: Tensor, decay: float) -> Tensor:
-    powers_K = torch.arange(values_NK.shape[1], device=values_NK.device, dtype=values_NK.dtype)
-    weight_NK = (decay**powers_K) * valid_NK
+def _weighted_mean(values_NK: Tensor, valid_NK: Tensor, weight_U: Tensor | None) -> Tensor:
+    weight_NK = valid_NK.to(values_NK.dtype)
+    if weight_U is not None:
+        weight_NK = weight_NK * weight_U[: values_NK.shape[1]].to(weight_NK)
     weight_NK = weight_NK / weight_NK.sum(dim=1, keepdim=True).clamp(min=torch.finfo(values_NK.dtype).tiny)
     return (weight_NK * values_NK.masked_fill(~valid_NK, 0.0)).sum(dim=1)
 
@@ -256,7 +259,9 @@ class _Rows(NamedTuple):
     implementation: str
 
 
-def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _blank_losses(
+    rows: _Rows, blank_NT: Tensor, objective: str, weight_U: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss [N] and log psi [N, U] of CTC and prefix CTC, the blank's rate and the coverage [T]."""
     shortlist, logits = _gather(rows, rows.valid_NT, blank_NT.shape[1], rows.topology)
     blank = blank_NT.to(logits.dtype)
@@ -272,7 +277,7 @@ def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -
         rows.lengths_N,
         rows.slots_N,
         objective=objective,
-        decay=decay,
+        weight_U=weight_U,
         topology=rows.topology,
         implementation=rows.implementation,
     )
@@ -281,7 +286,7 @@ def _blank_losses(rows: _Rows, blank_NT: Tensor, objective: str, decay: float) -
     return loss, log_psi, rate_T, emissions.coverage_T
 
 
-def _slot_losses(rows: _Rows, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def _slot_losses(rows: _Rows, weight_U: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of the first K = min(T, U) slots; those past the labels are left out of the GEMM."""
     K = min(rows.states_NTD.shape[1], rows.labels_NU.shape[1])
     lengths_N, labels_NK = torch.minimum(rows.lengths_N, rows.slots_N), rows.labels_NU[:, :K]
@@ -293,7 +298,7 @@ def _slot_losses(rows: _Rows, decay: float) -> tuple[Tensor, Tensor, Tensor]:
     else:
         known = rows.known.masked(valid_NK).first(K)
         log_p_NK, coverage_K = slot_by_slot(known, shortlist, logits_NK1, labels_NK, rows.implementation)
-    return *cross_entropy_losses(log_p_NK, lengths_N, decay=decay), coverage_K
+    return *cross_entropy_losses(log_p_NK, lengths_N, weight_U=weight_U), coverage_K
 
 
 def _gather(rows: _Rows, valid_NT: Tensor | None, T: int, topology: Topology) -> tuple[Shortlist, Tensor]:

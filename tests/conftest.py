@@ -16,6 +16,7 @@ from ctcdraft.model import load_base
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test imports a kernel
 
+torch.set_num_threads(1)  # for what fixtures make before the first test
 SHARED = Path(__file__).parents[2] / "shared"
 
 

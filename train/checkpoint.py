@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ SPARE_BYTES = 32 << 20
 class TrainState:
     """step: optimizer steps done (also the data position); tokens: sequence tokens seen; seconds: spent
     training, all sittings together; best, best_step: highest simulated tokens per step so far; skipped: steps without
-    an update because a number was not finite, in_a_row of them the last ones."""
+    an update because a number was not finite, in_a_row of them the last ones; psi_U: see `DraftTask`."""
 
     step: int = 0
     tokens: int = 0
@@ -40,6 +41,7 @@ class TrainState:
     best_step: int = 0
     skipped: int = 0
     in_a_row: int = 0
+    psi_U: Sequence[float] = ()
 
 
 def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int = 2) -> None:

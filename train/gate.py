@@ -287,6 +287,7 @@ class _Gate:
                 (loss / sums.anchors).backward()
                 torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
                 optimizer.step()
+                self.task.observe(sums)
                 last = float(loss.detach() / sums.feasible)
                 first = last if step == 1 else first
                 bar.update()

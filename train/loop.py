@@ -151,6 +151,7 @@ class Trainer:
         )
         self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
         self.state = load_checkpoint(self.engine, self.checkpoints)
+        self.task.psi_U = self.state.psi_U
         self._saved = self.state.step or None
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
@@ -218,12 +219,13 @@ class Trainer:
         lr = self.engine.get_lr()[0]
         torch.manual_seed((self.plan.seed << 32) + step)  # whatever draws from it resumes exactly
         sums, tokens = self._accumulated_step(step)
+        self.task.observe(sums)
         step += 1
         self._count(step)
         logged = step % train.log_every == 0 or step == train.steps or step == 1
         evaluated = self._is_due(step)
         row = self._row(step, sums, tokens, lr, time.perf_counter() - start) if logged else None
-        self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens)
+        self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens, psi_U=self.task.psi_U)
         if logged or evaluated:
             weights = ds.head_state(self.engine, self.task.head)
         if evaluated:
@@ -281,8 +283,7 @@ class Trainer:
         return tau
 
     def _accumulated_step(self, step: int) -> tuple[Sums, int]:
-        """Forward and backward of the step's micro-batches, then the optimizer. Sums of this rank, and the
-        tokens of all ranks."""
+        """Forward and backward of the step's micro-batches, then the optimizer. Sums and tokens of all ranks."""
         world, total = ds.world_size(), None
         anchors = int(self.sampler.anchor_counts(step).sum())
         # DeepSpeed averages gradients over ranks and micro-batches: this makes it a mean over all anchors.
@@ -304,7 +305,7 @@ class Trainer:
                     self.grad_norm = ds.step_with_norm(self.engine)
             total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
         assert total is not None
-        return total, self.sampler.tokens(step)
+        return _over_ranks(total), self.sampler.tokens(step)
 
     def _members(self, turn: int) -> slice:
         """Which of a step's sequences this rank has in its micro-batch of that number."""
@@ -312,11 +313,8 @@ class Trainer:
         return slice(at, at + self.micro)
 
     def _row(self, step: int, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
-        """The figures of a step, summed over ranks, those left out that are not finite; shares of `seconds` since the
-        last row."""
-        flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums])).tolist()
-        loss, anchors, feasible, psi, *slots = flat
-        blank_T, coverage_T = slots[: len(sums.blank_T)], slots[len(sums.blank_T) :]
+        """The figures of a step, those left out that are not finite; shares of `seconds` since the last row."""
+        loss, anchors, feasible = float(sums.loss), float(sums.anchors), float(sums.feasible)
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": step,
@@ -326,15 +324,17 @@ class Trainer:
             "train/skipped": self.state.skipped,
             "optim/lr": lr,
             "optim/grad_norm": self.grad_norm,
-            "draft/psi_sum": psi / max(1.0, feasible),
+            "draft/psi_sum": float(sums.psi_U.sum()) / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
             "perf/ranks": ds.world_size(),
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
-        row |= {f"draft/blank_rate/slot_{t + 1}": b / max(1.0, feasible) for t, b in enumerate(blank_T)}
+        by_slot = {"blank_rate": sums.blank_T}
         if self.plan.head.transition != "none":
-            row |= {f"draft/coverage/slot_{t + 1}": c / max(1.0, feasible) for t, c in enumerate(coverage_T)}
+            by_slot["coverage"] = sums.coverage_T
+        for name, sum_T in by_slot.items():
+            row |= {f"draft/{name}/slot_{t + 1}": v / max(1.0, feasible) for t, v in enumerate(sum_T.tolist())}
         row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}
@@ -371,6 +371,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _over_ranks(sums: Sums) -> Sums:
+    flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums]))
+    parts = flat.split([value.numel() for value in sums])
+    return Sums(*(part.view_as(value) for part, value in zip(parts, sums, strict=True)))
 
 
 def _peak_gigabytes(device: torch.device) -> float:

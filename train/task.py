@@ -1,6 +1,7 @@
 """What one training step computes: base hidden states, the head's slots, the loss, and its figures."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,20 +21,37 @@ from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.transition import LookedUp
 
+MEMORY = 0.9  # of the mean psi of earlier steps, per step
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: weight of prefix (slot) k ~ decay^k."""
+    """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
+    decay^(k-1); follow: of `prefix_ctc`, but no further than psi^follow, of the mean psi that such prefixes have had of
+    late; None: by decay alone. Raises ValueError on an unknown kind or values out of range."""
 
     kind: str = "prefix_ctc"
     labels: int = 12
     decay: float = 1.0
+    follow: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in OBJECTIVES:
             raise ValueError(f"objective.kind={self.kind!r} is unknown: choose one of {OBJECTIVES}")
         if self.labels < 1 or not 0.0 < self.decay <= 1.0:
             raise ValueError("objective.labels must be at least 1 and objective.decay in (0, 1]")
+        if self.follow is not None:
+            if self.kind != "prefix_ctc":
+                raise ValueError(f"objective={self.kind} has no prefixes to follow: leave out objective.follow")
+            if not 0.0 < self.follow < math.inf:
+                raise ValueError(f"objective.follow={self.follow} must be above 0 and finite, or null")
+
+    def weights(self, psi_U: Sequence[float]) -> list[float]:
+        """w_k of 1..U, not scaled yet; psi: what such prefixes have had of late, empty before the first step."""
+        falling = [self.decay**k for k in range(self.labels)]
+        if self.follow is None or not psi_U:
+            return falling
+        return [max(weight, psi**self.follow) for weight, psi in zip(falling, psi_U, strict=True)]
 
 
 def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
@@ -69,12 +87,14 @@ def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
 
 
 class Sums(NamedTuple):
-    """Sums over anchors, ready to be added up over micro-batches and ranks: blank and coverage over feasible ones."""
+    """Sums over anchors, ready to be added up over micro-batches and ranks: blank and coverage over feasible ones, psi
+    of the prefixes of 1..U labels over those that have as many."""
 
     loss: Tensor
     anchors: Tensor
     feasible: Tensor
-    psi: Tensor
+    psi_U: Tensor
+    reached_U: Tensor
     blank_T: Tensor
     coverage_T: Tensor
 
@@ -86,26 +106,36 @@ class DraftTask(nn.Module):
         super().__init__()
         self.head, self.objective = head, objective
         self._frozen = (base,)  # in a tuple: no parameter of this module, in no checkpoint
+        self.psi_U: Sequence[float] = ()  # that of prefixes of 1..U labels, as steps before saw it
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
         base = self._frozen[0]
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
         slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, base, batch))
-        out = draft_losses(self.head, self.objective, base, slots, batch)
+        out = draft_losses(self.head, self.objective, base, slots, batch, self.psi_U)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
-            psi_NU = out.log_psi_NU.exp() * (columns < batch.lengths_N.unsqueeze(1))
+            reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
+            psi_NU = out.log_psi_NU.exp() * reached_NU
             feasible = out.feasible_N.sum()
             sums = Sums(
                 out.loss_N.sum(),
                 torch.tensor(float(len(batch.lengths_N)), device=feasible.device),
                 feasible.float(),
-                psi_NU.sum(),
+                psi_NU.sum(dim=0),
+                reached_NU.float().sum(dim=0),
                 out.blank_rate_T.float() * feasible,
                 out.coverage_T.float() * feasible,
             )
         return out.loss_N.sum(), sums
+
+    def observe(self, sums: Sums) -> None:
+        """Learn from a whole step's sums, of all ranks, what the weights of the next ones follow."""
+        psi_U = (sums.psi_U / sums.reached_U.clamp(min=1)).tolist()
+        if all(map(math.isfinite, psi_U)):
+            before_U = self.psi_U or (0.0,) * len(psi_U)
+            self.psi_U = tuple(MEMORY * old + (1 - MEMORY) * new for old, new in zip(before_U, psi_U, strict=True))
 
 
 @torch.no_grad()
@@ -114,8 +144,10 @@ def embedded_labels(head: Head, base: Base, batch: Batch) -> Tensor | None:
     return None if head.one_pass else base.embed(batch.labels_NU).to(next(head.parameters()).dtype)
 
 
-def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch) -> AnchorLoss:
-    """The loss of a batch's anchors from their slots."""
+def draft_losses(
+    head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch, psi_U: Sequence[float] = ()
+) -> AnchorLoss:
+    """The loss of a batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
     dtype, known = slots.states_NTD.dtype, None
     if head.transition is not None and slots.mixed is not None:
         root_N = roots_of(batch)[batch.batch_N, batch.position_N]
@@ -129,7 +161,7 @@ def draft_losses(head: Head, objective: ObjectiveConfig, base: Base, slots: Slot
         batch.labels_NU,
         batch.lengths_N,
         objective=objective.kind,
-        decay=objective.decay,
+        weight_U=torch.tensor(objective.weights(psi_U), device=slots.states_NTD.device),
         known=known,
         topology=head.topology,
     )

@@ -29,14 +29,14 @@ def problem(T, labels, seed=0, vocab=V):
     return states, weight, blank, torch.tensor([labels], dtype=torch.long).view(1, -1)
 
 
-def brute_loss(states, weight, blank, labels, objective, decay=1.0):
+def brute_loss(states, weight, blank, labels, objective, weights):
     """None where no alignment writes the labels."""
     table = oracle.outputs(oracle.log_probs(states[0], weight, blank[0]))
     labels = labels[0].tolist()
     if objective == "ctc":
         return -table[tuple(labels)] if tuple(labels) in table else None
     terms = [oracle.log_psi(table, labels[: k + 1]) for k in range(len(labels))]
-    terms = [(decay**k, term) for k, term in enumerate(terms) if term is not None]
+    terms = [(w, term) for w, term in zip(weights, terms, strict=False) if term is not None]
     if not terms:
         return None
     return -sum(w * term for w, term in terms) / sum(w for w, _ in terms)
@@ -48,10 +48,10 @@ def brute_loss(states, weight, blank, labels, objective, decay=1.0):
     labels=st.lists(st.integers(0, V - 1), max_size=3),
     objective=st.sampled_from(["ctc", "prefix_ctc"]),
     implementation=st.sampled_from(ALL),
-    decay=st.sampled_from([1.0, 0.8]),
+    weights=st.sampled_from([[1.0, 1.0, 1.0], [1.0, 0.8, 0.64], [0.2, 1.0, 0.5]]),
     seed=st.integers(0, 9999),
 )
-def test_loss_and_gradients_equal_brute_force_over_all_alignments(T, labels, objective, implementation, decay, seed):
+def test_loss_and_gradients_equal_brute_force_over_all_alignments(T, labels, objective, implementation, weights, seed):
     states, weight, blank, labels = problem(T, labels, seed)
     lengths = torch.tensor([labels.shape[1]])
     got = anchor_losses(
@@ -61,10 +61,10 @@ def test_loss_and_gradients_equal_brute_force_over_all_alignments(T, labels, obj
         labels,
         lengths,
         objective=objective,
-        decay=decay,
+        weight_U=torch.tensor(weights[: labels.shape[1]]),
         implementation=implementation,
     )
-    want = brute_loss(states, weight, blank, labels, objective, decay)
+    want = brute_loss(states, weight, blank, labels, objective, weights)
     assert bool(got.feasible_N[0]) == (want is not None)
     if want is None:
         assert got.loss_N.item() == 0.0
@@ -319,7 +319,8 @@ def test_infeasible_rows_count_zero_and_give_no_gradient():
 def test_cross_entropy_is_weighted_log_softmax():
     states, weight, _, labels = problem(4, [2, 0, 1])
     lengths = torch.tensor([2])
-    got = anchor_losses(states, weight, None, labels, lengths, objective="cross_entropy", decay=0.8)
+    falling = torch.tensor([1.0, 0.8, 0.64])
+    got = anchor_losses(states, weight, None, labels, lengths, objective="cross_entropy", weight_U=falling)
     log_p = (states[0] @ weight.T).log_softmax(1)
     want = -(log_p[0, 2] + 0.8 * log_p[1, 0]) / 1.8
     assert abs(got.loss_N[0] - want) < 1e-12

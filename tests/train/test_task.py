@@ -9,7 +9,7 @@ from lookups import followed
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import HeadConfig, build_head, load_base
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, looked_up
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, looked_up
 
 LONGEST = 64
 
@@ -93,3 +93,41 @@ def test_without_the_document_mask_the_loss_is_another(tmp_path, corpus):
         right, _ = task(*base_features(base, batch, torch.float64), batch)
         wrong, _ = task(*base_features(base, blind, torch.float64), blind)
     assert abs(right - wrong) > 1e-3
+
+
+def test_later_prefixes_count_as_they_come_true():
+    objective = ObjectiveConfig(labels=3, decay=0.5, follow=0.5)
+    assert objective.weights([]) == [1.0, 0.5, 0.25]
+    assert objective.weights([0.81, 0.16, 0.09]) == pytest.approx([1.0, 0.5, 0.3])
+    assert ObjectiveConfig(labels=3, decay=0.5).weights([0.81, 0.16, 0.09]) == [1.0, 0.5, 0.25]
+
+
+def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
+    base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
+    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2}
+    head = build_head(HeadConfig(merge=False, band=1, **sizes), 32).double()
+    task = DraftTask(head, ObjectiveConfig(labels=4, decay=0.01, follow=0.1), base)
+    sampler = Sampler(corpus, batch=4, anchors=100, labels=4, max_length=LONGEST, seed=0)
+    batch = sampler.collate(0, slice(None))
+    features = base_features(base, batch, torch.float64)
+    blind, sums = task(*features, batch)
+    task.observe(sums)
+    assert len(task.psi_U) == 4
+    assert 0 < task.psi_U[3] < task.psi_U[0] < 1
+    seen, _ = task(*features, batch)
+    out = draft_losses(head, task.objective, base, head(*features, batch.batch_N, batch.position_N), batch)
+    assert torch.allclose(out.loss_N.sum(), blind)
+    weight_NU = torch.tensor([max(0.01**k, psi**0.1) for k, psi in enumerate(task.psi_U)]).expand(len(out.loss_N), -1)
+    weight_NU = weight_NU * (torch.arange(4) < batch.lengths_N.unsqueeze(1))
+    want_N = -(weight_NU * out.log_psi_NU.where(weight_NU > 0, 0.0)).sum(dim=1) / weight_NU.sum(dim=1)
+    assert torch.allclose(seen, want_N.sum(), rtol=1e-6)  # weights are float32
+    assert not torch.allclose(seen, blind, rtol=1e-2)
+    before = task.psi_U
+    task.observe(sums._replace(psi_U=sums.psi_U * float("nan")))
+    assert task.psi_U == before
+
+
+@pytest.mark.parametrize("change", [{"follow": 0.0}, {"follow": -1.0}, {"follow": float("nan")}, {"kind": "ctc"}])
+def test_what_cannot_be_followed_is_refused(change):
+    with pytest.raises(ValueError, match=r"objective\.follow"):
+        ObjectiveConfig(**{"labels": 4, "follow": 0.5, **change})

@@ -19,7 +19,8 @@ from wandb_file import history
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "bench.questions=2"]
-SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES]
+FOLLOW = ["objective.decay=0.01", "objective.follow=0.05"]  # so that weights follow psi from the second step on
+SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES, *FOLLOW]
 
 
 @pytest.fixture(scope="module")
