@@ -32,8 +32,8 @@ class ObjectiveConfig:
 
     kind: str = "prefix_ctc"
     labels: int = 12
-    decay: float = 1.0
-    follow: float | None = None
+    decay: float = 0.8
+    follow: float | None = 0.5
 
     def __post_init__(self) -> None:
         if self.kind not in OBJECTIVES:

@@ -42,7 +42,13 @@ def trained_base(tmp_path_factory):
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400):
     head = HeadConfig(kind=kind, width=64, mixer_width=64, heads=2, mixer_heads=2)
     return overfit_gate(
-        base, MESSAGES, head, ObjectiveConfig(kind=objective), DataConfig(), DraftConfig(), GateConfig(steps=steps)
+        base,
+        MESSAGES,
+        head,
+        ObjectiveConfig(kind=objective, follow=None),
+        DataConfig(),
+        DraftConfig(),
+        GateConfig(steps=steps),
     )
 
 

@@ -53,7 +53,7 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
         torch.nn.init.normal_(head.transition.to_token.weight)
     if kind == "medusa":
         torch.nn.init.normal_(head.weight, std=0.1)
-    objective = ObjectiveConfig("prefix_ctc" if kind == "ctc" else "cross_entropy", labels=4)
+    objective = ObjectiveConfig("prefix_ctc" if kind == "ctc" else "cross_entropy", labels=4, follow=None)
     task = DraftTask(head, objective, base)
     options = {"anchors": 100, "labels": 4, "max_length": LONGEST, "seed": 0}
     packed = Sampler(corpus, batch=1, pack=True, **options)
@@ -99,7 +99,7 @@ def test_later_prefixes_count_as_they_come_true():
     objective = ObjectiveConfig(labels=3, decay=0.5, follow=0.5)
     assert objective.weights([]) == [1.0, 0.5, 0.25]
     assert objective.weights([0.81, 0.16, 0.09]) == pytest.approx([1.0, 0.5, 0.3])
-    assert ObjectiveConfig(labels=3, decay=0.5).weights([0.81, 0.16, 0.09]) == [1.0, 0.5, 0.25]
+    assert ObjectiveConfig(labels=3, decay=0.5, follow=None).weights([0.81, 0.16, 0.09]) == [1.0, 0.5, 0.25]
 
 
 def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
