@@ -61,7 +61,7 @@ def test_loss_and_gradients_equal_brute_force_over_all_alignments(T, labels, obj
         labels,
         lengths,
         objective=objective,
-        weight_U=torch.tensor(weights[: labels.shape[1]]),
+        weight_U=torch.tensor(weights[: labels.shape[1]], dtype=torch.float64),
         implementation=implementation,
     )
     want = brute_loss(states, weight, blank, labels, objective, weights)
@@ -319,7 +319,7 @@ def test_infeasible_rows_count_zero_and_give_no_gradient():
 def test_cross_entropy_is_weighted_log_softmax():
     states, weight, _, labels = problem(4, [2, 0, 1])
     lengths = torch.tensor([2])
-    falling = torch.tensor([1.0, 0.8, 0.64])
+    falling = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     got = anchor_losses(states, weight, None, labels, lengths, objective="cross_entropy", weight_U=falling)
     log_p = (states[0] @ weight.T).log_softmax(1)
     want = -(log_p[0, 2] + 0.8 * log_p[1, 0]) / 1.8
