@@ -91,6 +91,16 @@ def test_torch_ctc_loss_agrees_through_log_softmax():
     assert torch.allclose(got, want, atol=1e-10)
 
 
+def test_decay_weighs_prefixes():
+    states, weight, _, labels = problem(3, [2, 0])
+    vector = torch.randn(D, dtype=torch.float64)
+    blank = (states @ vector).detach()
+    got = fused_ctc_loss(states, weight, vector, labels, torch.tensor([2]), objective="prefix_ctc", decay=0.8)
+    assert abs(got - brute_loss(states, weight, blank, labels, "prefix_ctc", [1.0, 0.8])) < 1e-12
+    even = fused_ctc_loss(states, weight, vector, labels, torch.tensor([2]), objective="prefix_ctc")
+    assert abs(got - even) > 1e-3
+
+
 def test_a_prefix_probability_sums_the_end_and_its_children():
     states, weight, blank, _ = problem(4, [])
     label = torch.tensor([[0, c] for c in range(V)])
