@@ -20,8 +20,9 @@ REDUCTIONS = ("mean", "sum", "none")
 
 class AnchorLoss(NamedTuple):
     """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
-    anchors the mean probability of the blank per slot [T] (0 without a blank; before a transition, and where no band
-    rules it out) and how often the shortlist of slot t holds label t + 1 (0 without a transition).
+    anchors the mean probability of the blank per slot [T] where the loss looks at it (`slots_looked_at`; 0 without a
+    blank; before a transition, and where no band rules it out) and how often the shortlist of slot t holds label t + 1
+    (0 without a transition).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
@@ -42,6 +43,15 @@ def feasible_prefixes(
     length_U = torch.arange(1, U + 1, device=labels_NU.device)
     blanks_NU = _repeats(labels_NU, topology).long().cumsum(dim=1)
     return (length_U <= label_lengths_N.unsqueeze(1)) & (length_U + blanks_NU <= slot_lengths_N.unsqueeze(1))
+
+
+def slots_looked_at(
+    slot_lengths_N: Tensor, label_lengths_N: Tensor, objective: str, topology: Topology = CTC
+) -> Tensor:
+    """[N]: how many slots of each anchor an objective depends on: none by which a band has all labels written."""
+    if objective == "prefix_ctc" and topology.band is not None:
+        return torch.minimum(slot_lengths_N, label_lengths_N + topology.band)
+    return slot_lengths_N
 
 
 def ctc_losses(
@@ -124,8 +134,7 @@ def anchor_losses(
     labels_NU = _checked_labels(labels_NU, label_lengths_N, weight_VD.shape[0])
     slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
-    if objective == "prefix_ctc" and topology.band is not None:  # no later slot writes one of the labels
-        slots_N = torch.minimum(slots_N, label_lengths_N + topology.band)
+    slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
     valid_NT = torch.arange(T, device=kept.device) < slots_N[kept].unsqueeze(1)
     rows = _Rows(

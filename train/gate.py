@@ -23,7 +23,7 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig, Slots
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
-from ctcdraft.model.objective import AnchorLoss, feasible_prefixes
+from ctcdraft.model.objective import AnchorLoss, feasible_prefixes, slots_looked_at
 from ctcdraft.model.tree import Tree, first_emissions
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.shards import DataConfig
@@ -255,7 +255,11 @@ class _Gate:
         if max(_error(drafted, want_NT), _error(emitted, whole[:T, tokens])) > self.near:
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")
         out = self._losses(slots)
-        if _error(out.blank_rate_T, want_NT[out.feasible_N].mean(dim=0)) > self.near:
+        lengths_N = self.batch.lengths_N
+        seen_N = slots_looked_at(torch.full_like(lengths_N, T), lengths_N, self.objective.kind, self.head.topology)
+        seen_NT = (torch.arange(T, device=lengths_N.device) < seen_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
+        want_T = (want_NT * seen_NT).sum(dim=0) / seen_NT.sum(dim=0).clamp(min=1)
+        if _error(out.blank_rate_T, want_T) > self.near:
             raise Disagreement("blank swapped: the loss takes another entry for the blank than the head computes")
         return f"loss and lattice agree on it ({float(want_NT.mean()):.1%} of a slot before training)"
 

@@ -39,8 +39,8 @@ def trained_base(tmp_path_factory):
     return load_base(str(embedded_base(tmp_path_factory.mktemp("cache"), SMALL)))
 
 
-def gate(base, kind="ctc", objective="prefix_ctc", steps=400):
-    head = HeadConfig(kind=kind, width=64, mixer_width=64, heads=2, mixer_heads=2)
+def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
+    head = HeadConfig(kind=kind, width=64, mixer_width=64, heads=2, mixer_heads=2, **options)
     return overfit_gate(
         base,
         MESSAGES,
@@ -52,9 +52,17 @@ def gate(base, kind="ctc", objective="prefix_ctc", steps=400):
     )
 
 
-@pytest.mark.parametrize(("kind", "objective"), [("ctc", "prefix_ctc"), ("ctc", "ctc"), ("parallel", "cross_entropy")])
-def test_a_sound_pipeline_passes_every_stage(trained_base, kind, objective):
-    found = gate(trained_base, kind, objective)
+@pytest.mark.parametrize(
+    ("kind", "objective", "options"),
+    [
+        ("ctc", "prefix_ctc", {}),
+        ("ctc", "prefix_ctc", {"slots": 13, "merge": False, "band": 1}),  # as the default
+        ("ctc", "ctc", {}),
+        ("parallel", "cross_entropy", {}),
+    ],
+)
+def test_a_sound_pipeline_passes_every_stage(trained_base, kind, objective, options):
+    found = gate(trained_base, kind, objective, **options)
     assert [f.stage for f in found if f.agrees] == STAGES, found[-1]
     assert "a whole draft of" in found[-1].seen
 
