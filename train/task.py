@@ -131,7 +131,9 @@ class DraftTask(nn.Module):
         return out.loss_N.sum(), sums
 
     def observe(self, sums: Sums) -> None:
-        """Learn from a whole step's sums, of all ranks, what the weights of the next ones follow."""
+        """Learn from a whole step's sums, of all ranks, what the weights of the next ones follow, if they do."""
+        if self.objective.follow is None:
+            return
         psi_U = (sums.psi_U / sums.reached_U.clamp(min=1)).tolist()
         if all(map(math.isfinite, psi_U)):
             before_U = self.psi_U or (0.0,) * len(psi_U)

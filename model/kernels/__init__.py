@@ -73,9 +73,9 @@ def prefix_lattice(
     arguments = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
     name = _choose(implementation, log_emit_NTU)
     if name == "triton":
-        return PrefixLattice.apply(*arguments, _triton("triton_lattice"))
+        return PrefixLattice.apply(_triton("triton_lattice"), *arguments)
     if name == "chunked" and _compiles(arguments[:3]):
-        return PrefixLattice.apply(*arguments, cpu_lattice)
+        return PrefixLattice.apply(cpu_lattice, *arguments)
     return reference.prefix_lattice(*arguments)
 
 

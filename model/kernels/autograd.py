@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked
-from ctcdraft.model.kernels.reference import Prefixes
+from ctcdraft.model.kernels.reference import LatticeInputs, Prefixes
 
 
 class LinearLseGather(torch.autograd.Function):
@@ -47,25 +47,17 @@ class PrefixLattice(torch.autograd.Function):
     """`reference.prefix_lattice` with forward and backward recursions of its own, in the module `ops`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        log_emit_NTU: Tensor,
-        log_stay_NTU: Tensor,
-        log_blank_NTS: Tensor,
-        repeat_NU: Tensor,
-        slot_lengths_N: Tensor,
-        ops: ModuleType,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-        log_psi_NU, log_end_NS, states = ops.forward(*inputs)
+    def forward(ctx: Any, ops: ModuleType, *given: Tensor) -> tuple[Tensor, Tensor]:
+        log_psi_NU, log_end_NS, states = ops.forward(LatticeInputs(*given))
         ctx.ops = ops
-        ctx.save_for_backward(*inputs, log_psi_NU, log_end_NS, states)
+        ctx.save_for_backward(*given, log_psi_NU, log_end_NS, states)
         return log_psi_NU, log_end_NS
 
     @staticmethod
     def backward(ctx: Any, grad_psi_NU: Tensor, grad_end_NS: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        return *ctx.ops.backward(*ctx.saved_tensors, grad_psi_NU, grad_end_NS), None, None, None
+        given, found = LatticeInputs(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        return None, *ctx.ops.backward(given, found, grad_psi_NU, grad_end_NS), None, None
 
 
 class ShortlistDeltas(torch.autograd.Function):

@@ -7,56 +7,36 @@ Layout: states [N, T + 1, 2, S] = log pb, log pn of every prefix before slot t (
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from numba import njit, prange
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ctcdraft.model.kernels.cpu_shortlist import use_torch_threads
-from ctcdraft.model.kernels.reference import LOG_ZERO
+from ctcdraft.model.kernels.cpu_shortlist import array_of, use_torch_threads
+from ctcdraft.model.kernels.reference import LOG_ZERO, LatticeInputs
 
 IMPOSSIBLE = LOG_ZERO / 2  # what is below has LOG_ZERO as a factor
 
 
-def forward(
-    log_emit_NTU: Tensor, log_stay_NTU: Tensor, log_blank_NTS: Tensor, repeat_NU: Tensor, slot_lengths_N: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log_psi [N, U], log_end [N, S] and the states."""
-    N, T, U = log_emit_NTU.shape
-    log_psi_NU, log_end_NS = log_emit_NTU.new_full((N, U), LOG_ZERO), log_emit_NTU.new_empty(N, U + 1)
-    states = log_emit_NTU.new_full((N, T + 1, 2, U + 1), LOG_ZERO)
-    given = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-    out = (part.numpy() for part in (log_psi_NU, log_end_NS, states))
-    _forward(use_torch_threads(), *map(_array, given), *out)  # type: ignore[call-arg]
-    return log_psi_NU, log_end_NS, states
+def forward(given: LatticeInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """log psi [N, U], log end [N, S] and the states that `backward` needs."""
+    emit, (N, T, U) = given.log_emit_NTU, given.log_emit_NTU.shape
+    log_psi_NU, log_end_NS = emit.new_full((N, U), LOG_ZERO), emit.new_empty(N, U + 1)
+    states = emit.new_full((N, T + 1, 2, U + 1), LOG_ZERO)
+    found = log_psi_NU, log_end_NS, states
+    _forward(use_torch_threads(), *map(array_of, given), *(part.numpy() for part in found))  # type: ignore[call-arg]
+    return found
 
 
 def backward(
-    log_emit_NTU: Tensor,
-    log_stay_NTU: Tensor,
-    log_blank_NTS: Tensor,
-    repeat_NU: Tensor,
-    slot_lengths_N: Tensor,
-    log_psi_NU: Tensor,
-    log_end_NS: Tensor,
-    states: Tensor,
-    grad_psi_NU: Tensor,
-    grad_end_NS: Tensor,
+    given: LatticeInputs, found: tuple[Tensor, Tensor, Tensor], grad_psi_NU: Tensor, grad_end_NS: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of emit, stay and blank."""
-    grad_emit, grad_stay, grad_blank = map(torch.zeros_like, (log_emit_NTU, log_stay_NTU, log_blank_NTS))
-    given = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-    found = (log_psi_NU, log_end_NS, states, grad_psi_NU, grad_end_NS)
-    out = (part.numpy() for part in (grad_emit, grad_stay, grad_blank))
-    _backward(use_torch_threads(), *map(_array, given + found), *out)  # type: ignore[call-arg]
-    return grad_emit, grad_stay, grad_blank
-
-
-def _array(part: Tensor) -> NDArray[Any]:
-    return part.detach().contiguous().numpy()
+    """The gradients of log_emit, log_stay and log_blank; found: what `forward` returned."""
+    of_emit, of_stay, of_blank = gradients = [torch.zeros_like(part) for part in given[:3]]
+    known = map(array_of, (*given, *found, grad_psi_NU, grad_end_NS))
+    _backward(use_torch_threads(), *known, *(part.numpy() for part in gradients))  # type: ignore[call-arg]
+    return of_emit, of_stay, of_blank
 
 
 @njit(cache=True)

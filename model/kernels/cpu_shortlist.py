@@ -31,7 +31,7 @@ def forward(prefixes: Prefixes) -> Tensor:
     N, T, K = prefixes.index_NTK.shape
     J, W = prefixes.successor_NSJ.shape[2], prefixes.window_TW.shape[1]
     delta_NTWX = prefixes.slot_NTR.new_zeros(N, T, W, J + K + 1)
-    _forward(use_torch_threads(), *map(_array, prefixes), delta_NTWX.numpy())  # type: ignore[call-arg]
+    _forward(use_torch_threads(), *map(array_of, prefixes), delta_NTWX.numpy())  # type: ignore[call-arg]
     return delta_NTWX
 
 
@@ -42,9 +42,9 @@ def backward(prefixes: Prefixes, grad_NTWX: Tensor) -> tuple[Tensor, Tensor, Ten
     shared = (prefixes.token_VR, prefixes.blank_R)
     grad_token, grad_blank = (part.new_zeros(threads, *part.shape) for part in shared)
     out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank)]
-    grad, largest = _array(grad_NTWX), float(grad_NTWX.abs().max()) if grad_NTWX.numel() else 0.0
+    grad, largest = array_of(grad_NTWX), float(grad_NTWX.abs().max()) if grad_NTWX.numel() else 0.0
     nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(grad_NTWX.dtype).eps * largest)
-    _backward(threads, grad.dtype.type(nothing), *map(_array, prefixes), grad, *out)  # type: ignore[call-arg]
+    _backward(threads, grad.dtype.type(nothing), *map(array_of, prefixes), grad, *out)  # type: ignore[call-arg]
     return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0)
 
 
@@ -61,7 +61,8 @@ def use_torch_threads() -> int:
     return threads
 
 
-def _array(part: Tensor) -> NDArray[Any]:
+def array_of(part: Tensor) -> NDArray[Any]:
+    """As compiled loops take it."""
     return part.detach().contiguous().numpy()
 
 

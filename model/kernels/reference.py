@@ -29,6 +29,16 @@ def linear_lse_top(
     return logits_MV.logsumexp(dim=1), logits_MV.gather(1, index_MK), top_MS, top_index_MS
 
 
+class LatticeInputs(NamedTuple):
+    """What `prefix_lattice` takes, for those that have a forward and a backward of their own."""
+
+    log_emit_NTU: Tensor
+    log_stay_NTU: Tensor
+    log_blank_NTS: Tensor
+    repeat_NU: Tensor
+    slot_lengths_N: Tensor
+
+
 def prefix_lattice(
     log_emit_NTU: Tensor,
     log_stay_NTU: Tensor,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ctcdraft.model.kernels.reference import LOG_ZERO
+from ctcdraft.model.kernels.reference import LOG_ZERO, LatticeInputs
 
 LANES = 64
 WARPS = 2
@@ -127,10 +127,9 @@ def _backward_kernel(
             after_pn = pn
 
 
-def forward(
-    log_emit_NTU: Tensor, log_stay_NTU: Tensor, log_blank_NTS: Tensor, repeat_NU: Tensor, slot_lengths_N: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(given: LatticeInputs) -> tuple[Tensor, Tensor, Tensor]:
     """log psi [N, U], log end [N, U + 1] and the states that `backward` needs. LOG_ZERO stands for log 0."""
+    log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N = given
     N, T, U = log_emit_NTU.shape
     log_psi_NU = log_emit_NTU.new_empty(N, U)
     log_end_NS = log_emit_NTU.new_empty(N, U + 1)
@@ -145,25 +144,18 @@ def forward(
 
 
 def backward(
-    log_emit_NTU: Tensor,
-    log_stay_NTU: Tensor,
-    log_blank_NTS: Tensor,
-    repeat_NU: Tensor,
-    slot_lengths_N: Tensor,
-    log_psi_NU: Tensor,
-    log_end_NS: Tensor,
-    states: Tensor,
-    grad_psi_NU: Tensor,
-    grad_end_NS: Tensor,
+    given: LatticeInputs, found: tuple[Tensor, Tensor, Tensor], grad_psi_NU: Tensor, grad_end_NS: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of log_emit [N, T, U], log_stay [N, T, U] and log_blank [N, T, U + 1]."""
+    """The gradients of log_emit [N, T, U], log_stay [N, T, U] and log_blank [N, T, U + 1]; found: what `forward`
+    returned."""
+    log_emit_NTU, log_stay_NTU, _, repeat_NU, slot_lengths_N = given
     N, T, U = log_emit_NTU.shape
     grad_emit, grad_stay = log_emit_NTU.new_empty(2, N, T, U)
     grad_blank = log_emit_NTU.new_empty(N, T, U + 1)
     if N:
         _backward_kernel[(triton.cdiv(N, LANES),)](
             log_emit_NTU.contiguous(), log_stay_NTU.contiguous(), _bytes(repeat_NU), slot_lengths_N.contiguous(),
-            log_psi_NU, log_end_NS, states, grad_psi_NU.contiguous(), grad_end_NS.contiguous(),
+            *found, grad_psi_NU.contiguous(), grad_end_NS.contiguous(),
             grad_emit, grad_stay, grad_blank, N, T, U, **_options(log_emit_NTU),
         )  # fmt: skip
     return grad_emit, grad_stay, grad_blank
