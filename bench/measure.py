@@ -10,6 +10,8 @@ from statistics import median, quantiles
 
 import torch
 
+from ctcdraft.eval.run import balanced_orders
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -27,13 +29,15 @@ def wait():
 
 
 def interleaved(calls, rounds, warmups=1):
-    """{name: seconds of each round}: every round runs every call once, so that they share the machine's moods."""
+    """{name: seconds of each round}: every round runs every call once, so that they share the machine's moods, and in
+    another order, so that none always runs behind the same other."""
     seconds = {name: [] for name in calls}
+    orders = balanced_orders([*calls])
     for turn in range(warmups + rounds):
-        for name, call in calls.items():
+        for name in orders[turn % len(orders)]:
             wait()
             start = time.perf_counter()
-            call()
+            calls[name]()
             wait()
             if turn >= warmups:
                 seconds[name].append(time.perf_counter() - start)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, Generation
 
 GENERATE_TURNS = 8
+Side = TypeVar("Side")
 
 
 @dataclass
@@ -48,8 +50,8 @@ class Answered:
 def run(
     base: Base, heads: Mapping[str, Decoder], questions: Sequence[Question], config: BenchConfig, seed: int = 0
 ) -> dict[str, list[Answered]]:
-    """Decode every question plainly and with each of the heads, in each of the benchmark's settings; who goes first
-    rotates. Per head an Answered for each question and setting, question by question.
+    """Decode every question plainly and with each of the heads, in each of the benchmark's settings, in
+    `balanced_orders`. Per head an Answered for each question and setting, question by question.
 
     A turn whose prompt leaves no room in the context is skipped, with the reason in `skipped`. Raises ValueError when
     that leaves nothing.
@@ -59,10 +61,10 @@ def run(
     control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
     _warm_up(base, sides, questions, config)
     done: dict[str, list[Answered]] = {label: [] for label in heads}
+    orders = balanced_orders(sides)
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
     for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
-        first = (number + place) % len(sides)
-        order = [*sides[first:], *sides[:first]]
+        order = orders[(number + place) % len(orders)]
         answers = [Answered(question, setting=setting) for _ in heads]
         _answer(base, plain, dict(zip(heads.values(), answers, strict=True)), order, control, config)
         for label, answer in zip(heads, answers, strict=True):
@@ -70,6 +72,18 @@ def run(
     if not any(answer.turns for answers in done.values() for answer in answers):
         raise ValueError(f"no question could be decoded: {answers[0].skipped}")
     return done
+
+
+def balanced_orders(sides: Sequence[Side]) -> list[list[Side]]:
+    """Orders in which each side stands equally often in every place and right behind every other (Williams 1949): what
+    runs behind plain decoding, or behind another head, is a percent or two slower or faster for it.
+
+    As many as there are sides; twice as many of an odd number.
+    """
+    count = len(sides)
+    zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    orders = [[sides[(number + row) % count] for number in zigzag] for row in range(count)]
+    return orders + [order[::-1] for order in orders] if count % 2 else orders
 
 
 def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig) -> float:

@@ -1,4 +1,6 @@
+import itertools
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ctcdraft.eval.evaluate import evaluate, setting_of
 from ctcdraft.eval.place import take
 from ctcdraft.eval.report import headline, report
 from ctcdraft.eval.results import aggregate, measured
-from ctcdraft.eval.run import Answered, run
+from ctcdraft.eval.run import Answered, balanced_orders, run
 from ctcdraft.launch.evaluation import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_base, load_head
 
@@ -276,7 +278,7 @@ def test_heldout_needs_the_prepared_data(chat_base, tmp_path):
         load_questions(BenchConfig("heldout"), chat_base, tmp_path, 0)
 
 
-def test_who_goes_first_rotates_over_questions_and_settings(chat_base, questions, monkeypatch):
+def test_orders_are_balanced_over_questions_and_settings(chat_base, questions, monkeypatch):
     config = BenchConfig("mt_bench", questions, questions=3, max_new_tokens=3, warmups=0, temperatures=[0, 1], seeds=1)
     order = []
     honest = runner._timed
@@ -287,7 +289,18 @@ def test_who_goes_first_rotates_over_questions_and_settings(chat_base, questions
     names = {plain: "p", a: "a", b: "b"}
     run(chat_base, {"a": a, "b": b}, load_questions(config, chat_base, None, 0), config)
     per_setting = ["".join(order[i : i + 6]) for i in range(0, len(order), 6)]  # two turns each
-    assert per_setting == ["pabpab", "abpabp", "abpabp", "bpabpa", "bpabpa", "pabpab"]
+    assert per_setting == [side * 2 for side in ("pab", "abp", "abp", "bpa", "bpa", "bap")]
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_each_side_is_equally_often_in_each_place_and_behind_each_other(count):
+    orders = balanced_orders(range(count))
+    assert all(sorted(order) == [*range(count)] for order in orders)
+    places = Counter(pair for order in orders for pair in enumerate(order))
+    behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    times = len(orders) // count
+    assert places == dict.fromkeys(itertools.product(range(count), repeat=2), times)
+    assert behind == dict.fromkeys(itertools.permutations(range(count), 2), times)
 
 
 def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, questions, tmp_path):
