@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ctcdraft.model.kernels import largest
 from ctcdraft.model.topology import Topology
 from ctcdraft.model.transition import Mixed, Tables
 
@@ -134,10 +136,10 @@ def movable_candidates_of(
 ) -> Candidates:
     """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward."""
     logits_NTV = logits_NTV.float()
-    lse_NT1 = logits_NTV.logsumexp(dim=2, keepdim=True)
-    tokens_NTK = logits_NTV.topk(shortlist, dim=2).indices
-    log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT1.squeeze(2)
-    parts = root_N, mixed.root_NR, mixed.slot_NTR, tokens_NTK, logits_NTV - lse_NT1, log_blank_NT
+    every_NTV = logits_NTV.log_softmax(dim=2)
+    tokens_NTK = largest(every_NTV.flatten(0, 1), shortlist).view(*every_NTV.shape[:2], -1)
+    log_blank_NT = None if blank_NT is None else blank_NT.float() - (logits_NTV[:, :, 0] - every_NTV[:, :, 0])
+    parts = root_N, mixed.root_NR, mixed.slot_NTR, tokens_NTK, every_NTV, log_blank_NT
     return Candidates(parts, partial(_moved_lattice, tables, topology))
 
 
@@ -159,13 +161,26 @@ def _moved_lattice(
     every_TV: Any,
     log_blank_T: Any,
 ) -> Lattice:
-    tokens, place_X = np.unique(tokens_TK, return_inverse=True)
-    place_TK = place_X.reshape(tokens_TK.shape)
-    held_TY = np.zeros((len(tokens_TK), len(tokens)), np.bool_)
-    np.put_along_axis(held_TY, place_TK, True, axis=1)
-    log_p_TK = np.take_along_axis(every_TV, tokens_TK, axis=1)
-    rest_T = (1.0 - np.exp(log_p_TK).sum(axis=1)).clip(min=0.0)
+    tokens, place_TK, held_TY, log_p_TK, rest_T, log_p_TY = _listed(tokens_TK, every_TV)
     none_T = np.zeros(len(tokens_TK), np.float32)
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
     parts = int(root_token), root_R, slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
-    return Lattice(tokens, np.exp(every_TV[:, tokens]), none_T, topology, Behind(*parts))
+    return Lattice(tokens, np.exp(log_p_TY), none_T, topology, Behind(*parts))
+
+
+@njit(cache=True)
+def _listed(tokens_TK: NDArray[np.int64], every_TV: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
+    """The shortlists' tokens, each once; place, held, log_p and rest of a `Behind`; log-probabilities of the tokens."""
+    (T, K), tokens = tokens_TK.shape, np.unique(tokens_TK)
+    place, held = np.empty((T, K), np.int64), np.zeros((T, len(tokens)), np.bool_)
+    log_p, log_every = np.empty((T, K), np.float32), np.empty((T, len(tokens)), np.float32)
+    rest = np.ones(T, np.float32)
+    for t in range(T):
+        for y in range(len(tokens)):
+            log_every[t, y] = every_TV[t, tokens[y]]
+        for k in range(K):
+            y = np.searchsorted(tokens, tokens_TK[t, k])
+            place[t, k], held[t, y], log_p[t, k] = y, True, log_every[t, y]
+            rest[t] -= np.exp(log_p[t, k])
+        rest[t] = np.maximum(rest[t], np.float32(0.0))
+    return tokens, place, held, log_p, rest, log_every

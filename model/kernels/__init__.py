@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_shortlist, reference
+from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_shortlist, cpu_top, reference
 from ctcdraft.model.kernels.autograd import LinearLseGather, PrefixLattice, ShortlistDeltas
 from ctcdraft.model.kernels.reference import Prefixes
 
@@ -56,6 +56,16 @@ def linear_lse_top(
     lse_M, logits_MX, top_index_MS = LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
     K = index_MK.shape[1]
     return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
+
+
+def largest(values_RV: Tensor, top_k: int) -> Tensor:
+    """Columns of the `top_k` largest of each row, largest first [R, top_k]; without a gradient."""
+    if values_RV.is_cuda or top_k > cpu_top.LANES:  # more, as a full transition wants, torch's topk finds faster
+        return values_RV.topk(top_k, dim=1).indices
+    top_RS = values_RV.new_full((len(values_RV), top_k), -torch.inf)
+    index_RS = torch.zeros_like(top_RS, dtype=torch.long)
+    cpu_top.merge_top(top_RS, index_RS, values_RV.detach().contiguous(), 0)
+    return index_RS
 
 
 def prefix_lattice(

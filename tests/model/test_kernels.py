@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctcdraft.model.kernels import chunked, linear_lse_gather, linear_lse_top, prefix_lattice, reference
+from ctcdraft.model.kernels import chunked, largest, linear_lse_gather, linear_lse_top, prefix_lattice, reference
 from ctcdraft.model.kernels.cpu_top import merge_top
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -80,6 +80,12 @@ def test_the_largest_values_tile_after_tile_are_those_of_a_sort(S, widths, disti
     assert torch.equal(top[:, :k], want[:, :k])
     finite = want[:, :k].isfinite()
     assert torch.equal(index[:, :k][finite], order[:, :k][finite])
+
+
+@pytest.mark.parametrize(("columns", "top_k"), [(1, 1), (7, 7), (2048, 16), (300, 64), (300, 65)])
+def test_the_columns_of_the_largest_are_those_of_a_sort(columns, top_k):
+    values = torch.randn(2 * columns, 5, generator=torch.Generator().manual_seed(0)).T[:, ::2].requires_grad_()
+    assert torch.equal(largest(values, top_k), values.argsort(dim=1, descending=True)[:, :top_k])
 
 
 def test_a_tile_keeps_to_its_budget():
