@@ -63,12 +63,13 @@ class Block(nn.Module):
 
     def _attend(self, x_BLW: Tensor, sight: Sight | None, cache: Cache | None, layer: int) -> Tensor:
         B, L, W = x_BLW.shape
-        q, k, v = self.qkv(x_BLW).view(B, L, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x_BLW).view(B, L, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        qk, v = qkv[:2], qkv[2]
         mask, causal = None, False
         if sight is not None:
-            cos, sin = _rotary(sight.positions_BL, W // self.heads, x_BLW.dtype)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            qk = _rotate(qk, *_rotary(sight.positions_BL, W // self.heads, x_BLW.dtype))
             mask, causal = sight.mask_BLS, sight.mask_BLS is None and L > 1
+        q, k = qk.unbind()
         if cache is not None:
             k, v = cache.update(k, v, layer)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -153,7 +154,8 @@ class Recall(nn.Module):
 
 
 def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, device=positions_BL.device).float() / width)
+    last = 2.0 / width - 1.0
+    frequency = torch.logspace(0.0, last, width // 2, ROPE_BASE, dtype=torch.float32, device=positions_BL.device)
     angle = positions_BL[:, None, :, None].float() * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
