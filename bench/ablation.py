@@ -275,7 +275,7 @@ def curves(study, runs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=2)
     jobs = 1 if torch.cuda.is_available() else 2
     parser.add_argument("--jobs", type=int, default=jobs, help=f"trainings at a time, which share the cores: {jobs}")

@@ -41,18 +41,18 @@ class TrainConfig:
     checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
     hang_minutes: the same, where no part of a step ends for so long."""
 
-    steps: int = 1000
+    steps: int = 2000
     batch: int = 4
     micro_batch: int | None = None
-    anchors: int = 128
+    anchors: int = 32
     max_length: int = 2048
     pack: bool = False
     precision: str = "fp32"
     max_minutes: float | None = None
     log_every: int = 10
-    eval_every: int = 200
+    eval_every: int = 400
     eval_anchors: int = 512
-    save_every: int = 200
+    save_every: int = 400
     keep: int = 2
     max_skips: int = 10
     deterministic: bool = False
