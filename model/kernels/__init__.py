@@ -62,10 +62,7 @@ def largest(values_RV: Tensor, top_k: int) -> Tensor:
     """Columns of the `top_k` largest of each row, largest first [R, top_k]; without a gradient."""
     if values_RV.is_cuda or top_k > cpu_top.LANES:  # more, as a full transition wants, torch's topk finds faster
         return values_RV.topk(top_k, dim=1).indices
-    top_RS = values_RV.new_full((len(values_RV), top_k), -torch.inf)
-    index_RS = torch.zeros_like(top_RS, dtype=torch.long)
-    cpu_top.merge_top(top_RS, index_RS, values_RV.detach().contiguous(), 0)
-    return index_RS
+    return cpu_top.largest(values_RV.detach().contiguous(), top_k)
 
 
 def prefix_lattice(

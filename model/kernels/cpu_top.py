@@ -8,6 +8,7 @@ Suffixes as in chunked.py: R rows, C columns of a tile, S held.
 """
 
 import numpy as np
+import torch
 from numba import njit, prange
 from torch import Tensor
 
@@ -22,41 +23,56 @@ def merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int)
     _merge(use_torch_threads(), top_RS.numpy(), index_RS.numpy(), z_RC.numpy(), first_column)  # type: ignore[call-arg]
 
 
+def largest(values_RC: Tensor, top_k: int) -> Tensor:
+    """Columns of the `top_k` <= LANES largest of each row [R, top_k], in the same order. On the caller's thread alone:
+    of several that decode each comes here, and numba's threads need not bear that."""
+    top_RS = values_RC.new_full((len(values_RC), top_k), -torch.inf)
+    index_RS = torch.zeros_like(top_RS, dtype=torch.long)
+    _merge_rows(top_RS.numpy(), index_RS.numpy(), values_RC.numpy(), 0)  # type: ignore[call-arg]
+    return index_RS
+
+
 @njit(cache=True, parallel=True)
 def _merge(threads, top, index, z, first_column):
-    R, C = z.shape
-    S = top.shape[1]
+    R = len(z)
     for chunk in prange(threads):
-        pool = np.empty(S + LANES, z.dtype)  # what is held, and the largest of each lane
-        value, place = np.empty(S + C, z.dtype), np.empty(S + C, np.int64)  # what may be among the largest
-        lane, column, above = np.empty(LANES, np.int64), np.empty(C, np.int64), np.empty(S + max(C, LANES), np.int32)
-        for r in range(R * chunk // threads, R * (chunk + 1) // threads):
-            peak = pool[S:]
-            peak[:] = -np.inf
-            for start in range(0, C, LANES):
-                row = z[r, start : start + LANES]
-                for i in range(len(row)):
-                    peak[i] = row[i] if row[i] > peak[i] else peak[i]
-            pool[:S] = value[:S] = top[r]
-            place[:S] = index[r]
-            least = _largest(pool, S, above)
-            lanes = found = 0
-            for i in range(LANES):
-                lane[lanes] = i
-                lanes += peak[i] >= least
-            for i in range(lanes):
-                for c in range(lane[i], C, LANES):
-                    column[found] = c
-                    found += z[r, c] >= least
-            for i in range(found):
-                value[S + i], place[S + i] = z[r, column[i]], first_column + column[i]
-            above[: S + found] = 0
-            for j in range(S + found):
-                for i in range(S + found):
-                    above[i] += (value[j] > value[i]) | ((value[j] == value[i]) & (place[j] < place[i]))
+        rows = slice(R * chunk // threads, R * (chunk + 1) // threads)
+        _merge_rows(top[rows], index[rows], z[rows], first_column)
+
+
+@njit(cache=True)
+def _merge_rows(top, index, z, first_column):
+    (R, C), S = z.shape, top.shape[1]
+    pool = np.empty(S + LANES, z.dtype)  # what is held, and the largest of each lane
+    value, place = np.empty(S + C, z.dtype), np.empty(S + C, np.int64)  # what may be among the largest
+    lane, column, above = np.empty(LANES, np.int64), np.empty(C, np.int64), np.empty(S + max(C, LANES), np.int32)
+    for r in range(R):
+        peak = pool[S:]
+        peak[:] = -np.inf
+        for start in range(0, C, LANES):
+            row = z[r, start : start + LANES]
+            for i in range(len(row)):
+                peak[i] = row[i] if row[i] > peak[i] else peak[i]
+        pool[:S] = value[:S] = top[r]
+        place[:S] = index[r]
+        least = _largest(pool, S, above)
+        lanes = found = 0
+        for i in range(LANES):
+            lane[lanes] = i
+            lanes += peak[i] >= least
+        for i in range(lanes):
+            for c in range(lane[i], C, LANES):
+                column[found] = c
+                found += z[r, c] >= least
+        for i in range(found):
+            value[S + i], place[S + i] = z[r, column[i]], first_column + column[i]
+        above[: S + found] = 0
+        for j in range(S + found):
             for i in range(S + found):
-                if above[i] < S:
-                    top[r, above[i]], index[r, above[i]] = value[i], place[i]
+                above[i] += (value[j] > value[i]) | ((value[j] == value[i]) & (place[j] < place[i]))
+        for i in range(S + found):
+            if above[i] < S:
+                top[r, above[i]], index[r, above[i]] = value[i], place[i]
 
 
 @njit(cache=True)

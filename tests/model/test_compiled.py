@@ -48,6 +48,23 @@ from ctcdraft.model.kernels.cpu_top import merge_top
 merge_top(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 9), 0)
 print(torch.get_num_threads())
 """
+DRAFT_BY_THREADS = """
+import threading
+import torch
+from ctcdraft.model.kernels import largest
+
+values = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0))
+want, right = values.topk(16, dim=1).indices, []
+threads = [
+    threading.Thread(target=lambda: right.append(all(torch.equal(largest(values, 16), want) for _ in range(100))))
+    for _ in range(4)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(right)
+"""
 
 
 def printed(script, **environment):
@@ -66,3 +83,8 @@ def test_the_process_that_compiles_rounds_as_those_that_load_what_it_compiled(tm
 
 def test_a_compiled_loop_leaves_torch_the_threads_it_had(tmp_path):
     assert printed(PRINT_THREADS, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="2").strip() == "1"
+
+
+def test_threads_that_draft_at_once_need_no_thread_safe_layer_of_numba():
+    """Where there is no OpenMP, numba's own threads end the process when two threads of it come at once."""
+    assert printed(DRAFT_BY_THREADS, NUMBA_THREADING_LAYER="workqueue") == "[True, True, True, True]\n"
