@@ -91,9 +91,12 @@ class TreeCache(Cache):
             past_B1 = self.lengths[moved, None]
             device = self._blocks[0].device
             source, target = (torch.from_numpy(past_B1 + r).to(device) for r in (source_BP, np.arange(P)[None]))
-            sequence = torch.tensor(moved, device=device)[:, None]
-            for block in self._blocks:
-                block[:, :, sequence, :, target] = block[:, :, sequence, :, source]
+            if len(self.lengths) == 1:
+                self.move(source[0], target[0])  # in a fifth of the time
+            else:
+                sequence = torch.tensor(moved, device=device)[:, None]
+                for block in self._blocks:
+                    block[:, :, sequence, :, target] = block[:, :, sequence, :, source]
         for b, kept in enumerate(rows):
             self.lengths[b] += len(kept)
         self._index = None

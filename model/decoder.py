@@ -293,9 +293,7 @@ class Decoder:
         """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
         assert batch.head_cache is not None
         counts = [len(request.following) for request in batch.active]
-        following_BL = torch.zeros(len(counts), max(counts), dtype=torch.long)
-        for row_L, request in zip(following_BL, batch.active, strict=True):
-            row_L[: len(request.following)] = torch.tensor(request.following)
+        following_BL = pad_sequence([torch.tensor(request.following) for request in batch.active], True)
         hidden_BLD = pad_sequence([request.hidden[0] for request in batch.active if request.hidden is not None], True)
         dtype = next(head.parameters()).dtype
         following_BL = following_BL.to(self.base.device)
