@@ -92,7 +92,7 @@ class TreeCache(Cache):
             device = self._blocks[0].device
             source, target = (torch.from_numpy(past_B1 + r).to(device) for r in (source_BP, np.arange(P)[None]))
             if len(self.lengths) == 1:
-                self.move(source[0], target[0])  # in a fifth of the time
+                self.move(source[0], target[0])  # in a third of the time
             else:
                 sequence = torch.tensor(moved, device=device)[:, None]
                 for block in self._blocks:
