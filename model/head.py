@@ -163,11 +163,15 @@ class Head(nn.Module, ABC):
 
         Rows past counts[b] are padding.
         """
+        return self._step(hidden_BLD, root_BLD, Anchors.last_of(counts, hidden_BLD.device), counts, cache)
+
+    def _step(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, last: Anchors, counts: Sequence[int], cache: TreeCache
+    ) -> Slots:
         sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
         context = self.encode(hidden_BLD, root_BLD, sight, cache)
         cache.keep([range(count) for count in counts])
-        last_B = torch.tensor(counts, device=hidden_BLD.device) - 1
-        return self.fill(context, Anchors.one_per_row(last_B), sight, root_BLD)
+        return self.fill(context, last, sight, root_BLD)
 
     @torch.no_grad()
     def drafts(
@@ -182,10 +186,9 @@ class Head(nn.Module, ABC):
 
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
-        slots = self.step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), counts, cache)
-        last_B = torch.tensor(counts, device=root_BL.device) - 1
-        root_B = Anchors.one_per_row(last_B).own(root_BL)
-        return [*candidates(slots, root_B, self, vocabulary).lattices()]
+        last = Anchors.last_of(counts, hidden_BLD.device)
+        slots = self._step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), last, counts, cache)
+        return [*candidates(slots, last.own(root_BL), self, vocabulary).lattices()]
 
     @torch.no_grad()
     def drafts_at(

@@ -118,7 +118,8 @@ def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topol
     lse_NT = logits_NTV.logsumexp(dim=2)
     if blank_NT is not None:
         blank_NT = torch.sigmoid(blank_NT.float() - lse_NT)
-    tokens_NX = logits_NTV.topk(min(top_k, logits_NTV.shape[2]), dim=2).indices.flatten(1)
+    N, _, V = logits_NTV.shape
+    tokens_NX = largest(logits_NTV.flatten(0, 1), min(top_k, V)).view(N, -1)
     columns_NTX = logits_NTV.gather(2, tokens_NX.unsqueeze(1).expand(-1, logits_NTV.shape[1], -1))
     return Candidates(
         (tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), partial(_plain_lattice, topology)
@@ -138,7 +139,8 @@ def movable_candidates_of(
     logits_NTV = logits_NTV.float()
     every_NTV = logits_NTV.log_softmax(dim=2)
     tokens_NTK = largest(every_NTV.flatten(0, 1), shortlist).view(*every_NTV.shape[:2], -1)
-    log_blank_NT = None if blank_NT is None else blank_NT.float() - (logits_NTV[:, :, 0] - every_NTV[:, :, 0])
+    lse_NT = logits_NTV[:, :, 0] - every_NTV[:, :, 0]  # the same for every token
+    log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT
     parts = root_N, mixed.root_NR, mixed.slot_NTR, tokens_NTK, every_NTV, log_blank_NT
     return Candidates(parts, partial(_moved_lattice, tables, topology))
 

@@ -3,6 +3,7 @@
 Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, T slots of each.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,11 @@ class Anchors(NamedTuple):
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
         return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1)
+
+    @staticmethod
+    def last_of(counts: Sequence[int], device: torch.device) -> "Anchors":
+        """The last of the first counts[b] positions of each row."""
+        return Anchors.one_per_row(torch.tensor(counts, device=device) - 1)
 
     def own(self, values_BL: Tensor) -> Tensor:
         """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""

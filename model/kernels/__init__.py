@@ -60,9 +60,9 @@ def linear_lse_top(
 
 def largest(values_RV: Tensor, top_k: int) -> Tensor:
     """Columns of the `top_k` largest of each row, largest first [R, top_k]; without a gradient."""
-    if values_RV.is_cuda or top_k > cpu_top.LANES:  # more, as a full transition wants, torch's topk finds faster
-        return values_RV.topk(top_k, dim=1).indices
-    return cpu_top.largest(values_RV.detach().contiguous(), top_k)
+    if cpu_top.suits(values_RV, top_k):
+        return cpu_top.largest(values_RV, top_k)
+    return values_RV.topk(top_k, dim=1).indices
 
 
 def prefix_lattice(

@@ -56,8 +56,9 @@ class PrefixLattice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_psi_NU: Tensor, grad_end_NS: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        given, found = LatticeInputs(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
-        return None, *ctx.ops.backward(given, found, grad_psi_NU, grad_end_NS), None, None
+        *given, log_psi_NU, log_end_NS, states = ctx.saved_tensors
+        found = log_psi_NU, log_end_NS, states
+        return None, *ctx.ops.backward(LatticeInputs(*given), found, grad_psi_NU, grad_end_NS), None, None
 
 
 class ShortlistDeltas(torch.autograd.Function):

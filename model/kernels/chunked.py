@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctcdraft.model.kernels.cpu_top import LANES, merge_top
+from ctcdraft.model.kernels.cpu_top import merge_top, suits
 
 # A CPU wants a tile that stays in its cache between the two GEMMs, about as high as wide (measured: docs/
 # fused_ctc.md). A GPU wants large GEMMs over the whole vocabulary.
@@ -261,7 +261,7 @@ def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor, scale: float =
 def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int) -> None:
     """Take a tile into the largest values so far (-inf: none yet) and their columns, in place."""
     wide_RC = z_RC.to(top_RS.dtype)
-    if not z_RC.is_cuda and top_RS.shape[1] <= LANES:  # more, as a full transition wants, torch's topk finds faster
+    if suits(z_RC, top_RS.shape[1]):
         return merge_top(top_RS, index_RS, wide_RC, first_column)
     here = wide_RC.topk(min(top_RS.shape[1], z_RC.shape[1]), dim=1)
     both_RS, both_index_RS = torch.cat([top_RS, here[0]], 1), torch.cat([index_RS, here[1] + first_column], 1)

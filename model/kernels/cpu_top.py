@@ -12,9 +12,14 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from ctcdraft.model.kernels.cpu_shortlist import use_torch_threads
+from ctcdraft.model.kernels.cpu_shortlist import array_of, use_torch_threads
 
 LANES = 64
+
+
+def suits(values: Tensor, top_k: int) -> bool:
+    """Where they lie here; more of them, as a full transition wants, torch's topk finds faster."""
+    return not values.is_cuda and top_k <= LANES
 
 
 def merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int) -> None:
@@ -24,11 +29,11 @@ def merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int)
 
 
 def largest(values_RC: Tensor, top_k: int) -> Tensor:
-    """Columns of the `top_k` <= LANES largest of each row [R, top_k], in the same order. On the caller's thread alone:
-    of several that decode each comes here, and numba's threads need not bear that."""
+    """Columns of the `top_k` largest of each row [R, top_k], in the same order. On the caller's thread alone: each of
+    several that decode comes here, and numba's threads need not bear that."""
     top_RS = values_RC.new_full((len(values_RC), top_k), -torch.inf)
     index_RS = torch.zeros_like(top_RS, dtype=torch.long)
-    _merge_rows(top_RS.numpy(), index_RS.numpy(), values_RC.numpy(), 0)  # type: ignore[call-arg]
+    _merge_rows(top_RS.numpy(), index_RS.numpy(), array_of(values_RC), 0)  # type: ignore[call-arg]
     return index_RS
 
 
@@ -61,9 +66,12 @@ def _merge_rows(top, index, z, first_column):
             lane[lanes] = i
             lanes += peak[i] >= least
         for i in range(lanes):
+            ties = 0  # more of a lane than are held cannot be among them
             for c in range(lane[i], C, LANES):
                 column[found] = c
-                found += z[r, c] >= least
+                tie = z[r, c] == least
+                found += (z[r, c] > least) | (tie & (ties < S))
+                ties += tie
         for i in range(found):
             value[S + i], place[S + i] = z[r, column[i]], first_column + column[i]
         above[: S + found] = 0

@@ -88,6 +88,15 @@ def test_the_columns_of_the_largest_are_those_of_a_sort(columns, top_k):
     assert torch.equal(largest(values, top_k), values.argsort(dim=1, descending=True)[:, :top_k])
 
 
+@pytest.mark.parametrize("top_k", [1, 16, 64])
+def test_of_equal_values_the_first_columns_come_first(top_k):
+    values = torch.zeros(2, 5000)
+    values[1, 4000:4003] = 1.0
+    found = largest(values, top_k)
+    assert found[0].tolist() == [*range(top_k)]
+    assert found[1].tolist() == [4000, 4001, 4002, *range(61)][:top_k]
+
+
 def test_a_tile_keeps_to_its_budget():
     for device, budget in chunked.TILE_BYTES.items():
         for rows in (1, 100, 2048, 65536):
