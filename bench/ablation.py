@@ -3,9 +3,9 @@
 python bench/ablation.py [--steps N] [--seeds N] [--jobs N] [--only a,b] [--out FOLDER] [any option of train.py]
 
 What a step of each variant costs is measured first, interleaved. Then all train for the same steps, and anew for as
-many steps as fit into the time of the dearest, where that is a tenth more. What is there already is reused, so an
-interrupted command goes on where it was. Checkpoints are chosen on the development split, figures are those of the test
-split. By default some two hours of two CPU cores, as the costs of a step say; give a GPU more --steps and --questions.
+many as fit into the time that the default takes, where that is a tenth more or fewer. What is there already is reused,
+so an interrupted command goes on where it was. Checkpoints are chosen on the development split, figures are those of
+the test split. By default some two hours of two CPU cores; give a GPU more --steps and --questions.
 """
 
 import argparse
@@ -190,9 +190,9 @@ class Stepper:
         self.optimizer.zero_grad()
 
 
-def more(steps, times):
-    """As many steps as cost the same, if that is a difference."""
-    return round(steps * times) if times > 1.1 else steps
+def as_long(steps, cost):
+    """As many steps as take the time of those of the default, beside which one costs that; if that is a difference."""
+    return steps if 1 / 1.1 <= cost <= 1.1 else round(steps / cost)
 
 
 def totals(seeds):
@@ -286,11 +286,8 @@ def main():
     given, overrides = parser.parse_known_args()
     study = Study(given, overrides)
     costs = study.costs()
-    dearest = max(costs[variant] for variant in study.variants)
-    budgets = {
-        "At equal steps": dict.fromkeys(study.variants, given.steps),
-        "At equal training time": {v: more(given.steps, dearest / costs[v]) for v in study.variants},
-    }
+    equal_time = {v: as_long(given.steps, costs[v] / costs["default"]) for v in study.variants}
+    budgets = {"At equal steps": dict.fromkeys(study.variants, given.steps), "At equal training time": equal_time}
     parts = []
     for title, steps in budgets.items():
         runs = study.train_all(steps, title)
