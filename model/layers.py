@@ -78,12 +78,14 @@ class Block(nn.Module):
 
 
 class Anchors(NamedTuple):
-    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there."""
+    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there;
+    one_each: anchor n is the only one of row n."""
 
     batch_N: Tensor
     position_N: Tensor
     place_N: Tensor
     most: int
+    one_each: bool = False
 
     @staticmethod
     def of(batch_N: Tensor, position_N: Tensor) -> "Anchors":
@@ -98,7 +100,7 @@ class Anchors(NamedTuple):
     def one_per_row(position_B: Tensor) -> "Anchors":
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
-        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1, True)
 
     @staticmethod
     def last_of(counts: Sequence[int], device: torch.device) -> "Anchors":
@@ -111,11 +113,15 @@ class Anchors(NamedTuple):
 
     def spread(self, values_N: Tensor, rows: int) -> Tensor:
         """[rows, most, ...] of [N, ...], 0 where a row has no such anchor."""
+        if self.one_each:
+            return values_N.unsqueeze(1)
         spread = values_N.new_zeros(rows, self.most, *values_N.shape[1:])
         return spread.index_put((self.batch_N, self.place_N), values_N)
 
     def gathered(self, values_BA: Tensor) -> Tensor:
         """What `spread` spread: [N, ...] of [rows, most, ...]."""
+        if self.one_each:
+            return values_BA.squeeze(1)
         return values_BA[self.batch_N, self.place_N]
 
 
@@ -151,8 +157,8 @@ class Recall(nn.Module):
         position_NT = position_N.unsqueeze(1) + torch.arange(1, T + 1, device=x_NTW.device)
         q = self.query(self.norm(x_NTW)).view(N, T, H, width).transpose(1, 2)
         q = anchors.spread(_rotate(q, *_rotary(position_NT, width, q.dtype)), B)  # [B, A, H, T, width]
-        unseen_BAS = anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
-        mask = ~unseen_BAS.repeat_interleave(T, dim=1).unsqueeze(1)
+        seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
+        mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, T, -1).reshape(B, 1, anchors.most * T, S)
         q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
         y = F.scaled_dot_product_attention(q, memory.keys, memory.values, attn_mask=mask)
         y = anchors.gathered(y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4))
