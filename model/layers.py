@@ -166,12 +166,13 @@ class Recall(nn.Module):
 
 
 def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, L, width] for `_rotate`; the first half of the sines is negated."""
     last = 2.0 / width - 1.0
     frequency = torch.logspace(0.0, last, width // 2, ROPE_BASE, dtype=torch.float32, device=positions_BL.device)
-    angle = positions_BL[:, None, :, None].float() * frequency
+    angle = positions_BL[:, None, :, None].float() * torch.cat([-frequency, frequency])
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """Number i and number i + width / 2 of x are the two of a plane (as in Llama)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
