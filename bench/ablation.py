@@ -74,6 +74,7 @@ SETTINGS = {
     "N=64": ("draft=tree", "draft.nodes=64"),
 }
 ROUNDS = 9
+SMOOTHED = 8  # rows of metrics.jsonl
 
 
 class Study:
@@ -263,13 +264,19 @@ def table(study, runs, costs, given):
 
 
 def curves(study, runs, path):
-    figure, axes = plt.subplots(figsize=(7, 4))
+    """The sum of psi on training batches while each learns, the likeliest at the end first."""
+    found = {}
     for variant, names in runs.items():
         rows = read_jsonl(Path(study.config("default").runs_dir) / names[0] / "metrics.jsonl")
-        points = [(row["step"], row["dev/tokens_per_step"]) for row in rows if "dev/tokens_per_step" in row]
-        axes.plot(*zip(*points, strict=True), label=variant)
-    axes.set(xlabel="steps", ylabel="simulated tokens per step, development split")
-    axes.legend(fontsize=7)
+        steps, psi = np.array([(row["step"], row["draft/psi_sum"]) for row in rows if "draft/psi_sum" in row]).T
+        window = np.ones(min(SMOOTHED, len(psi)))
+        found[variant] = steps[len(window) - 1 :], np.convolve(psi, window / len(window), "valid")
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for number, variant in enumerate(sorted(found, key=lambda name: -found[name][1][-1])):
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
+        axes.plot(*found[variant], label=variant, **style)
+    axes.set(xlabel="steps", ylabel="sum of psi along the labels of training batches")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
