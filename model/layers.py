@@ -100,7 +100,7 @@ class Anchors(NamedTuple):
     def one_per_row(position_B: Tensor) -> "Anchors":
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
-        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1, True)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1, one_each=True)
 
     @staticmethod
     def last_of(counts: Sequence[int], device: torch.device) -> "Anchors":

@@ -18,7 +18,8 @@ LANES = 64
 
 
 def suits(values: Tensor, top_k: int) -> bool:
-    """Where they lie here; more of them, as a full transition wants, torch's topk finds faster."""
+    """Are the `top_k` largest of these found here: on a CPU, and where they are no more than lanes? More of them, as a
+    full transition wants, torch's topk finds faster."""
     return not values.is_cuda and top_k <= LANES
 
 
@@ -66,7 +67,7 @@ def _merge_rows(top, index, z, first_column):
             lane[lanes] = i
             lanes += peak[i] >= least
         for i in range(lanes):
-            ties = 0  # more of a lane than are held cannot be among them
+            ties = 0  # of those that equal `least`, only the first S of a lane can be among the largest
             for c in range(lane[i], C, LANES):
                 column[found] = c
                 tie = z[r, c] == least
