@@ -12,12 +12,13 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 @njit(cache=True)
-def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, moving, read, *behind):
+def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, prune, moving, read, *behind):
     """Tokens, parents, depths and psi of the best nodes; see `tree.search`. behind: fields of a `Behind`, then those of
     its tables; not looked at unless `moving`.
 
     What a slot emits behind a prefix is computed once that could decide which node comes next: no child has more than
-    what the slots before gave it and all that is left of its parent.
+    what the slots before gave it and all that is left of its parent. Once that is at most `prune` of the parent's psi,
+    it is left out.
     """
     at, slots = _anchor(tokens, emission, read, nodes + 1 if moving else 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
@@ -49,7 +50,7 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
                     p_blank = np.float32(0.0) if edge else blank[t]
                 _hand_on(children[g], pb[g], pn[g], t, p[i, row], p_blank, stays[g])
             next_slot[g] = t + 1
-            left[g] = _left(pb[g], pn[g], t + 1)
+            left[g] = _left(pb[g], pn[g], t + 1, prune * (psis[g - 1] if g > 0 else np.float32(1.0)))
             best[g] = children[g, _largest(children[g])] + left[g]
             continue
         c = _largest(children[g])
@@ -70,7 +71,7 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
             i, row = _row(g, t, depth, t == depth + band, moving)
             pn[n, t + 1] = (pb[g, t] if c == stays[g] else pb[g, t] + pn[g, t]) * p[i, row, c]
         next_slot[n] = depth + 1
-        best[n] = left[n] = _left(pb[n], pn[n], depth + 1)
+        best[n] = left[n] = _left(pb[n], pn[n], depth + 1, prune * psis[count - 1])
     return said[1 : count + 1], parents[:count], depths[1 : count + 1], psis[:count]
 
 
@@ -129,12 +130,12 @@ def _hand_on(children, pb, pn, t, p, p_blank, stay):
 
 
 @njit(cache=True)
-def _left(pb, pn, t):
+def _left(pb, pn, t, negligible):
     """What the slots from t on may add to the children of a prefix; 0 where they are not looked at."""
     left = pb[t]
     for s in range(t, len(pn) - 1):
         left += pn[s]
-    return left if t < len(pn) - 1 and left > UNLIKELY else np.float32(0.0)
+    return left if t < len(pn) - 1 and left > max(negligible, UNLIKELY) else np.float32(0.0)
 
 
 @njit(cache=True)

@@ -42,12 +42,15 @@ class DraftConfig:
 
     budget: `fixed`, or `auto`: at most `nodes`, as many per step as pay by calibrated psi and the time of a step, which
     is measured once (for one sequence at a time; a batch keeps to `nodes`).
+
+    prune: the share of a prefix's alignments that the search may leave out, see `tree.search`; 0: psi is exact.
     """
 
     kind: str = "tree"
     nodes: int = 32
     top_k: int = 32
     budget: str = "fixed"
+    prune: float = 0.03
 
     def __post_init__(self) -> None:
         if self.kind not in ("tree", "chain"):
@@ -56,6 +59,8 @@ class DraftConfig:
             raise ValueError(f"draft.budget={self.budget!r} is unknown: choose fixed or auto")
         if self.nodes < 1 or self.top_k < 1:
             raise ValueError(f"draft.nodes={self.nodes} and draft.top_k={self.top_k} must be at least 1")
+        if not 0.0 <= self.prune < 1.0:
+            raise ValueError(f"draft.prune={self.prune} must be at least 0 and below 1")
 
 
 class Decoder:
@@ -135,7 +140,8 @@ class Decoder:
         chain = self.draft.kind == "chain"
         if isinstance(drafted, Tree):
             return trees.chosen(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
-        return trees.search(drafted, self.draft.nodes, read=read, max_depth=max_depth, leaves=leaves, chain=chain)
+        nodes, prune = self.draft.nodes, self.draft.prune
+        return trees.search(drafted, nodes, read=read, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
 
     # -- one batch ------------------------------------------------------------------------------------------
 

@@ -78,18 +78,21 @@ def search(
     max_depth: int | None = None,
     leaves: NDArray[np.int64] | None = None,
     chain: bool = False,
+    prune: float = 0.0,
 ) -> Tree:
     """The best `nodes` prefixes of the lattice by psi, at most `max_depth` deep.
 
     read: the tokens so far, the root last, for a transition that looks them up. Tokens in `leaves` (end of sequence)
-    get no children. chain=True follows the best child only.
+    get no children. chain=True follows the best child only. prune: behind each prefix the last slots are left out that
+    at most this share of its alignments reach without a new token, so that psi of depth d is at most d * prune too
+    small.
     """
     depth = lattice.slots if max_depth is None else min(max_depth, lattice.slots)
     if nodes < 1 or depth < 1:
         return EMPTY
     ends = NO_TOKENS if leaves is None else leaves
     topology = lattice.topology.merge, lattice.topology.width(lattice.slots)
-    plain = lattice.emission, lattice.blank, lattice.tokens, ends, *topology, nodes, depth, chain
+    plain = lattice.emission, lattice.blank, lattice.tokens, ends, *topology, nodes, depth, chain, np.float32(prune)
     *behind, tables = NOT_MOVED if lattice.behind is None else lattice.behind
     return Tree(*best_first.search(*plain, lattice.behind is not None, read, *behind, *tables))  # type: ignore[call-arg]
 

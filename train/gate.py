@@ -324,7 +324,7 @@ class _Gate:
     @torch.no_grad()
     def tree(self) -> str:
         """Do draft trees hold what the head has learnt, with the psi that the loss gives it?"""
-        slots, decoder = self._slots(), Decoder(self.base, self.head, self.draft)
+        slots, decoder = self._slots(), Decoder(self.base, self.head, replace(self.draft, prune=0.0))
         psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
         worst, held, able = 0.0, 0, 0
         for n, (drafted, read) in enumerate(zip(self._drafted(), read_at(self.batch), strict=True)):

@@ -172,6 +172,8 @@ def test_bad_draft_settings_are_refused():
         DraftConfig(kind="forest")
     with pytest.raises(ValueError, match="at least 1"):
         DraftConfig(nodes=0)
+    with pytest.raises(ValueError, match="below 1"):
+        DraftConfig(prune=1.0)
 
 
 def test_an_interrupted_call_leaves_nothing_behind(base, monkeypatch):

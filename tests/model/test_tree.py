@@ -182,6 +182,31 @@ def test_a_transition_lattice_is_exact(T, V, K, J, read, topology, seed):
     assert np.allclose(sorted(tree.psi, reverse=True), best, atol=1e-5)
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    T=st.integers(1, 6), V=st.integers(1, 3), prune=st.floats(0, 0.5), topology=TOPOLOGIES, seed=st.integers(0, 9999)
+)
+def test_pruning_takes_no_more_of_psi_than_it_may(T, V, prune, topology, seed):
+    lattice = moving_lattice(T, V, seed, J=1, topology=topology)
+    exact = dict(zip(prefixes(whole := search(lattice, 10**4)), whole.psi, strict=True))
+    tree = search(lattice, 10**4, prune=prune)
+    kept = dict(zip(prefixes(tree), tree.psi, strict=True))
+    for path, psi in exact.items():
+        ancestors = [1.0, *(kept.get(path[:k], 0.0) for k in range(1, len(path)))]
+        assert psi - prune * sum(ancestors) - 1e-5 < kept.get(path, 0.0) < psi + 1e-5
+    best = sorted(kept.values(), reverse=True)[:10]
+    assert np.allclose(search(lattice, 10, prune=prune).psi, best, atol=1e-5)  # of those that are left
+
+
+def test_pruning_leaves_out_what_nothing_but_blanks_leads_to():
+    """Half of what the first slot writes is a blank, behind which the second writes token 1, as nothing else does."""
+    logits, blank = torch.tensor([[0.0, -30.0], [-30.0, 0.0]]), torch.tensor([0.0, -30.0])
+    lattice = lattice_from_logits(logits, blank, 2, Topology(merge=False, band=1))
+    for prune, want in ((0.0, [(0,), (0, 1), (1,)]), (0.49, [(0,), (0, 1), (1,)]), (0.51, [(0,), (0, 1)])):
+        tree = search(lattice, 9, prune=prune)
+        assert sorted(path for path, psi in zip(prefixes(tree), tree.psi, strict=True) if psi > 0.01) == want
+
+
 @given(
     tokens=st.sets(st.integers(0, 60).map(lambda v: 256 * v), min_size=1, max_size=40),
     asked=st.lists(st.integers(0, 256 * 60), max_size=20),
