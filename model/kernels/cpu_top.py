@@ -1,8 +1,8 @@
 """The largest values of each row, tile after tile, compiled for a CPU. torch's topk takes as long as the GEMM that made
 the tile.
 
-Every LANES-th column is of one lane. The S-th largest of the lanes' largest values is a bound: S values are at least as
-large. So only lanes that reach it are looked at one by one, about S of them.
+Every LANES-th column is of one lane. About the S-th largest of the lanes' largest values is a bound: S values are at
+least as large. So only lanes that reach it are looked at one by one, about S of them.
 
 Suffixes as in chunked.py: R rows, C columns of a tile, S held.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from ctcdraft.model.kernels.cpu_shortlist import array_of, use_torch_threads
 
 LANES = 64
+HALVINGS = 8  # in search of the bound
 
 
 def suits(values: Tensor, top_k: int) -> bool:
@@ -61,18 +62,17 @@ def _merge_rows(top, index, z, first_column):
                 peak[i] = row[i] if row[i] > peak[i] else peak[i]
         pool[:S] = value[:S] = top[r]
         place[:S] = index[r]
-        least = _largest(pool, S, above)
+        least = _bound(pool, S)
         lanes = found = 0
         for i in range(LANES):
             lane[lanes] = i
             lanes += peak[i] >= least
         for i in range(lanes):
-            ties = 0  # of those that equal `least`, only the first S of a lane can be among the largest
             for c in range(lane[i], C, LANES):
                 column[found] = c
-                tie = z[r, c] == least
-                found += (z[r, c] > least) | (tie & (ties < S))
-                ties += tie
+                found += z[r, c] >= least
+        if found > S + 2 * LANES:
+            found = _without_ties(column, found, z[r], least, S)
         for i in range(found):
             value[S + i], place[S + i] = z[r, column[i]], first_column + column[i]
         above[: S + found] = 0
@@ -85,13 +85,39 @@ def _merge_rows(top, index, z, first_column):
 
 
 @njit(cache=True)
-def _largest(values, k, above):
-    """The k-th largest, by counting for each value how many are above it: that has no branches to mispredict."""
-    above[: len(values)] = 0
-    for j in range(len(values)):
+def _bound(values, k):
+    """What at least k of them reach, and hardly more: from the least of some k, halfway to the largest and again."""
+    low = high = values.dtype.type(-np.inf)
+    for start in range(0, len(values) - k + 1, k):
+        least = values[start]
+        for i in range(start, start + k):
+            least = min(least, values[i])
+        low = max(low, least)
+    for value in values:
+        high = max(high, value)
+    for _ in range(HALVINGS):
+        middle = low + (high - low) * values.dtype.type(0.5)
+        if not low < middle < high:
+            break
+        count = 0
         for i in range(len(values)):
-            above[i] += values[j] > values[i]
-    least = values.dtype.type(np.inf)
-    for i in range(len(values)):
-        least = min(least, values[i] if above[i] < k else least)
-    return least
+            count += values[i] >= middle
+        low, high = (middle, high) if count >= k else (low, middle)
+    return low
+
+
+@njit(cache=True)
+def _without_ties(column, found, row, least, k):
+    """The columns, in place, but of those that equal `least` only the first k of each lane: no more can be among the
+    largest. How many are left."""
+    kept = ties = 0
+    lane = -1
+    for i in range(found):
+        c = column[i]
+        if c % LANES != lane:
+            lane, ties = c % LANES, 0
+        tie = row[c] == least
+        column[kept] = c
+        kept += (row[c] > least) | (tie & (ties < k))
+        ties += tie
+    return kept
