@@ -32,11 +32,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
-from ctcdraft.model.kernels import Prefixes, shortlist_deltas
-from ctcdraft.model.kernels.reference import LOG_ZERO
+from ctcdraft.model.kernels import Moved, Prefixes, moved_shortlist
+from ctcdraft.model.kernels.reference import LOG_ZERO, NO_TOKEN
 from ctcdraft.model.topology import DIAGONAL, Topology
-
-NO_TOKEN = -2  # where no label is; -1 stands for no successor
 
 
 class Shortlist(NamedTuple):
@@ -47,19 +45,6 @@ class Shortlist(NamedTuple):
     logits_NTK: Tensor
     lse_NT: Tensor
     successor_NTWJ: Tensor
-
-    def behind(self, successor_NTWJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of S_t(g) and their logits [N, T, W, J + K], of these successors and the slot's likeliest tokens; -inf
-        for successors that are none (-1), or among the likeliest."""
-        W = successor_NTWJ.shape[2]
-        passed_NTWJ = successor_NTWJ < 0
-        for index_NT in self.index_NTK.unbind(2):  # all pairs at once would be the largest tensor of a step
-            passed_NTWJ |= successor_NTWJ == index_NT[:, :, None, None]
-        next_NTWJ = self.successor_NTWJ.masked_fill(passed_NTWJ, float("-inf"))
-        index_NTWK, logits_NTWK = (
-            part.unsqueeze(2).expand(-1, -1, W, -1) for part in (self.index_NTK, self.logits_NTK)
-        )
-        return torch.cat([successor_NTWJ, index_NTWK], dim=3), torch.cat([next_NTWJ, logits_NTWK], dim=3)
 
 
 class Mixed(NamedTuple):
@@ -124,18 +109,6 @@ class Emissions(NamedTuple):
     emit_NTU: Tensor
     stay_NTU: Tensor
     blank_NTS: Tensor
-    coverage_T: Tensor
-
-
-class Moved(NamedTuple):
-    """Of slots behind the prefixes of their windows: lse of the shortlist, moved and as it is; deltas of the label that
-    comes next, of the last one again, and of the blank; how often the shortlist holds slot t's label t + 1."""
-
-    moved_NTW: Tensor
-    still_NTW: Tensor
-    emit_NTW: Tensor
-    stay_NTW: Tensor
-    blank_NTW: Tensor
     coverage_T: Tensor
 
 
@@ -258,15 +231,16 @@ class Transition(nn.Module):
 
     def forward(
         self, known: Known, shortlist: Shortlist, labels_NU: Tensor, topology: Topology, implementation: str
-    ) -> Moved:
-        """Every slot behind the prefixes of its window, in the precision of the logits.
+    ) -> tuple[Moved, Tensor]:
+        """Every slot behind the prefixes of its window, in the precision of the logits; and [T] how often the shortlist
+        of slot t holds label t + 1.
 
         Behind more labels than there are slots before nothing is moved.
         """
         slot_NTR, dtype = known.mixed.slot_NTR, shortlist.logits_NTK.dtype
-        T, R = slot_NTR.shape[1:]
+        (N, T, R), U = slot_NTR.shape, labels_NU.shape[1]
         blank_R = slot_NTR.new_zeros(R) if self.blank_R is None else self.blank_R
-        window_TW = topology.window(T, labels_NU.shape[1]).to(labels_NU.device)
+        window_TW = topology.window(T, U).to(labels_NU.device)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
             self.states(known).to(dtype),
@@ -275,29 +249,14 @@ class Transition(nn.Module):
             window_TW,
             known.successor_NSJ,
             shortlist.index_NTK,
+            shortlist.successor_NTWJ,
+            shortlist.logits_NTK,
+            F.pad(labels_NU, (0, 1), value=NO_TOKEN),
+            F.pad(labels_NU, (1, 0), value=NO_TOKEN) if topology.merge else labels_NU.new_full((N, U + 1), NO_TOKEN),
         )
-        delta_NTWX, blank_NTW1 = shortlist_deltas(prefixes, implementation).tensor_split([-1], dim=3)
-        token_NTWX, logits_NTWX = shortlist.behind(known.successor_NSJ[:, window_TW])
-
-        def of_labels(label_NS: Tensor) -> tuple[Tensor, Tensor]:
-            """The deltas of labels [N, T, W], 0 for those that are not in the shortlist; which are."""
-            same_NTWX = (token_NTWX == label_NS[:, window_TW].unsqueeze(3)).to(torch.uint8)
-            inside_NTW, place_NTW = same_NTWX.max(dim=3)
-            return delta_NTWX.gather(3, place_NTW.unsqueeze(3)).squeeze(3) * inside_NTW, inside_NTW == 1
-
-        emit_NTW, inside_NTW = of_labels(F.pad(labels_NU, (0, 1), value=NO_TOKEN))
-        stay_NTW = torch.zeros_like(emit_NTW)
-        if topology.merge:
-            stay_NTW, _ = of_labels(F.pad(labels_NU, (1, 0), value=NO_TOKEN))
+        moved = moved_shortlist(prefixes, implementation)
         straight_TW = window_TW == torch.arange(T, device=window_TW.device).unsqueeze(1)
-        return Moved(
-            (logits_NTWX + delta_NTWX).logsumexp(dim=3),
-            logits_NTWX.logsumexp(dim=3),
-            emit_NTW,
-            stay_NTW,
-            blank_NTW1.squeeze(3),
-            (inside_NTW & straight_TW).any(dim=2).float().mean(dim=0),
-        )
+        return moved, (moved.inside_NTW & straight_TW).any(dim=2).float().mean(dim=0)
 
 
 def along_labels(
@@ -310,7 +269,7 @@ def along_labels(
     implementation: str = "auto",
 ) -> Emissions:
     """Every slot behind every prefix of the labels that it can stand behind; logits: of the label that comes next."""
-    moved = known.transition(known, shortlist, labels_NU, topology, implementation)
+    moved, coverage_T = known.transition(known, shortlist, labels_NU, topology, implementation)
     return normalised(
         logits_NTW + moved.emit_NTW,
         again(logits_NTW) + moved.stay_NTW,
@@ -318,7 +277,7 @@ def along_labels(
         normaliser(moved, shortlist.lse_NT),
         labels_NU.shape[1],
         topology,
-        moved.coverage_T,
+        coverage_T,
     )
 
 
@@ -363,9 +322,9 @@ def slot_by_slot(
     known: Known, shortlist: Shortlist, logits_NT1: Tensor, labels_NT: Tensor, implementation: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and the coverage [T]."""
-    moved = known.transition(known, shortlist, labels_NT, DIAGONAL, implementation)
+    moved, coverage_T = known.transition(known, shortlist, labels_NT, DIAGONAL, implementation)
     log_p_NT1 = logits_NT1 + moved.emit_NTW - normaliser(moved, shortlist.lse_NT)
-    return log_p_NT1.squeeze(2), moved.coverage_T
+    return log_p_NT1.squeeze(2), coverage_T
 
 
 def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:

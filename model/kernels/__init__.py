@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_shortlist, cpu_top, reference
-from ctcdraft.model.kernels.autograd import LinearLseGather, PrefixLattice, ShortlistDeltas
-from ctcdraft.model.kernels.reference import Prefixes
+from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
+from ctcdraft.model.kernels.reference import Moved, Prefixes
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
@@ -86,15 +86,14 @@ def prefix_lattice(
     return reference.prefix_lattice(*arguments)
 
 
-def shortlist_deltas(prefixes: Prefixes, implementation: str = "auto") -> Tensor:
-    """A transition along known labels: see `reference.shortlist_deltas`.
+def moved_shortlist(prefixes: Prefixes, implementation: str = "auto") -> Moved:
+    """A transition along known labels: see `reference.moved_shortlist`.
 
     Compiled on a CPU; on a GPU the reference, whose [N, T, W, J + K] is small beside a tile of logits.
     """
     if _choose(implementation, prefixes.slot_NTR) == "reference" or not _compiles(prefixes):
-        return reference.shortlist_deltas(prefixes)
-    delta_NTWX: Tensor = ShortlistDeltas.apply(cpu_shortlist, *prefixes)
-    return delta_NTWX
+        return reference.moved_shortlist(prefixes)
+    return Moved(*MovedShortlist.apply(cpu_shortlist, *prefixes))
 
 
 def _compiles(parts: Iterable[Tensor]) -> bool:
@@ -138,9 +137,10 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Moved",
     "Prefixes",
     "linear_lse_gather",
     "linear_lse_top",
+    "moved_shortlist",
     "prefix_lattice",
-    "shortlist_deltas",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked
-from ctcdraft.model.kernels.reference import LatticeInputs, Prefixes
+from ctcdraft.model.kernels.reference import LatticeInputs, Moved, Prefixes
 
 
 class LinearLseGather(torch.autograd.Function):
@@ -61,20 +61,23 @@ class PrefixLattice(torch.autograd.Function):
         return None, *ctx.ops.backward(LatticeInputs(*given), found, grad_psi_NU, grad_end_NS), None, None
 
 
-class ShortlistDeltas(torch.autograd.Function):
-    """`reference.shortlist_deltas` with forward and backward of its own, in the module `ops`."""
+class MovedShortlist(torch.autograd.Function):
+    """`reference.moved_shortlist` with forward and backward of its own, in the module `ops`."""
 
     @staticmethod
-    def forward(ctx: Any, ops: ModuleType, *prefixes: Tensor) -> Tensor:
-        ctx.ops = ops
-        ctx.save_for_backward(*prefixes)
-        delta_NTWX: Tensor = ops.forward(Prefixes(*prefixes))
-        return delta_NTWX
+    def forward(ctx: Any, ops: ModuleType, *prefixes: Tensor) -> Moved:
+        moved, kept = ops.forward(Prefixes(*prefixes))
+        ctx.ops, ctx.given = ops, len(prefixes)
+        ctx.save_for_backward(*prefixes, *kept)
+        ctx.mark_non_differentiable(moved.inside_NTW)
+        return moved
 
     @staticmethod
-    def backward(ctx: Any, grad_NTWX: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_moved: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        return None, *ctx.ops.backward(Prefixes(*ctx.saved_tensors), grad_NTWX), None, None, None
+        prefixes, kept = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
+        of_slot, of_context, of_token, of_blank, *of_logits = ctx.ops.backward(Prefixes(*prefixes), kept, of_moved[:5])
+        return None, of_slot, of_context, of_token, of_blank, None, None, None, *of_logits, None, None
 
 
 def refuse_second_derivative() -> None:

@@ -1,4 +1,4 @@
-"""`reference.shortlist_deltas` compiled for a CPU: rows of P w_v are read where they are, none is copied.
+"""`reference.moved_shortlist` compiled for a CPU: rows of P w_v are read where they are, none is copied.
 
 Chunks of anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered
 (fastmath): the process that compiles would then round in another way than those that load what it compiled, and a
@@ -18,7 +18,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctcdraft.model.kernels.reference import Prefixes
+from ctcdraft.model.kernels.reference import Moved, Prefixes
 
 # Gradients below the larger of these are 0: arithmetic near float32's smallest numbers takes a hundred times as long,
 # and some prefixes are hardly reached by any alignment.
@@ -26,26 +26,32 @@ NOTHING = 1e-30
 NEGLIGIBLE = 1e-5  # of what the largest gradient is rounded by
 
 
-def forward(prefixes: Prefixes) -> Tensor:
-    """What the reference returns."""
+def forward(prefixes: Prefixes) -> tuple[Moved, tuple[Tensor, ...]]:
+    """What the reference returns, and what `backward` needs: shares of the shortlist's tokens in its sums, moved and as
+    it is [N, T, W, J + K]; where in it the next label and the last one are [N, T, W], -1: they are not."""
     N, T, K = prefixes.index_NTK.shape
     J, W = prefixes.successor_NSJ.shape[2], prefixes.window_TW.shape[1]
-    delta_NTWX = prefixes.slot_NTR.new_zeros(N, T, W, J + K + 1)
-    _forward(use_torch_threads(), *map(array_of, prefixes), delta_NTWX.numpy())  # type: ignore[call-arg]
-    return delta_NTWX
+    of_windows = [prefixes.slot_NTR.new_zeros(N, T, W) for _ in range(5)]
+    moved = Moved._make([*of_windows, torch.zeros(N, T, W, dtype=torch.bool)])
+    shares = [prefixes.slot_NTR.new_zeros(N, T, W, J + K) for _ in range(2)]
+    places = [torch.full((N, T, W), -1) for _ in range(2)]
+    kept = (*shares, *places)
+    _forward(use_torch_threads(), *map(array_of, prefixes), *(part.numpy() for part in (*moved, *kept)))  # type: ignore
+    return moved, kept
 
 
-def backward(prefixes: Prefixes, grad_NTWX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of slot, context, token and blank."""
+def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients of slot, context, token, blank, and of the logits of successors and likeliest tokens."""
     threads = use_torch_threads()
-    grad_slot, grad_context = torch.zeros_like(prefixes.slot_NTR), torch.zeros_like(prefixes.context_NSR)
-    shared = (prefixes.token_VR, prefixes.blank_R)
-    grad_token, grad_blank = (part.new_zeros(threads, *part.shape) for part in shared)
-    out = [part.numpy() for part in (grad_slot, grad_context, grad_token, grad_blank)]
-    grad, largest = array_of(grad_NTWX), float(grad_NTWX.abs().max()) if grad_NTWX.numel() else 0.0
-    nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(grad_NTWX.dtype).eps * largest)
-    _backward(threads, grad.dtype.type(nothing), *map(array_of, prefixes), grad, *out)  # type: ignore[call-arg]
-    return grad_slot, grad_context, grad_token.sum(dim=0), grad_blank.sum(dim=0)
+    alone = [torch.zeros_like(part) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
+    shared = [part.new_zeros(threads, *part.shape) for part in (prefixes.token_VR, prefixes.blank_R)]
+    logits = [torch.zeros_like(part) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
+    largest = max((float(part.abs().max()) for part in of_moved if part.numel()), default=0.0)
+    nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(prefixes.slot_NTR.dtype).eps * largest)
+    known = [array_of(part) for part in (*prefixes[:7], *kept, *of_moved)]
+    out = [part.numpy() for part in (*alone, *shared, *logits)]
+    _backward(threads, known[0].dtype.type(nothing), *known, *out)  # type: ignore[call-arg]
+    return *alone, *(part.sum(dim=0) for part in shared), *logits
 
 
 def use_torch_threads() -> int:
@@ -101,57 +107,121 @@ def _dot(part, gate, token, v):
     return total
 
 
+@njit(cache=True)
+def _is_among(v, tokens):
+    found = False
+    for token in tokens:
+        found |= token == v
+    return found
+
+
+@njit(cache=True)
+def _place(v, successor, index, logits):
+    """Where token v is in a shortlist of successors, of which those with a logit of -inf are none, and of likeliest
+    tokens; -1: nowhere."""
+    for j in range(len(successor)):
+        if successor[j] == v and logits[j] != -np.inf:
+            return j
+    for k in range(len(index)):
+        if index[k] == v:
+            return len(successor) + k
+    return -1
+
+
+@njit(cache=True)
+def _shares(values):
+    """Their log-sum-exp; in place, what each has of it."""
+    peak, total = values[0], values.dtype.type(0)
+    for value in values:
+        peak = max(peak, value)
+    for x in range(len(values)):
+        values[x] = np.exp(values[x] - peak)
+        total += values[x]
+    for x in range(len(values)):
+        values[x] /= total
+    return peak + np.log(total)
+
+
 @njit(cache=True, parallel=True)
-def _forward(threads, slot, context, token, blank, window, successor, index, delta):
+def _forward(
+    threads, slot, context, token, blank, window, successor, index, successor_logits, logits, next, last,
+    moved, still, emit, stay, of_blank, inside, moved_share, still_share, next_place, last_place,
+):  # fmt: skip
     N, T, K = index.shape
     J, R = successor.shape[2], slot.shape[2]
     blanks = blank.reshape(1, R)
     for chunk in prange(threads):
-        gate, part = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
+        gate, part, delta = np.empty(R, slot.dtype), np.empty(R, slot.dtype), np.zeros(J + K, slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for t in range(T):
                 for w, s in enumerate(window[t]):
-                    if s > t:
-                        break
-                    _gates(gate, slot[n, t], context[n, s])
+                    as_is, as_moved = still_share[n, t, w], moved_share[n, t, w]
                     for j in range(J):
-                        if successor[n, s, j] >= 0:
-                            delta[n, t, w, j] = _dot(part, gate, token, successor[n, s, j])
-                    for k in range(K):
-                        delta[n, t, w, J + k] = _dot(part, gate, token, index[n, t, k])
-                    delta[n, t, w, J + K] = _dot(part, gate, blanks, 0)
+                        v = successor[n, s, j]
+                        passed = v < 0 or _is_among(v, index[n, t])
+                        as_is[j] = -np.inf if passed else successor_logits[n, t, w, j]
+                    as_is[J:] = logits[n, t]
+                    delta[:] = 0
+                    if s <= t:
+                        _gates(gate, slot[n, t], context[n, s])
+                        for j in range(J):
+                            if as_is[j] != -np.inf:
+                                delta[j] = _dot(part, gate, token, successor[n, s, j])
+                        for k in range(K):
+                            delta[J + k] = _dot(part, gate, token, index[n, t, k])
+                        of_blank[n, t, w] = _dot(part, gate, blanks, 0)
+                        x = next_place[n, t, w] = _place(next[n, s], successor[n, s], index[n, t], as_is)
+                        y = last_place[n, t, w] = _place(last[n, s], successor[n, s], index[n, t], as_is)
+                        inside[n, t, w] = x >= 0
+                        emit[n, t, w] = delta[x] if x >= 0 else 0
+                        stay[n, t, w] = delta[y] if y >= 0 else 0
+                    for x in range(J + K):
+                        as_moved[x] = as_is[x] + delta[x]
+                    still[n, t, w], moved[n, t, w] = _shares(as_is), _shares(as_moved)
 
 
 @njit(cache=True, parallel=True)
 def _backward(
-    threads, nothing, slot, context, token, blank, window, successor, index, grad,
-    grad_slot, grad_context, grad_token, grad_blank,
+    threads, nothing, slot, context, token, blank, window, successor, index, moved_share, still_share, next_place,
+    last_place, of_moved, of_still, of_emit, of_stay, of_blank,
+    grad_slot, grad_context, grad_token, grad_blank, grad_successor, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
     J, R = successor.shape[2], slot.shape[2]
     for chunk in prange(threads):
+        grad = np.empty(J + K, slot.dtype)
         chosen, move = np.empty(J + K, np.int64), np.empty(J + K, slot.dtype)  # what is moved, by how much
         gate, back = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for t in range(T):
                 for w, s in enumerate(window[t]):
+                    for x in range(J + K):
+                        grad[x] = of_moved[n, t, w] * moved_share[n, t, w, x]
+                    for j in range(J):
+                        grad_successor[n, t, w, j] = grad[j] + of_still[n, t, w] * still_share[n, t, w, j]
+                    for k in range(K):
+                        grad_logits[n, t, k] += grad[J + k] + of_still[n, t, w] * still_share[n, t, w, J + k]
                     if s > t:
-                        break
+                        continue
+                    if next_place[n, t, w] >= 0:
+                        grad[next_place[n, t, w]] += of_emit[n, t, w]
+                    if last_place[n, t, w] >= 0:
+                        grad[last_place[n, t, w]] += of_stay[n, t, w]
                     count = 0
                     for x in range(J + K):
                         v = successor[n, s, x] if x < J else index[n, t, x - J]
-                        if v >= 0 and not abs(grad[n, t, w, x]) <= nothing:  # NaN is something
-                            chosen[count], move[count] = v, grad[n, t, w, x]
+                        if v >= 0 and not abs(grad[x]) <= nothing:  # NaN is something
+                            chosen[count], move[count] = v, grad[x]
                             count += 1
-                    of_blank = grad[n, t, w, J + K]
-                    if abs(of_blank) <= nothing:
-                        of_blank *= 0
+                    blanks = of_blank[n, t, w]
+                    if abs(blanks) <= nothing:
+                        blanks *= 0
                         if count == 0:
                             continue
                     _gates(gate, slot[n, t], context[n, s])
                     for r in range(R):
-                        back[r] = of_blank * blank[r]
-                        grad_blank[chunk, r] += of_blank * gate[r]
+                        back[r] = blanks * blank[r]
+                        grad_blank[chunk, r] += blanks * gate[r]
                     _add_rows(back, token, chosen, move, count)
                     for i in range(count):
                         v, by = chosen[i], move[i]

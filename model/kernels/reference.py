@@ -14,6 +14,7 @@ from torch import Tensor
 # A finite stand-in for log(0), exact in every float dtype: logaddexp(-inf, -inf) has no gradient, and exp of this
 # is 0 all the same.
 LOG_ZERO = -(2.0**100)
+NO_TOKEN = -2  # where no label is; -1 stands for no successor
 
 
 def linear_lse_top(
@@ -83,7 +84,8 @@ def prefix_lattice(
 class Prefixes(NamedTuple):
     """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
     the prefixes that each slot is looked at behind (`Topology.window`), s of them; the likeliest successors of each
-    prefix's last token (-1: none); a slot's likeliest tokens."""
+    prefix's last token (-1: none); a slot's likeliest tokens; logits of both; the labels that come next behind each
+    prefix and that came last (NO_TOKEN: there is none)."""
 
     slot_NTR: Tensor
     context_NSR: Tensor
@@ -92,6 +94,66 @@ class Prefixes(NamedTuple):
     window_TW: Tensor
     successor_NSJ: Tensor
     index_NTK: Tensor
+    successor_NTWJ: Tensor
+    logits_NTK: Tensor
+    next_NS: Tensor
+    last_NS: Tensor
+
+
+class Moved(NamedTuple):
+    """Of slots behind the prefixes of their windows: lse of the shortlist, moved and as it is; deltas of the label that
+    comes next, of the last one again (0 for those not in the shortlist), and of the blank; is the label that comes next
+    in the shortlist, and are there slots enough before it for the others?"""
+
+    moved_NTW: Tensor
+    still_NTW: Tensor
+    emit_NTW: Tensor
+    stay_NTW: Tensor
+    blank_NTW: Tensor
+    inside_NTW: Tensor
+
+
+def moved_shortlist(prefixes: Prefixes) -> Moved:
+    """What the transition makes of each slot's shortlist S_t(g), its likeliest tokens and the successors of g's last
+    one, behind each prefix g of its window."""
+    window_TW = prefixes.window_TW
+    delta_NTWX, blank_NTW1 = shortlist_deltas(prefixes).tensor_split([-1], dim=3)
+    token_NTWX, logits_NTWX = _shortlist(prefixes)
+
+    def of_labels(label_NS: Tensor) -> tuple[Tensor, Tensor]:
+        """The deltas of labels; which are in the shortlist."""
+        same_NTWX = (token_NTWX == label_NS[:, window_TW].unsqueeze(3)).to(torch.uint8)
+        inside_NTW, place_NTW = same_NTWX.max(dim=3)
+        return delta_NTWX.gather(3, place_NTW.unsqueeze(3)).squeeze(3) * inside_NTW, inside_NTW == 1
+
+    emit_NTW, inside_NTW = of_labels(prefixes.next_NS)
+    return Moved(
+        (logits_NTWX + delta_NTWX).logsumexp(dim=3),
+        logits_NTWX.logsumexp(dim=3),
+        emit_NTW,
+        of_labels(prefixes.last_NS)[0],
+        blank_NTW1.squeeze(3),
+        inside_NTW & _reached(window_TW),
+    )
+
+
+def _shortlist(prefixes: Prefixes) -> tuple[Tensor, Tensor]:
+    """Tokens of S_t(g) and their logits [N, T, W, J + K]; logits of -inf for successors that are none, or among the
+    likeliest tokens."""
+    token_NTWJ, W = prefixes.successor_NSJ[:, prefixes.window_TW], prefixes.window_TW.shape[1]
+    passed_NTWJ = token_NTWJ < 0
+    for index_NT in prefixes.index_NTK.unbind(2):  # all pairs at once would be the largest tensor of a step
+        passed_NTWJ |= token_NTWJ == index_NT[:, :, None, None]
+    next_NTWJ = prefixes.successor_NTWJ.masked_fill(passed_NTWJ, float("-inf"))
+    index_NTWK, logits_NTWK = (
+        part.unsqueeze(2).expand(-1, -1, W, -1) for part in (prefixes.index_NTK, prefixes.logits_NTK)
+    )
+    return torch.cat([token_NTWJ, index_NTWK], dim=3), torch.cat([next_NTWJ, logits_NTWK], dim=3)
+
+
+def _reached(window_TW: Tensor) -> Tensor:
+    """Is slot t behind so few labels that the slots before can have written them?"""
+    return window_TW <= torch.arange(len(window_TW), device=window_TW.device).unsqueeze(1)
 
 
 def shortlist_deltas(prefixes: Prefixes) -> Tensor:
@@ -99,10 +161,9 @@ def shortlist_deltas(prefixes: Prefixes) -> Tensor:
     transition"): delta = <P w_v, hardswish(A s_t + context_s)> [N, T, W, J + K + 1] of the prefix's J successors, of
     the slot's K likeliest tokens, and of the blank. 0 for successors that are none, and behind more labels than there
     are slots before."""
-    slot_NTR, context_NSR, token_VR, blank_R, window_TW, successor_NSJ, index_NTK = prefixes
+    slot_NTR, context_NSR, token_VR, blank_R, window_TW, successor_NSJ, index_NTK = prefixes[:7]
     (N, T, _), (_, S, J), W = slot_NTR.shape, successor_NSJ.shape, window_TW.shape[1]
-    reached_TW1 = (window_TW <= torch.arange(T, device=window_TW.device).unsqueeze(1)).unsqueeze(2)
-    gate_NTWR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR[:, window_TW]) * reached_TW1
+    gate_NTWR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR[:, window_TW]) * _reached(window_TW).unsqueeze(2)
     key_NSJR = F.embedding(successor_NSJ.clamp(min=0), token_VR) * (successor_NSJ >= 0).unsqueeze(3)
     delta_NTWSJ = (gate_NTWR.flatten(1, 2) @ key_NSJR.flatten(1, 2).transpose(1, 2)).view(N, T, W, S, J)
     own_NTW1J = window_TW.view(1, T, W, 1, 1).expand(N, T, W, 1, J)

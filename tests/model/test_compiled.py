@@ -6,7 +6,7 @@ import sys
 
 PRINT_BITS = """
 import numpy as np, torch
-from ctcdraft.model.kernels import Prefixes, prefix_lattice, shortlist_deltas
+from ctcdraft.model.kernels import Prefixes, moved_shortlist, prefix_lattice
 from ctcdraft.model.kernels.cpu_top import merge_top
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.topology import CTC, Topology
@@ -21,8 +21,10 @@ index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
 window = Topology(False, 3).window(T, U)
 successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
 of_labels = successor[torch.randint(V, (N, U + 1), generator=g)]
-found = shortlist_deltas(Prefixes(*floats, window, of_labels, index))
-bits = [found, *torch.autograd.grad(found.sin().sum(), floats)]
+logits = [torch.randn(N, T, *shape, generator=g).requires_grad_() for shape in ((4, J), (K,))]
+labels = [torch.randint(V, (N, U + 1), generator=g) for _ in range(2)]
+found = moved_shortlist(Prefixes(*floats, window, of_labels, index, *logits, *labels))[:5]
+bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), [*floats, *logits])]
 of_lattice = [torch.randn(N, T, width, generator=g).requires_grad_() for width in (U, U, U + 1)]
 found = prefix_lattice(*of_lattice, torch.rand(N, U, generator=g) < 0.3, torch.full((N,), T))
 bits += [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), of_lattice)]

@@ -11,7 +11,8 @@ from lookups import followed
 
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import Vocabulary, candidates
-from ctcdraft.model.kernels import Prefixes, shortlist_deltas
+from ctcdraft.model.kernels import Prefixes, moved_shortlist
+from ctcdraft.model.kernels.reference import NO_TOKEN
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Known, LookedUp, Mixed, Transition
@@ -258,12 +259,15 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     band=st.none() | st.integers(0, 6),
     seed=st.integers(0, 99),
 )
-def test_the_compiled_deltas_equal_the_reference(N, T, U, K, J, R, band, seed):
+def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, R, band, seed):
     prefixes, trained = random_prefixes(N, T, U, K, J, seed, R=R, band=band)
-    want, got = (shortlist_deltas(prefixes, name) for name in ("reference", "chunked"))
-    assert torch.allclose(want, got, atol=1e-10)
-    weights = torch.randn(want.shape, dtype=torch.float64)
-    gradients = (torch.autograd.grad((weights * out).sum(), trained) for out in (want, got))
+    want, got = (moved_shortlist(prefixes, name) for name in ("reference", "chunked"))
+    assert torch.equal(want.inside_NTW, got.inside_NTW)
+    weights = torch.randn(5, *want.moved_NTW.shape, dtype=torch.float64)
+    sums = [sum((by * part).sum() for by, part in zip(weights, out, strict=False)) for out in (want, got)]
+    for a, b in zip(want[:5], got[:5], strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+    gradients = (torch.autograd.grad(total, trained, materialize_grads=True) for total in sums)
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, atol=1e-9)
 
@@ -274,8 +278,8 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
     below float32's normal ones."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
     for implementation in ("reference", "chunked"):
-        out = shortlist_deltas(prefixes, implementation)
-        found = torch.autograd.grad((scale * out).sum(), trained)
+        out = moved_shortlist(prefixes, implementation)
+        found = torch.autograd.grad(scale * (out.moved_NTW + out.blank_NTW).sum(), trained[:4])
         slow = [((part != 0) & (part.abs() < torch.finfo(torch.float32).tiny)).sum() for part in found]
         if implementation == "chunked":
             assert sum(slow) == 0
@@ -284,25 +288,40 @@ def test_gradients_that_are_next_to_nothing_do_not_become_slow_numbers(scale):
             assert (sum(slow) > 0) == (scale < 1e-30), "the control"
 
 
-def test_a_gradient_that_is_not_a_number_stays_so():
+@pytest.mark.parametrize("name", ["moved_NTW", "emit_NTW", "blank_NTW"])
+def test_a_gradient_that_is_not_a_number_stays_so(name):
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
-    weights = torch.zeros(4, 5, 5, 6 + 8 + 1)
-    weights[1, 3, 2, 7] = torch.nan
-    slot, _, token, _ = torch.autograd.grad((shortlist_deltas(prefixes, "chunked") * weights).sum(), trained)
+    weights = torch.zeros(4, 5, 5)
+    weights[1, 3, 2] = torch.nan
+    out = moved_shortlist(prefixes._replace(next_NS=prefixes.index_NTK[:, 3, :5]), "chunked")
+    slot, _, token, *_ = torch.autograd.grad((getattr(out, name) * weights).sum(), trained, materialize_grads=True)
     assert slot[1, 3].isnan().all()
-    assert token[prefixes.index_NTK[1, 3, 1]].isnan().all()
+    assert token[prefixes.index_NTK[1, 3, 2]].isnan().all() or name == "blank_NTW"
     assert slot[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["slot_NTR", "successor_NTWJ", "logits_NTK"])
+def test_a_value_that_is_not_a_number_stays_so(name):
+    prefixes, _ = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
+    held = ~torch.isin(prefixes.successor_NSJ[1], torch.tensor([-1]))  # what is no successor is not looked at
+    damaged = getattr(prefixes, name).detach().clone()
+    damaged[1, 4] = torch.nan
+    for implementation in ("reference", "chunked"):
+        out = moved_shortlist(prefixes._replace(**{name: damaged}), implementation)
+        assert out.moved_NTW[1, 4].isnan().any()
+        assert out.moved_NTW[0].isfinite().all()
+    assert held.any()
 
 
 def test_products_that_do_not_count_are_left_out():
     """Where alignments come by one context alone, the others' gradients lie below what float32 keeps of the sum."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
-    reached = torch.zeros(4, 5, 5, 1)
+    reached = torch.zeros(4, 5, 5)
     reached[:, range(5), range(5)] = 1
 
     def found(rest):
-        out = shortlist_deltas(prefixes, "chunked")
-        return torch.autograd.grad((out * (reached + rest)).sum(), trained)
+        out = moved_shortlist(prefixes, "chunked")
+        return torch.autograd.grad(((out.moved_NTW + out.blank_NTW) * (reached + rest)).sum(), trained[:4])
 
     for alone, with_others in zip(found(0.0), found(1e-14), strict=True):
         assert torch.equal(alone, with_others)
@@ -312,10 +331,12 @@ def test_products_that_do_not_count_are_left_out():
 def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64, R=5, band=None):
     """Random prefixes, and those of their tensors that have gradients."""
     g = torch.Generator().manual_seed(seed)
-    V = 11
-    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,)]
+    V, window_TW = 11, Topology(False, band).window(T, U)
+    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,), (N, T, window_TW.shape[1], J), (N, T, K)]
     trained = [torch.randn(*shape, generator=g, dtype=dtype, requires_grad=True) for shape in floats]
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
     successor = torch.rand(N, U + 1, V, generator=g).argsort(dim=2)[:, :, :J]
     successor = successor.where(torch.rand(successor.shape, generator=g) > 0.2, -1)
-    return Prefixes(*trained, Topology(False, band).window(T, U), successor, index), trained
+    labels = [torch.randint(V, (N, U + 1), generator=g) for _ in range(2)]
+    labels = [part.where(torch.rand(part.shape, generator=g) > 0.1, NO_TOKEN) for part in labels]
+    return Prefixes(*trained[:4], window_TW, successor, index, *trained[4:], *labels), trained
