@@ -261,6 +261,13 @@ def look_up(read, labels, token, match):
 
 
 @njit(cache=True)
+def look_up_each(ids, row, start, end, labels, token, match):
+    """The same of many anchors [N, S], which have read ids[row, start:end]."""
+    for n in range(len(labels)):
+        look_up(ids[row[n], start[n] : end[n]], labels[n], token[n], match[n])
+
+
+@njit(cache=True)
 def _before_root(read):
     return read[-2] if len(read) > 1 else -1
 

@@ -15,7 +15,7 @@ from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
 from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
-from ctcdraft.model.best_first import look_up
+from ctcdraft.model.best_first import look_up_each
 from ctcdraft.model.head import Head, HeadConfig, Slots, build_head
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
@@ -189,18 +189,22 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor,
 def read_at(batch: Batch) -> Iterator[NDArray[np.int64]]:
     """The tokens of each anchor's document up to its root, on the host."""
     ids_BL = batch.ids_BL.cpu().numpy()
-    place_BL = None if batch.place_BL is None else batch.place_BL.cpu().numpy()
-    for row, position in zip(batch.batch_N.tolist(), batch.position_N.tolist(), strict=True):
-        start = 0 if place_BL is None else position - int(place_BL[row, position])
-        yield ids_BL[row, start : position + 2]
+    for row, start, end in zip(*_read_at(batch), strict=True):
+        yield ids_BL[row, start:end]
+
+
+def _read_at(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of each anchor its row, where its document begins there, and the end of its root [N]."""
+    row, position = batch.batch_N.cpu().numpy(), batch.position_N.cpu().numpy()
+    place = position if batch.place_BL is None else batch.place_BL.cpu().numpy()[row, position]
+    return row, position - place, position + 2
 
 
 def looked_up(batch: Batch) -> LookedUp:
     """What followed the last time, behind the root and each label of every anchor."""
-    labels = batch.labels_NU.cpu().numpy()
-    token_NS, match_NS = np.empty((2, len(labels), labels.shape[1] + 1), np.int64)
-    for n, read in enumerate(read_at(batch)):
-        look_up(read, labels[n], token_NS[n], match_NS[n])
+    labels_NU = batch.labels_NU.cpu().numpy()
+    token_NS, match_NS = np.empty((2, len(labels_NU), labels_NU.shape[1] + 1), np.int64)
+    look_up_each(batch.ids_BL.cpu().numpy(), *_read_at(batch), labels_NU, token_NS, match_NS)
     return LookedUp(*(torch.from_numpy(part).to(batch.ids_BL.device) for part in (token_NS, match_NS)))
 
 
