@@ -1,9 +1,9 @@
 """`reference.moved_shortlist` compiled for a CPU: rows of P w_v are read where they are, none is copied.
 
-Chunks of anchors go to threads, each with sums of its own, added up in a fixed order. No sum may be reordered
-(fastmath): the process that compiles would then round in another way than those that load what it compiled, and a
-resumed run in another than one never stopped. So loops run over numbers that do not depend on each other, which
-needs no permission to be vectorised.
+Chunks of anchors go to threads, each with sums of its own, added up in a fixed order. A dot product is the only sum
+that the compiler may order, so that it can be vectorised; where it may order more (fastmath), the process that compiles
+has rounded in another way than those that load what it compiled, and a resumed run in another than one never stopped
+(tests/model/test_compiled.py).
 
 Suffixes as in reference.py: N anchors, T slots, S contexts, W of them in a slot's window, K shortlist, J successors,
 R rank, V vocabulary, X = J + K + 1 of them and the blank.
@@ -88,22 +88,12 @@ def _through_gates(gradient, slot, context):
         gradient[r] *= 0 if at <= -3 else 1 if at >= 3 else at / 3 + 0.5
 
 
-@njit(cache=True)
-def _dot(part, gate, token, v):
-    """<P w_v, gate>, in sixteen sums side by side; part has room for a quarter of them."""
-    R = len(gate)
-    quarter, sixteenth = R // 4, R // 16
-    for r in range(quarter):
-        first = token[v, r] * gate[r] + token[v, r + quarter] * gate[r + quarter]
-        second = token[v, r + 2 * quarter] * gate[r + 2 * quarter] + token[v, r + 3 * quarter] * gate[r + 3 * quarter]
-        part[r] = first + second
+@njit(cache=True, fastmath={"reassoc"})
+def _dot(gate, row):
+    """Their product, its sum in any order."""
     total = gate[0] * 0
-    for r in range(sixteenth):
-        total += (part[r] + part[r + sixteenth]) + (part[r + 2 * sixteenth] + part[r + 3 * sixteenth])
-    for r in range(4 * sixteenth, quarter):
-        total += part[r]
-    for r in range(4 * quarter, R):
-        total += token[v, r] * gate[r]
+    for r in range(len(gate)):
+        total += row[r] * gate[r]
     return total
 
 
@@ -149,9 +139,8 @@ def _forward(
 ):  # fmt: skip
     N, T, K = index.shape
     J, R = successor.shape[2], slot.shape[2]
-    blanks = blank.reshape(1, R)
     for chunk in prange(threads):
-        gate, part, delta = np.empty(R, slot.dtype), np.empty(R, slot.dtype), np.zeros(J + K, slot.dtype)
+        gate, delta = np.empty(R, slot.dtype), np.zeros(J + K, slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for t in range(T):
                 for w, s in enumerate(window[t]):
@@ -166,10 +155,10 @@ def _forward(
                         _gates(gate, slot[n, t], context[n, s])
                         for j in range(J):
                             if as_is[j] != -np.inf:
-                                delta[j] = _dot(part, gate, token, successor[n, s, j])
+                                delta[j] = _dot(gate, token[successor[n, s, j]])
                         for k in range(K):
-                            delta[J + k] = _dot(part, gate, token, index[n, t, k])
-                        of_blank[n, t, w] = _dot(part, gate, blanks, 0)
+                            delta[J + k] = _dot(gate, token[index[n, t, k]])
+                        of_blank[n, t, w] = _dot(gate, blank)
                         x = next_place[n, t, w] = _place(next[n, s], successor[n, s], index[n, t], as_is)
                         y = last_place[n, t, w] = _place(last[n, s], successor[n, s], index[n, t], as_is)
                         inside[n, t, w] = x >= 0
