@@ -43,9 +43,9 @@ def forward(prefixes: Prefixes) -> tuple[Moved, tuple[Tensor, ...]]:
 def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gradients of slot, context, token, blank, and of the logits of successors and likeliest tokens."""
     threads = use_torch_threads()
-    alone = [torch.zeros_like(part) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
+    alone = [part.new_zeros(part.shape) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
     shared = [part.new_zeros(threads, *part.shape) for part in (prefixes.token_VR, prefixes.blank_R)]
-    logits = [torch.zeros_like(part) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
+    logits = [part.new_zeros(part.shape) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
     largest = max((float(part.abs().max()) for part in of_moved if part.numel()), default=0.0)
     nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(prefixes.slot_NTR.dtype).eps * largest)
     known = [array_of(part) for part in (*prefixes[:7], *kept, *of_moved)]
