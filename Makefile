@@ -17,11 +17,13 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv with everything in it
 
 $(STAMP): pyproject.toml constraints.txt
+	@test ! -e .venv/.begun || rm -rf .venv  # an installation that was cut off: pip would take its halves for wholes
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (about 1.6 GB, a few minutes the first time)"
+	@touch .venv/.begun
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@mkdir -p .types/ctcdraft && for d in conf data eval launch model train; do ln -sfn ../../$$d .types/ctcdraft/$$d; done
-	@touch $@
+	@rm .venv/.begun && touch $@
 
 train: $(STAMP)  ## embedded base, data, head, export, eval; ends with a table
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LAUNCH) launch/train.py $(ARGS)
