@@ -55,6 +55,7 @@ VARIANTS = {
     "default with weights 0.8^k": ("objective.follow=null",),
     "default without a blank": ("head.band=0",),
     "default of 12 slots": ("head.slots=12",),
+    "default of 16 slots": ("head.slots=16",),
     "default with a band of 2": ("head.band=2",),
     "default of every alignment": (*EVERY_ALIGNMENT, "objective.labels=12"),
     "ctc without transition": ("head.transition=none",),

@@ -43,7 +43,7 @@ class HeadConfig:
     """
 
     kind: str = "ctc"
-    slots: int = 16
+    slots: int = 20
     width: int = 128
     heads: int = 4
     layers: int = 1

@@ -82,7 +82,7 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, eagle, medusa, parallel"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
-        (["objective.labels=17"], "error: objective.labels=17 do not fit into head.slots=16"),
+        (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=20"),
         (["objective.labels=8"], "error: objective.labels=8 and head.band=1 leave slots without a label"),
         (["objective=ctc"], "error: objective=ctc asks where a draft ends, which head.band=1 decides"),
         (["head.merge=true"], "error: head.merge=true takes any number of blanks: use head.band=null"),
