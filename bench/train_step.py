@@ -30,7 +30,7 @@ from ctcdraft.train.engine import OptimConfig, build_optimizer
 from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
-LABELS = 20
+LABELS = HeadConfig().slots
 OBJECTIVE = ObjectiveConfig(labels=LABELS)
 
 
