@@ -2,10 +2,10 @@
 
 python bench/ablation.py [--steps N] [--seeds N] [--jobs N] [--only a,b] [--out FOLDER] [any option of train.py]
 
-What a step of each variant costs is measured first, interleaved. Then all train for the same steps, and anew for as
-many as fit into the time that the default takes, where that is a tenth more or fewer. What is there already is reused,
-so an interrupted command goes on where it was. Checkpoints are chosen on the development split, figures are those of
-the test split. By default some two hours of two CPU cores; give a GPU more --steps and --questions.
+What a step of each variant costs is measured first, interleaved. Then all train for the same steps, and those whose
+step costs a tenth more or less than the default's anew, for as many as fit into its time. What is there already is
+reused, so an interrupted command goes on where it was. Checkpoints are chosen on the development split, figures are
+those of the test split. By default some two hours of two CPU cores; give a GPU more --steps and --questions.
 """
 
 import argparse
@@ -139,7 +139,7 @@ class Study:
 
     def train_all(self, steps, title):
         """{variant: the names of its runs, one per seed}; `jobs` of them at a time."""
-        work = [(variant, seed) for seed in range(self.given.seeds) for variant in self.variants]
+        work = [(variant, seed) for seed in range(self.given.seeds) for variant in steps]
         bar = tqdm(total=len(work), desc=title, unit="run", mininterval=1)
         runs = defaultdict(list)
         with bar, ThreadPoolExecutor(self.given.jobs) as pool:
@@ -295,7 +295,10 @@ def main():
     study = Study(given, overrides)
     costs = study.costs()
     equal_time = {v: as_long(given.steps, costs[v] / costs["default"]) for v in study.variants}
-    budgets = {"At equal steps": dict.fromkeys(study.variants, given.steps), "At equal training time": equal_time}
+    budgets = {
+        "At equal steps": dict.fromkeys(study.variants, given.steps),
+        "At equal training time": {v: n for v, n in equal_time.items() if v == "default" or n != given.steps},
+    }
     parts = []
     for title, steps in budgets.items():
         runs = study.train_all(steps, title)
