@@ -2,8 +2,9 @@
 
 python bench/ablation.py [--steps N] [--seeds N] [--jobs N] [--only a,b] [--out FOLDER] [any option of train.py]
 
-What a step of each variant costs is measured first, interleaved. Then all train for the same steps, and those whose
-step costs a tenth more or less than the default's anew, for as many as fit into its time. What is there already is
+What a step of each variant costs is measured first, interleaved. Then all train for the same steps; what a step of the
+trained heads costs is measured too, since their alignments leave out most prefixes; and those whose fresh step costs a
+tenth more or less than the default's train anew, for as many steps as fit into its time. What is there already is
 reused, so an interrupted command goes on where it was. Checkpoints are chosen on the development split, figures are
 those of the test split. By default some two hours of two CPU cores; give a GPU more --steps and --questions.
 """
@@ -36,6 +37,7 @@ from ctcdraft.launch import stages
 from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import build_head
+from ctcdraft.model.export import load_head
 from ctcdraft.model.head import parameters_of
 from ctcdraft.train.engine import build_optimizer
 from ctcdraft.train.files import write_atomically
@@ -108,23 +110,29 @@ class Study:
     def parameters(self, config):
         return parameters_of(build_head(config.head, self.base.hidden_size))
 
-    def costs(self):
-        """Seconds of a training step of every variant, as they were first measured: they decide how many steps an equal
-        time is."""
-        kept = Path(self.config("default").runs_dir) / f"{self.given.name}-costs.json"
-        if not kept.is_file() or json.loads(kept.read_text()).keys() != self.every.keys():
+    def costs(self, runs=None):
+        """What a training step of every variant takes for that of the default, as it was first measured: of fresh
+        heads, which decides how many steps an equal time is, or of those that `runs` have trained."""
+        runs_dir = Path(self.config("default").runs_dir)
+        kept = runs_dir / f"{self.given.name}-costs{'-trained' if runs else ''}.json"
+        heads = {name: runs_dir / names[0] / "head" for name, names in runs.items()} if runs else {}
+        if not kept.is_file() or json.loads(kept.read_text()).keys() != (heads or self.every).keys():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, json.dumps(self._step_seconds(), indent=1).encode())
-        return json.loads(kept.read_text())
+            write_atomically(kept, json.dumps(self._step_seconds(heads), indent=1).encode())
+        seconds = json.loads(kept.read_text())
+        return {name: cost / seconds["default"] for name, cost in seconds.items()}
 
-    def _step_seconds(self):
-        """Forward and backward of each, without DeepSpeed, interleaved."""
+    def _step_seconds(self, heads):
+        """Forward and backward of each, without DeepSpeed, interleaved; of these heads {variant: folder}, if any."""
         train = self.config("default").train
         calls = {}
-        for name, options in self.every.items():
-            config = self.config(name, options)
+        for name in heads or self.every:
+            config = self.config(name, self.every[name])
             corpus = stages.load_corpus(self.data, "train")
-            task = DraftTask(head_for(config.head, self.base, corpus), config.objective, self.base)
+            head = head_for(config.head, self.base, corpus)
+            if heads:
+                head.load_state_dict(load_head(heads[name], self.base).state_dict())
+            task = DraftTask(head, config.objective, self.base)
             optimizer = build_optimizer(task, replace(config.optim, lr=1e-9))
             sampler = Sampler(
                 corpus,
@@ -224,7 +232,7 @@ def against(sums, first):
 
 
 def table(study, runs, costs, given):
-    """The Markdown tables of one budget: runs {variant: [names of its seeds]}."""
+    """The Markdown tables of one budget: runs {variant: [names of its seeds]}, costs of fresh and of trained heads."""
     found = {
         setting: [study.decode([names[seed] for names in runs.values()], setting) for seed in range(given.seeds)]
         for setting in tqdm(SETTINGS, "decoding", mininterval=1)
@@ -247,16 +255,16 @@ def table(study, runs, costs, given):
         cells = [cell(figures[variant][setting]) for setting in SETTINGS]
         rates = [f"{fast[setting]:.0f}" for setting in SETTINGS]
         believed = f"{fit['expected']:.2f} / {fit['accepted']:.2f}"
-        size, cost = f"{study.parameters(config):,}", f"{costs[variant] / costs['default']:.2f}"
+        size, cost = f"{study.parameters(config):,}", " / ".join(f"{cost[variant]:.2f}" for cost in costs)
         taus.append((variant, size, steps, cost, *cells, " / ".join(rates), believed))
         if variant != "default":
             first = figures["default"]
             paired.append((variant, *(against(figures[variant][s], first[s]) for s in SETTINGS)))
-    header = ("variant", "parameters", "steps", "cost of a step", *SETTINGS, "tokens/s", "psi / accepted, N=64")
+    shown = ("variant", "parameters", "steps", "step, fresh / trained", *SETTINGS, "tokens/s", "psi / accepted, N=64")
     identical = f"Greedy output identical to plain decoding: {same[0]} of {same[1]}."
     return "\n\n".join(
         [
-            markdown_table(header, taus),
+            markdown_table(shown, taus),
             "Differences from the default, on the same resampled questions:",
             markdown_table(("variant", *SETTINGS), paired),
             identical,
@@ -293,8 +301,8 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     given, overrides = parser.parse_known_args()
     study = Study(given, overrides)
-    costs = study.costs()
-    equal_time = {v: as_long(given.steps, costs[v] / costs["default"]) for v in study.variants}
+    costs = [study.costs()]
+    equal_time = {v: as_long(given.steps, costs[0][v]) for v in study.variants}
     budgets = {
         "At equal steps": dict.fromkeys(study.variants, given.steps),
         "At equal training time": {v: n for v, n in equal_time.items() if v == "default" or n != given.steps},
@@ -302,12 +310,13 @@ def main():
     parts = []
     for title, steps in budgets.items():
         runs = study.train_all(steps, title)
+        if title == "At equal steps":
+            costs.append(study.costs(runs))
+            curves(study, runs, given.out / f"{given.name}.png")
         found = Path(study.config("default").runs_dir) / f"{given.name}-{'-'.join(title.lower().split())}.md"
         if not found.is_file():
             write_atomically(found, f"## {title}\n\n{table(study, runs, costs, given)}".encode())
         parts.append(found.read_text())
-        if title == "At equal steps":
-            curves(study, runs, given.out / f"{given.name}.png")
     command = " ".join(["python bench/ablation.py", *sys.argv[1:]])
     text = f"# Ablation on {study.base.name}\n\n`{command}`\n\n{machine()}\n\n" + "\n\n".join(parts)
     (given.out / f"{given.name}.md").write_text(text + f"\n\n![learning curves]({given.name}.png)\n")
