@@ -2,11 +2,11 @@
 
 python bench/ablation.py [--steps N] [--seeds N] [--jobs N] [--only a,b] [--out FOLDER] [any option of train.py]
 
-What a step of each variant costs is measured first, interleaved. Then all train for the same steps; what a step of the
-trained heads costs is measured too, since their alignments leave out most prefixes; and those whose fresh step costs a
-tenth more or less than the default's train anew, for as many steps as fit into its time. What is there already is
-reused, so an interrupted command goes on where it was. Checkpoints are chosen on the development split, figures are
-those of the test split. By default some two hours of two CPU cores; give a GPU more --steps and --questions.
+What a step of each variant costs is measured first, interleaved. Then all train for the same steps, and what a step
+of the trained heads costs is measured; those whose fresh step costs a tenth more or less than the default's train anew,
+for as many steps as fit into its time. What is there already is reused, so an interrupted command goes on where it was.
+Checkpoints are chosen on the development split, figures are those of the test split. By default some two hours of two
+CPU cores; give a GPU more --steps and --questions.
 """
 
 import argparse
@@ -313,10 +313,7 @@ def main():
         if title == "At equal steps":
             costs.append(study.costs(runs))
             curves(study, runs, given.out / f"{given.name}.png")
-        found = Path(study.config("default").runs_dir) / f"{given.name}-{'-'.join(title.lower().split())}.md"
-        if not found.is_file():
-            write_atomically(found, f"## {title}\n\n{table(study, runs, costs, given)}".encode())
-        parts.append(found.read_text())
+        parts.append(f"## {title}\n\n{table(study, runs, costs, given)}")
     command = " ".join(["python bench/ablation.py", *sys.argv[1:]])
     text = f"# Ablation on {study.base.name}\n\n`{command}`\n\n{machine()}\n\n" + "\n\n".join(parts)
     (given.out / f"{given.name}.md").write_text(text + f"\n\n![learning curves]({given.name}.png)\n")
