@@ -1,5 +1,8 @@
 """`reference.moved_shortlist` compiled for a CPU: rows of P w_v are read where they are, none is copied.
 
+A row serves two places at a time: a slot's likeliest tokens are moved behind every prefix of its window, a prefix's
+successors in every slot that has it in its window.
+
 Chunks of anchors go to threads, each with sums of its own, added up in a fixed order. A dot product is the only sum
 that the compiler may order, so that it can be vectorised; where it may order more (fastmath), the process that compiles
 has rounded in another way than those that load what it compiled, and a resumed run in another than one never stopped
@@ -74,51 +77,95 @@ def array_of(part: Tensor) -> NDArray[Any]:
 
 @njit(cache=True)
 def _gates(out, slot, context):
-    """hardswish of their sum."""
+    """hardswish of their sum. A constant that were an integer would make all of it float64, at half the speed."""
+    number = out.dtype.type
+    zero, three, six = number(0), number(3), number(6)
     for r in range(len(out)):
         at = slot[r] + context[r]
-        out[r] = at * min(max(at + 3, 0), 6) / 6
+        out[r] = at * min(max(at + three, zero), six) / six
 
 
 @njit(cache=True)
 def _through_gates(gradient, slot, context):
     """The gradient of the sum, from that of its hardswish, in place."""
+    number = gradient.dtype.type
+    zero, half, one, three = number(0), number(0.5), number(1), number(3)
     for r in range(len(gradient)):
         at = slot[r] + context[r]
-        gradient[r] *= 0 if at <= -3 else 1 if at >= 3 else at / 3 + 0.5
+        gradient[r] *= zero if at <= -three else one if at >= three else at / three + half
 
 
-@njit(cache=True, fastmath={"reassoc"})
+@njit(cache=True)
+def _pairs(window, S):
+    """Places t * W + w, where slots are looked at behind contexts, in twos that read the same rows of P w_v: slots with
+    two of theirs [P, 3], which share the likeliest tokens, and contexts [Q, 3], which share successors. T * W: none."""
+    T, W = window.shape
+    of_slots, of_contexts = np.full((T * W, 3), T * W), np.full((T * W, 3), T * W)
+    open_T, open_S = np.full(T, -1), np.full(S, -1)  # the pair that lacks its second
+    P = Q = 0
+    for t in range(T):
+        for w, s in enumerate(window[t]):
+            if s > t:
+                continue
+            if open_T[t] >= 0:
+                of_slots[open_T[t], 2], open_T[t] = t * W + w, -1
+            else:
+                of_slots[P, 0], of_slots[P, 1], open_T[t] = t, t * W + w, P
+                P += 1
+            if open_S[s] >= 0:
+                of_contexts[open_S[s], 2], open_S[s] = t * W + w, -1
+            else:
+                of_contexts[Q, 0], of_contexts[Q, 1], open_S[s] = s, t * W + w, Q
+                Q += 1
+    return of_slots[:P], of_contexts[:Q]
+
+
+@njit(cache=True, fastmath={"reassoc", "contract"})
+def _dots(out_a, out_b, gate_a, gate_b, rows, chosen, count):
+    """Products of two gates with each chosen row, four rows at a time."""
+    zero = gate_a.dtype.type(0)
+    fours = count // 4 * 4
+    for i in range(0, fours, 4):
+        v0, v1, v2, v3 = chosen[i], chosen[i + 1], chosen[i + 2], chosen[i + 3]
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
+        for r in range(len(gate_a)):
+            a, b = gate_a[r], gate_b[r]
+            a0 += rows[v0, r] * a
+            a1 += rows[v1, r] * a
+            a2 += rows[v2, r] * a
+            a3 += rows[v3, r] * a
+            b0 += rows[v0, r] * b
+            b1 += rows[v1, r] * b
+            b2 += rows[v2, r] * b
+            b3 += rows[v3, r] * b
+        out_a[i], out_a[i + 1], out_a[i + 2], out_a[i + 3] = a0, a1, a2, a3
+        out_b[i], out_b[i + 1], out_b[i + 2], out_b[i + 3] = b0, b1, b2, b3
+    for i in range(fours, count):
+        out_a[i], out_b[i] = _dot(gate_a, rows[chosen[i]]), _dot(gate_b, rows[chosen[i]])
+
+
+@njit(cache=True, fastmath={"reassoc", "contract"})
 def _dot(gate, row):
     """Their product, its sum in any order."""
-    total = gate[0] * 0
+    total = gate.dtype.type(0)
     for r in range(len(gate)):
         total += row[r] * gate[r]
     return total
 
 
 @njit(cache=True)
-def _is_among(v, tokens):
-    found = False
-    for token in tokens:
-        found |= token == v
-    return found
-
-
-@njit(cache=True)
-def _place(v, successor, index, logits):
-    """Where token v is in a shortlist of successors, of which those with a logit of -inf are none, and of likeliest
-    tokens; -1: nowhere."""
+def _place(v, found, successor, logits):
+    """Where token v is in a shortlist: `found` among the likeliest (-1: not), or of the successors, of which those with
+    a logit of -inf are none; -1: nowhere."""
+    if found >= 0:
+        return len(successor) + found
     for j in range(len(successor)):
         if successor[j] == v and logits[j] != -np.inf:
             return j
-    for k in range(len(index)):
-        if index[k] == v:
-            return len(successor) + k
     return -1
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _shares(values):
     """Their log-sum-exp; in place, what each has of it."""
     peak, total = values[0], values.dtype.type(0)
@@ -138,35 +185,51 @@ def _forward(
     moved, still, emit, stay, of_blank, inside, moved_share, still_share, next_place, last_place,
 ):  # fmt: skip
     N, T, K = index.shape
-    J, R = successor.shape[2], slot.shape[2]
+    S, J, R, W = successor.shape[1], successor.shape[2], slot.shape[2], window.shape[1]
+    of_slots, of_contexts = _pairs(window, S)
     for chunk in prange(threads):
-        gate, delta = np.empty(R, slot.dtype), np.zeros(J + K, slot.dtype)
+        gate, delta = np.zeros((T * W + 1, R), slot.dtype), np.zeros((T * W + 1, J + K), slot.dtype)  # the last: none's
+        chosen, column, some = np.empty(J, np.int64), np.empty(J, np.int64), np.empty((2, J), slot.dtype)
+        likely = np.full(len(token), -1)  # where a token is among the slot's likeliest
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for t in range(T):
                 for w, s in enumerate(window[t]):
-                    as_is, as_moved = still_share[n, t, w], moved_share[n, t, w]
+                    if s <= t:
+                        _gates(gate[t * W + w], slot[n, t], context[n, s])
+                        of_blank[n, t, w] = _dot(gate[t * W + w], blank)
+            for p in range(len(of_slots)):
+                t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
+                _dots(delta[a, J:], delta[b, J:], gate[a], gate[b], token, index[n, t], K)
+            for p in range(len(of_contexts)):
+                s, a, b = of_contexts[p, 0], of_contexts[p, 1], of_contexts[p, 2]
+                count = 0
+                for j in range(J):
+                    chosen[count], column[count] = successor[n, s, j], j
+                    count += successor[n, s, j] >= 0
+                _dots(some[0], some[1], gate[a], gate[b], token, chosen, count)
+                for i in range(count):
+                    delta[a, column[i]], delta[b, column[i]] = some[0, i], some[1, i]
+            for t in range(T):
+                for k in range(K - 1, -1, -1):  # of the same, the first
+                    likely[index[n, t, k]] = k
+                for w, s in enumerate(window[t]):
+                    as_is, as_moved, by = still_share[n, t, w], moved_share[n, t, w], delta[t * W + w]
                     for j in range(J):
                         v = successor[n, s, j]
-                        passed = v < 0 or _is_among(v, index[n, t])
-                        as_is[j] = -np.inf if passed else successor_logits[n, t, w, j]
+                        as_is[j] = -np.inf if v < 0 or likely[v] >= 0 else successor_logits[n, t, w, j]
                     as_is[J:] = logits[n, t]
-                    delta[:] = 0
                     if s <= t:
-                        _gates(gate, slot[n, t], context[n, s])
-                        for j in range(J):
-                            if as_is[j] != -np.inf:
-                                delta[j] = _dot(gate, token[successor[n, s, j]])
-                        for k in range(K):
-                            delta[J + k] = _dot(gate, token[index[n, t, k]])
-                        of_blank[n, t, w] = _dot(gate, blank)
-                        x = next_place[n, t, w] = _place(next[n, s], successor[n, s], index[n, t], as_is)
-                        y = last_place[n, t, w] = _place(last[n, s], successor[n, s], index[n, t], as_is)
-                        inside[n, t, w] = x >= 0
-                        emit[n, t, w] = delta[x] if x >= 0 else 0
-                        stay[n, t, w] = delta[y] if y >= 0 else 0
+                        v, u = next[n, s], last[n, s]
+                        x = -1 if v < 0 else _place(v, likely[v], successor[n, s], as_is)
+                        y = -1 if u < 0 else _place(u, likely[u], successor[n, s], as_is)
+                        next_place[n, t, w], last_place[n, t, w], inside[n, t, w] = x, y, x >= 0
+                        emit[n, t, w] = by[x] if x >= 0 else 0
+                        stay[n, t, w] = by[y] if y >= 0 else 0
                     for x in range(J + K):
-                        as_moved[x] = as_is[x] + delta[x]
+                        as_moved[x] = as_is[x] if as_is[x] == -np.inf else as_is[x] + by[x]
                     still[n, t, w], moved[n, t, w] = _shares(as_is), _shares(as_moved)
+                for k in range(K):
+                    likely[index[n, t, k]] = -1
 
 
 @njit(cache=True, parallel=True)
@@ -176,14 +239,17 @@ def _backward(
     grad_slot, grad_context, grad_token, grad_blank, grad_successor, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
-    J, R = successor.shape[2], slot.shape[2]
+    S, J, R, W = successor.shape[1], successor.shape[2], slot.shape[2], window.shape[1]
+    of_slots, of_contexts = _pairs(window, S)
     for chunk in prange(threads):
-        grad = np.empty(J + K, slot.dtype)
-        chosen, move = np.empty(J + K, np.int64), np.empty(J + K, slot.dtype)  # what is moved, by how much
-        gate, back = np.empty(R, slot.dtype), np.empty(R, slot.dtype)
+        gate, back = np.zeros((T * W + 1, R), slot.dtype), np.zeros((T * W + 1, R), slot.dtype)
+        move = np.zeros((T * W + 1, J + K), slot.dtype)
+        zero = slot.dtype.type(0)
+        chosen, weight = np.empty(J + K, np.int64), np.empty((2, J + K), slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
             for t in range(T):
                 for w, s in enumerate(window[t]):
+                    grad = move[t * W + w]
                     for x in range(J + K):
                         grad[x] = of_moved[n, t, w] * moved_share[n, t, w, x]
                     for j in range(J):
@@ -196,41 +262,64 @@ def _backward(
                         grad[next_place[n, t, w]] += of_emit[n, t, w]
                     if last_place[n, t, w] >= 0:
                         grad[last_place[n, t, w]] += of_stay[n, t, w]
-                    count = 0
                     for x in range(J + K):
-                        v = successor[n, s, x] if x < J else index[n, t, x - J]
-                        if v >= 0 and not abs(grad[x]) <= nothing:  # NaN is something
-                            chosen[count], move[count] = v, grad[x]
-                            count += 1
-                    blanks = of_blank[n, t, w]
-                    if abs(blanks) <= nothing:
-                        blanks *= 0
-                        if count == 0:
-                            continue
-                    _gates(gate, slot[n, t], context[n, s])
+                        grad[x] = zero if abs(grad[x]) <= nothing else grad[x]  # NaN is something
+                    _gates(gate[t * W + w], slot[n, t], context[n, s])
+                    by = zero if abs(of_blank[n, t, w]) <= nothing else of_blank[n, t, w]
                     for r in range(R):
-                        back[r] = blanks * blank[r]
-                        grad_blank[chunk, r] += blanks * gate[r]
-                    _add_rows(back, token, chosen, move, count)
-                    for i in range(count):
-                        v, by = chosen[i], move[i]
+                        back[t * W + w, r] = by * blank[r]
+                        grad_blank[chunk, r] += by * gate[t * W + w, r]
+            for p in range(len(of_slots)):
+                t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
+                count = _choose(chosen, weight, index[n, t], move[a, J:], move[b, J:])
+                _add_rows(back[a], back[b], token, chosen, weight, count)
+                _add_gates(grad_token[chunk], gate[a], gate[b], chosen, weight, count)
+            for p in range(len(of_contexts)):
+                s, a, b = of_contexts[p, 0], of_contexts[p, 1], of_contexts[p, 2]
+                count = _choose(chosen, weight, successor[n, s], move[a, :J], move[b, :J])
+                _add_rows(back[a], back[b], token, chosen, weight, count)
+                _add_gates(grad_token[chunk], gate[a], gate[b], chosen, weight, count)
+            for t in range(T):
+                for w, s in enumerate(window[t]):
+                    if s <= t:
+                        _through_gates(back[t * W + w], slot[n, t], context[n, s])
                         for r in range(R):
-                            grad_token[chunk, v, r] += by * gate[r]
-                    _through_gates(back, slot[n, t], context[n, s])
-                    for r in range(R):
-                        grad_slot[n, t, r] += back[r]
-                        grad_context[n, s, r] += back[r]
+                            grad_slot[n, t, r] += back[t * W + w, r]
+                            grad_context[n, s, r] += back[t * W + w, r]
 
 
 @njit(cache=True)
-def _add_rows(out, rows, chosen, weight, count):
-    """out + the sum of weight[i] * rows[chosen[i]], four at a time."""
+def _choose(chosen, weight, tokens, a, b):
+    """The tokens that are moved in one of two places, and by how much in each; how many."""
+    count = 0
+    for x in range(len(tokens)):
+        chosen[count], weight[0, count], weight[1, count] = tokens[x], a[x], b[x]
+        count += (tokens[x] >= 0) & ((a[x] != 0) | (b[x] != 0))
+    return count
+
+
+@njit(cache=True)
+def _add_rows(out_a, out_b, rows, chosen, weight, count):
+    """out + the sum of weight[i] * rows[chosen[i]], of two at once, four at a time."""
     fours = count // 4 * 4
     for i in range(0, fours, 4):
-        a, b, c, d = chosen[i], chosen[i + 1], chosen[i + 2], chosen[i + 3]
-        w, x, y, z = weight[i], weight[i + 1], weight[i + 2], weight[i + 3]
-        for r in range(len(out)):
-            out[r] += (w * rows[a, r] + x * rows[b, r]) + (y * rows[c, r] + z * rows[d, r])
+        v0, v1, v2, v3 = chosen[i], chosen[i + 1], chosen[i + 2], chosen[i + 3]
+        a0, a1, a2, a3 = weight[0, i], weight[0, i + 1], weight[0, i + 2], weight[0, i + 3]
+        b0, b1, b2, b3 = weight[1, i], weight[1, i + 1], weight[1, i + 2], weight[1, i + 3]
+        for r in range(len(out_a)):
+            x0, x1, x2, x3 = rows[v0, r], rows[v1, r], rows[v2, r], rows[v3, r]
+            out_a[r] += (a0 * x0 + a1 * x1) + (a2 * x2 + a3 * x3)
+            out_b[r] += (b0 * x0 + b1 * x1) + (b2 * x2 + b3 * x3)
     for i in range(fours, count):
-        for r in range(len(out)):
-            out[r] += weight[i] * rows[chosen[i], r]
+        for r in range(len(out_a)):
+            out_a[r] += weight[0, i] * rows[chosen[i], r]
+            out_b[r] += weight[1, i] * rows[chosen[i], r]
+
+
+@njit(cache=True)
+def _add_gates(out, gate_a, gate_b, chosen, weight, count):
+    """To each chosen row, what each of two gates weighs."""
+    for i in range(count):
+        v, a, b = chosen[i], weight[0, i], weight[1, i]
+        for r in range(len(gate_a)):
+            out[v, r] += a * gate_a[r] + b * gate_b[r]
