@@ -53,9 +53,7 @@ def linear_lse_top(
     if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     ops = chunked if name == "chunked" else _triton("triton_rows")
-    lse_M, logits_MX, top_index_MS = LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
-    K = index_MK.shape[1]
-    return lse_M, logits_MX[:, :K], logits_MX[:, K:], top_index_MS
+    return LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
 
 
 def largest(values_RV: Tensor, top_k: int) -> Tensor:

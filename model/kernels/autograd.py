@@ -11,27 +11,30 @@ from ctcdraft.model.kernels.reference import LatticeInputs, Moved, Prefixes
 
 
 class LinearLseGather(torch.autograd.Function):
-    """(hidden, weight, index, top_k, ops) -> lse [M], logits [M, K + S] and the top indices [M, S].
+    """(hidden, weight, index, top_k, ops) -> lse [M], logits [M, K] at `index`, the largest [M, S] and where they are.
 
-    Of the logits' columns the first K are those at `index`, the last S the largest of the row. `ops` is the
-    module that holds `softmax_`, `logits_gradient_` and `hidden_gradient`: `chunked` itself, or `triton_rows`.
+    `ops` is the module that holds `softmax_`, `logits_gradient_` and `hidden_gradient`: `chunked` itself, or
+    `triton_rows`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, ops: ModuleType
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with_slope, trained = ctx.needs_input_grad[:2]
         out = chunked.forward(hidden_MD, weight_VD, index_MK, top_k, with_slope, ops)
         index_MX = torch.cat([index_MK, out.top_index_MS], dim=1)
         ctx.ops = ops
         ctx.save_for_backward(weight_VD, index_MX, out.lse_M, out.slope_MD, hidden_MD if trained else None)
         ctx.mark_non_differentiable(out.top_index_MS)
-        return out.lse_M, torch.cat([out.logits_MK, out.top_MS], dim=1), out.top_index_MS
+        return out.lse_M, out.logits_MK, out.top_MS, out.top_index_MS
 
     @staticmethod
-    def backward(ctx: Any, grad_lse_M: Tensor, grad_logits_MX: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_lse_M: Tensor, grad_logits_MK: Tensor, grad_top_MS: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
+        grad_logits_MX = torch.cat([grad_logits_MK, grad_top_MS], dim=1)
         weight_VD, index_MX, lse_M, slope_MD, hidden_MD = ctx.saved_tensors
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctcdraft.model.kernels.cpu_top import merge_top, suits
+from ctcdraft.model.kernels.cpu_top import merge_top, suits, take
 
 # A CPU wants a tile that stays in its cache between the two GEMMs, about as high as wide (measured: docs/
 # fused_ctc.md). A GPU wants large GEMMs over the whole vocabulary.
@@ -190,7 +190,7 @@ def _rows_by_tiles(
     for columns in _slices(len(weight_VD), width):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
-        _take(found_RK, index_RK, z_RC, columns.start)
+        take(found_RK, index_RK, z_RC.to(found_RK.dtype), columns.start)
         if out.top_MS.shape[1]:
             _merge_top(top_RS, top_index_RS, z_RC, columns.start)
         if columns.start == 0:
@@ -209,14 +209,6 @@ def _rows_by_tiles(
         out.slope_MD.copy_(slope_RD.div_(total_R.unsqueeze(1)))
     out.top_MS.copy_(top_RS * LOG_2)
     out.top_index_MS.copy_(top_index_RS)
-
-
-def _take(found_RK: Tensor, index_RK: Tensor, z_RC: Tensor, first_column: int) -> None:
-    """Those of the wanted logits that this tile holds, in place."""
-    local_RK = index_RK - first_column
-    inside_RK = (local_RK >= 0) & (local_RK < z_RC.shape[1])
-    here_RK = z_RC.gather(1, local_RK.clamp_(0, z_RC.shape[1] - 1)).to(found_RK.dtype)
-    torch.where(inside_RK, here_RK, found_RK, out=found_RK)
 
 
 def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor, shifted: bool) -> Tensor | None:

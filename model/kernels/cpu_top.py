@@ -1,10 +1,10 @@
-"""The largest values of each row, tile after tile, compiled for a CPU. torch's topk takes as long as the GEMM that made
-the tile.
+"""What is wanted of tiles of logits, compiled for a CPU: some columns, and the largest values of each row, for which
+torch's topk takes as long as the GEMM that made the tile.
 
-Every LANES-th column is of one lane. About the S-th largest of the lanes' largest values is a bound: S values are at
-least as large. So only lanes that reach it are looked at one by one, about S of them.
+Every LANES-th column is of one lane. About the S-th largest of the lanes' largest values is a bound, since S values are
+at least as large; once S values are held, their least is. Only lanes that reach it are looked at one by one.
 
-Suffixes as in chunked.py: R rows, C columns of a tile, S held.
+Suffixes as in chunked.py: R rows, C columns of a tile, K wanted, S held.
 """
 
 import numpy as np
@@ -39,6 +39,22 @@ def largest(values_RC: Tensor, top_k: int) -> Tensor:
     return index_RS
 
 
+def take(found_RK: Tensor, index_RK: Tensor, z_RC: Tensor, first_column: int) -> None:
+    """Those of the wanted values that a tile holds, in place."""
+    _take(use_torch_threads(), found_RK.numpy(), array_of(index_RK), z_RC.numpy(), first_column)  # type: ignore
+
+
+@njit(cache=True, parallel=True)
+def _take(threads, found, index, z, first_column):
+    (R, C), K = z.shape, found.shape[1]
+    for chunk in prange(threads):
+        for r in range(R * chunk // threads, R * (chunk + 1) // threads):
+            for k in range(K):
+                c = index[r, k] - first_column
+                if 0 <= c < C:
+                    found[r, k] = z[r, c]
+
+
 @njit(cache=True, parallel=True)
 def _merge(threads, top, index, z, first_column):
     R = len(z)
@@ -50,19 +66,10 @@ def _merge(threads, top, index, z, first_column):
 @njit(cache=True)
 def _merge_rows(top, index, z, first_column):
     (R, C), S = z.shape, top.shape[1]
-    pool = np.empty(S + LANES, z.dtype)  # what is held, and the largest of each lane
-    value, place = np.empty(S + C, z.dtype), np.empty(S + C, np.int64)  # what may be among the largest
-    lane, column, above = np.empty(LANES, np.int64), np.empty(C, np.int64), np.empty(S + max(C, LANES), np.int32)
+    peak, lane, column = np.empty(LANES, z.dtype), np.empty(LANES, np.int64), np.empty(C, np.int64)
     for r in range(R):
-        peak = pool[S:]
-        peak[:] = -np.inf
-        for start in range(0, C, LANES):
-            row = z[r, start : start + LANES]
-            for i in range(len(row)):
-                peak[i] = row[i] if row[i] > peak[i] else peak[i]
-        pool[:S] = value[:S] = top[r]
-        place[:S] = index[r]
-        least = _bound(pool, S)
+        _peaks(peak, z[r])
+        least = top[r, S - 1] if top[r, S - 1] > -np.inf else _bound(peak, S)
         lanes = found = 0
         for i in range(LANES):
             lane[lanes] = i
@@ -71,17 +78,38 @@ def _merge_rows(top, index, z, first_column):
             for c in range(lane[i], C, LANES):
                 column[found] = c
                 found += z[r, c] >= least
-        if found > S + 2 * LANES:
-            found = _without_ties(column, found, z[r], least, S)
         for i in range(found):
-            value[S + i], place[S + i] = z[r, column[i]], first_column + column[i]
-        above[: S + found] = 0
-        for j in range(S + found):
-            for i in range(S + found):
-                above[i] += (value[j] > value[i]) | ((value[j] == value[i]) & (place[j] < place[i]))
-        for i in range(S + found):
-            if above[i] < S:
-                top[r, above[i]], index[r, above[i]] = value[i], place[i]
+            _insert(top[r], index[r], z[r, column[i]], first_column + column[i])
+
+
+@njit(cache=True)
+def _peaks(peak, row):
+    """The largest value of each lane, four compared at once: only so the compiler vectorises it."""
+    peak[:] = -np.inf
+    fours = len(row) - len(row) % (4 * LANES)
+    for start in range(0, fours, 4 * LANES):
+        a, b = row[start : start + LANES], row[start + LANES : start + 2 * LANES]
+        c, d = row[start + 2 * LANES : start + 3 * LANES], row[start + 3 * LANES : start + 4 * LANES]
+        for i in range(LANES):
+            x, y = a[i] if a[i] > b[i] else b[i], c[i] if c[i] > d[i] else d[i]
+            x = x if x > y else y
+            peak[i] = x if x > peak[i] else peak[i]
+    for start in range(fours, len(row), LANES):
+        rest = row[start : start + LANES]
+        for i in range(len(rest)):
+            peak[i] = rest[i] if rest[i] > peak[i] else peak[i]
+
+
+@njit(cache=True)
+def _insert(top, index, value, column):
+    """Take a value where it belongs among the largest, if it does; of equal ones the first column comes first."""
+    at = len(top)
+    while at > 0 and (value > top[at - 1] or (value == top[at - 1] and column < index[at - 1])):
+        at -= 1
+        if at + 1 < len(top):
+            top[at + 1], index[at + 1] = top[at], index[at]
+    if at < len(top):
+        top[at], index[at] = value, column
 
 
 @njit(cache=True)
@@ -104,20 +132,3 @@ def _bound(values, k):
             count += values[i] >= middle
         low, high = (middle, high) if count >= k else (low, middle)
     return low
-
-
-@njit(cache=True)
-def _without_ties(column, found, row, least, k):
-    """The columns, in place, but of those that equal `least` only the first k of each lane: no more can be among the
-    largest. How many are left."""
-    kept = ties = 0
-    lane = -1
-    for i in range(found):
-        c = column[i]
-        if c % LANES != lane:
-            lane, ties = c % LANES, 0
-        tie = row[c] == least
-        column[kept] = c
-        kept += (row[c] > least) | (tie & (ties < k))
-        ties += tie
-    return kept
