@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
-from ctcdraft.model.kernels import Moved, Prefixes, moved_shortlist
+from ctcdraft.model.kernels import Moved, Prefixes, carried, moved_shortlist
 from ctcdraft.model.kernels.reference import LOG_ZERO, NO_TOKEN
 from ctcdraft.model.topology import DIAGONAL, Topology
 
@@ -126,9 +126,9 @@ class Lookup(nn.Module):
 
     def forward(self, found: LookedUp, base: Base) -> Tensor:
         """l(g) behind the root and behind each label, [N, S, R]."""
-        nothing_NS1 = found.match_NS.unsqueeze(2) == 0
-        told_NSR = _of_tokens(self.tokens, found.token_NS.clamp(min=0), base, self.match_MR.dtype)
-        return told_NSR.masked_fill(nothing_NS1, 0.0) + F.embedding(found.match_NS, self.match_MR)
+        token_NS = found.token_NS.masked_fill(found.match_NS == 0, -1)
+        told_NSR = _of_tokens(self.tokens, token_NS, base, self.match_MR.dtype)
+        return told_NSR + F.embedding(found.match_NS, self.match_MR)
 
 
 class Transition(nn.Module):
@@ -222,13 +222,6 @@ class Transition(nn.Module):
             _on_host(blank_R),
         )
 
-    def states(self, known: Known) -> Tensor:
-        """r(g) behind the root and behind each label, [N, S, R]."""
-        states = [known.mixed.root_NR]
-        for label_NR in known.label_NUR.unbind(1):
-            states.append(label_NR + self.carry(F.hardswish(states[-1])))
-        return torch.stack(states, dim=1)
-
     def forward(
         self, known: Known, shortlist: Shortlist, labels_NU: Tensor, topology: Topology, implementation: str
     ) -> tuple[Moved, Tensor]:
@@ -243,7 +236,7 @@ class Transition(nn.Module):
         window_TW = topology.window(T, U).to(labels_NU.device)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
-            self.states(known).to(dtype),
+            carried(known.mixed.root_NR, known.label_NUR, self.carry.weight, implementation).to(dtype),
             known.token_VR.to(dtype),
             blank_R.to(dtype),
             window_TW,
@@ -336,9 +329,11 @@ def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:
 
 
 def _of_tokens(project: Callable[[Tensor], Tensor], tokens_X: Tensor, base: Base, dtype: torch.dtype) -> Tensor:
-    """project(e(u)) of each token, [..., R], computed once for all that are the same: anchors share most of theirs."""
+    """project(e(u)) of each token, [..., R], 0 for -1, which is none; computed once for all that are the same: anchors
+    share most of theirs."""
     once_K, place_X = tokens_X.unique(return_inverse=True)
-    return F.embedding(place_X, project(base.embed(once_K).detach().to(dtype)))
+    embedded_KD = base.embed(once_K.clamp(min=0)).detach().to(dtype)
+    return F.embedding(place_X, project(embedded_KD).masked_fill(once_K.unsqueeze(1) < 0, 0.0))
 
 
 def _normed(embedded_XD: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_shortlist, cpu_top, reference
-from ctcdraft.model.kernels.autograd import LinearLseGather, MovedShortlist, PrefixLattice
+from ctcdraft.model.kernels.autograd import Carried, LinearLseGather, MovedShortlist, PrefixLattice
 from ctcdraft.model.kernels.reference import Moved, Prefixes
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
@@ -84,6 +84,13 @@ def prefix_lattice(
     return reference.prefix_lattice(*arguments)
 
 
+def carried(root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor, implementation: str = "auto") -> Tensor:
+    """States of the prefixes of known labels, [N, S, R]: see `reference.carried`."""
+    if _choose(implementation, root_NR) == "reference":
+        return reference.carried(root_NR, label_NUR, carry_RR)
+    return Carried.apply(root_NR, label_NUR, carry_RR)
+
+
 def moved_shortlist(prefixes: Prefixes, implementation: str = "auto") -> Moved:
     """A transition along known labels: see `reference.moved_shortlist`.
 
@@ -137,6 +144,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Moved",
     "Prefixes",
+    "carried",
     "linear_lse_gather",
     "linear_lse_top",
     "moved_shortlist",

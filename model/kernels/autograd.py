@@ -4,6 +4,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked
@@ -81,6 +82,28 @@ class MovedShortlist(torch.autograd.Function):
         prefixes, kept = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
         of_slot, of_context, of_token, of_blank, *of_logits = ctx.ops.backward(Prefixes(*prefixes), kept, of_moved[:5])
         return None, of_slot, of_context, of_token, of_blank, None, None, None, *of_logits, None, None
+
+
+class Carried(torch.autograd.Function):
+    """`reference.carried` with a backward of its own: the gradient of C is one product, and nothing is stacked."""
+
+    @staticmethod
+    def forward(ctx: Any, root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor) -> Tensor:
+        state_NSR = torch.cat([root_NR.unsqueeze(1), label_NUR], dim=1)
+        for u in range(label_NUR.shape[1]):
+            state_NSR[:, u + 1].addmm_(F.hardswish(state_NSR[:, u]), carry_RR.T)
+        ctx.save_for_backward(state_NSR, carry_RR)
+        return state_NSR
+
+    @staticmethod
+    def backward(ctx: Any, grad_NSR: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_derivative()
+        state_NSR, carry_RR = ctx.saved_tensors
+        grad_NSR = grad_NSR.clone()
+        for u in reversed(range(grad_NSR.shape[1] - 1)):
+            grad_NSR[:, u] += torch.ops.aten.hardswish_backward(grad_NSR[:, u + 1] @ carry_RR, state_NSR[:, u])
+        of_label_NUR, before_NUR = grad_NSR[:, 1:].contiguous(), F.hardswish(state_NSR[:, :-1])
+        return grad_NSR[:, 0], of_label_NUR, of_label_NUR.flatten(0, 1).T @ before_NUR.flatten(0, 1)
 
 
 def refuse_second_derivative() -> None:

@@ -81,6 +81,14 @@ def prefix_lattice(
     return log_psi, torch.logaddexp(log_pb, log_pn)
 
 
+def carried(root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor) -> Tensor:
+    """r(empty) = root, r(gu) = label(u) + C hardswish(r(g)): behind the root and behind each label, [N, S, R]."""
+    states = [root_NR]
+    for label_NR in label_NUR.unbind(1):
+        states.append(label_NR + F.linear(F.hardswish(states[-1]), carry_RR))
+    return torch.stack(states, dim=1)
+
+
 class Prefixes(NamedTuple):
     """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
     the prefixes that each slot is looked at behind (`Topology.window`), s of them; the likeliest successors of each
