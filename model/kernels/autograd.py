@@ -89,21 +89,22 @@ class Carried(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor) -> Tensor:
-        state_NSR = torch.cat([root_NR.unsqueeze(1), label_NUR], dim=1)
-        for u in range(label_NUR.shape[1]):
-            state_NSR[:, u + 1].addmm_(F.hardswish(state_NSR[:, u]), carry_RR.T)
-        ctx.save_for_backward(state_NSR, carry_RR)
-        return state_NSR
+        state_SNR = torch.cat([root_NR.unsqueeze(0), label_NUR.transpose(0, 1)])
+        for u in range(len(state_SNR) - 1):
+            state_SNR[u + 1].addmm_(F.hardswish(state_SNR[u]), carry_RR.T)
+        ctx.save_for_backward(state_SNR, carry_RR)
+        return state_SNR.transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad_NSR: Tensor) -> tuple[Tensor, ...]:
         refuse_second_derivative()
-        state_NSR, carry_RR = ctx.saved_tensors
-        grad_NSR = grad_NSR.clone()
-        for u in reversed(range(grad_NSR.shape[1] - 1)):
-            grad_NSR[:, u] += torch.ops.aten.hardswish_backward(grad_NSR[:, u + 1] @ carry_RR, state_NSR[:, u])
-        of_label_NUR, before_NUR = grad_NSR[:, 1:].contiguous(), F.hardswish(state_NSR[:, :-1])
-        return grad_NSR[:, 0], of_label_NUR, of_label_NUR.flatten(0, 1).T @ before_NUR.flatten(0, 1)
+        state_SNR, carry_RR = ctx.saved_tensors
+        grad_SNR = grad_NSR.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        for u in reversed(range(len(state_SNR) - 1)):
+            grad_SNR[u] += torch.ops.aten.hardswish_backward(grad_SNR[u + 1] @ carry_RR, state_SNR[u])
+        of_label_UNR, before_UNR = grad_SNR[1:], F.hardswish(state_SNR[:-1])
+        of_carry_RR = of_label_UNR.flatten(0, 1).T @ before_UNR.flatten(0, 1)
+        return grad_SNR[0], of_label_UNR.transpose(0, 1), of_carry_RR
 
 
 def refuse_second_derivative() -> None:

@@ -36,7 +36,7 @@ def forward(prefixes: Prefixes) -> tuple[Moved, tuple[Tensor, ...]]:
     J, W = prefixes.successor_NSJ.shape[2], prefixes.window_TW.shape[1]
     of_windows = [prefixes.slot_NTR.new_zeros(N, T, W) for _ in range(5)]
     moved = Moved._make([*of_windows, torch.zeros(N, T, W, dtype=torch.bool)])
-    shares = [prefixes.slot_NTR.new_zeros(N, T, W, J + K) for _ in range(2)]
+    shares = [prefixes.slot_NTR.new_empty(N, T, W, J + K) for _ in range(2)]
     places = [torch.full((N, T, W), -1) for _ in range(2)]
     kept = (*shares, *places)
     _forward(use_torch_threads(), *map(array_of, prefixes), *(part.numpy() for part in (*moved, *kept)))  # type: ignore
@@ -46,9 +46,9 @@ def forward(prefixes: Prefixes) -> tuple[Moved, tuple[Tensor, ...]]:
 def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gradients of slot, context, token, blank, and of the logits of successors and likeliest tokens."""
     threads = use_torch_threads()
-    alone = [part.new_zeros(part.shape) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
+    alone = [part.new_empty(part.shape) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
     shared = [part.new_zeros(threads, *part.shape) for part in (prefixes.token_VR, prefixes.blank_R)]
-    logits = [part.new_zeros(part.shape) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
+    logits = [part.new_empty(part.shape) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
     largest = max((float(part.abs().max()) for part in of_moved if part.numel()), default=0.0)
     nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(prefixes.slot_NTR.dtype).eps * largest)
     known = [array_of(part) for part in (*prefixes[:7], *kept, *of_moved)]
@@ -247,6 +247,7 @@ def _backward(
         zero = slot.dtype.type(0)
         chosen, weight = np.empty(J + K, np.int64), np.empty((2, J + K), slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
+            grad_slot[n], grad_context[n], grad_logits[n] = zero, zero, zero
             for t in range(T):
                 for w, s in enumerate(window[t]):
                     grad = move[t * W + w]
