@@ -128,7 +128,8 @@ class Lookup(nn.Module):
         """l(g) behind the root and behind each label, [N, S, R]."""
         token_NS = found.token_NS.masked_fill(found.match_NS == 0, -1)
         told_NSR = _of_tokens(self.tokens, token_NS, base, self.match_MR.dtype)
-        return told_NSR + F.one_hot(found.match_NS, len(self.match_MR)).to(told_NSR.dtype) @ self.match_MR
+        match_NSM = F.one_hot(found.match_NS, len(self.match_MR)).to(told_NSR.dtype)
+        return told_NSR + match_NSM @ self.match_MR
 
 
 class Transition(nn.Module):

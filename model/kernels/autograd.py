@@ -85,7 +85,7 @@ class MovedShortlist(torch.autograd.Function):
 
 
 class Carried(torch.autograd.Function):
-    """`reference.carried` with a backward of its own: the gradient of C is one product, and nothing is stacked."""
+    """`reference.carried` with a backward of its own, which has the gradient of C by one product."""
 
     @staticmethod
     def forward(ctx: Any, root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor) -> Tensor:

@@ -190,9 +190,10 @@ def _rows_by_tiles(
     for columns in _slices(len(weight_VD), width):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
-        take(found_RK, index_RK, z_RC.to(found_RK.dtype), columns.start)
+        wide_RC = z_RC.to(found_RK.dtype)
+        take(found_RK, index_RK, wide_RC, columns.start)
         if out.top_MS.shape[1]:
-            _merge_top(top_RS, top_index_RS, z_RC, columns.start)
+            _merge_top(top_RS, top_index_RS, wide_RC, columns.start)
         if columns.start == 0:
             shifted = shifted or not bool((z_RC[:, :LEAST].amax(dim=1).abs() < SAFE_BITS).all())
             peak_R.fill_(-torch.inf if shifted else 0.0)

@@ -225,7 +225,7 @@ def _forward(
                         next_place[n, t, w], last_place[n, t, w], inside[n, t, w] = x, y, x >= 0
                         emit[n, t, w] = by[x] if x >= 0 else 0
                         stay[n, t, w] = by[y] if y >= 0 else 0
-                    for x in range(J + K):
+                    for x in range(J + K):  # what is none keeps the delta of another anchor
                         as_moved[x] = as_is[x] if as_is[x] == -np.inf else as_is[x] + by[x]
                     still[n, t, w], moved[n, t, w] = _shares(as_is), _shares(as_moved)
                 for k in range(K):
@@ -273,13 +273,11 @@ def _backward(
             for p in range(len(of_slots)):
                 t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
                 count = _choose(chosen, weight, index[n, t], move[a, J:], move[b, J:])
-                _add_rows(back[a], back[b], token, chosen, weight, count)
-                _add_gates(grad_token[chunk], gate[a], gate[b], chosen, weight, count)
+                _through_dots(back[a], back[b], grad_token[chunk], gate[a], gate[b], token, chosen, weight, count)
             for p in range(len(of_contexts)):
                 s, a, b = of_contexts[p, 0], of_contexts[p, 1], of_contexts[p, 2]
                 count = _choose(chosen, weight, successor[n, s], move[a, :J], move[b, :J])
-                _add_rows(back[a], back[b], token, chosen, weight, count)
-                _add_gates(grad_token[chunk], gate[a], gate[b], chosen, weight, count)
+                _through_dots(back[a], back[b], grad_token[chunk], gate[a], gate[b], token, chosen, weight, count)
             for t in range(T):
                 for w, s in enumerate(window[t]):
                     if s <= t:
@@ -300,8 +298,8 @@ def _choose(chosen, weight, tokens, a, b):
 
 
 @njit(cache=True)
-def _add_rows(out_a, out_b, rows, chosen, weight, count):
-    """out + the sum of weight[i] * rows[chosen[i]], of two at once, four at a time."""
+def _through_dots(out_a, out_b, out_rows, gate_a, gate_b, rows, chosen, weight, count):
+    """Add the gradients of two gates and of the chosen rows, from those of their products, four rows at a time."""
     fours = count // 4 * 4
     for i in range(0, fours, 4):
         v0, v1, v2, v3 = chosen[i], chosen[i + 1], chosen[i + 2], chosen[i + 3]
@@ -315,12 +313,7 @@ def _add_rows(out_a, out_b, rows, chosen, weight, count):
         for r in range(len(out_a)):
             out_a[r] += weight[0, i] * rows[chosen[i], r]
             out_b[r] += weight[1, i] * rows[chosen[i], r]
-
-
-@njit(cache=True)
-def _add_gates(out, gate_a, gate_b, chosen, weight, count):
-    """To each chosen row, what each of two gates weighs."""
     for i in range(count):
         v, a, b = chosen[i], weight[0, i], weight[1, i]
         for r in range(len(gate_a)):
-            out[v, r] += a * gate_a[r] + b * gate_b[r]
+            out_rows[v, r] += a * gate_a[r] + b * gate_b[r]
