@@ -21,8 +21,8 @@ REDUCTIONS = ("mean", "sum", "none")
 class AnchorLoss(NamedTuple):
     """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
     anchors the mean probability of the blank per slot [T] where the loss looks at it (`slots_looked_at`; 0 without a
-    blank; before a transition, and where no band rules it out) and how often the shortlist of slot t holds label t + 1
-    (0 without a transition).
+    blank; before a transition, and where no band rules it out) and how often the shortlist of slot t holds label t + 1,
+    where there is one (0 without a transition).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
@@ -89,9 +89,9 @@ def plain_emissions(
 ) -> Emissions:
     """Without a transition. logits[n, t, w] is slot t's logit of the label that comes next behind the w-th prefix of
     its window; the blank is a logit of its own: lse over vocabulary and blank = logaddexp(lse, blank)."""
-    uncovered_T = lse_NT.new_zeros(lse_NT.shape[1])
+    uncovered_NT = torch.zeros_like(lse_NT, dtype=torch.bool)
     once = blank_NT.unsqueeze(2), lse_NT.unsqueeze(2)  # the same behind every prefix
-    return normalised(logits_NTW, again(logits_NTW), *once, labels, topology, uncovered_T)
+    return normalised(logits_NTW, again(logits_NTW), *once, labels, topology, uncovered_NT)
 
 
 def cross_entropy_losses(
@@ -278,8 +278,9 @@ def _blank_losses(
     if rows.known is None:
         emissions = plain_emissions(shortlist.lse_NT, logits, blank, rows.labels_NU.shape[1], rows.topology)
     else:
-        known = rows.known if rows.valid_NT is None else rows.known.masked(rows.valid_NT)
-        emissions = along_labels(known, shortlist, logits, rows.labels_NU, blank, rows.topology, rows.implementation)
+        labels, slots = rows.labels_NU, rows.slots_N
+        options = rows.topology, rows.implementation
+        emissions = along_labels(rows.known, shortlist, logits, labels, slots, blank, *options)
     loss, log_psi = ctc_losses(
         emissions,
         rows.labels_NU,
@@ -292,7 +293,7 @@ def _blank_losses(
     )
     count_T = rows.slots_N.new_tensor(len(blank)) if rows.valid_NT is None else rows.valid_NT.sum(dim=0)
     rate_T = torch.sigmoid(blank - shortlist.lse_NT).detach().sum(dim=0) / count_T.clamp(min=1)
-    return loss, log_psi, rate_T, emissions.coverage_T
+    return loss, log_psi, rate_T, _coverage(emissions.covered_NT, rows.lengths_N)
 
 
 def _slot_losses(rows: _Rows, weight_U: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,13 +302,19 @@ def _slot_losses(rows: _Rows, weight_U: Tensor | None) -> tuple[Tensor, Tensor, 
     lengths_N, labels_NK = torch.minimum(rows.lengths_N, rows.slots_N), rows.labels_NU[:, :K]
     valid_NK = torch.arange(K, device=labels_NK.device) < lengths_N.unsqueeze(1)
     shortlist, logits_NK1 = _gather(rows, valid_NK, K, DIAGONAL)
-    coverage_K = shortlist.lse_NT.new_zeros(K)
+    covered_NK = torch.zeros_like(valid_NK)
     if rows.known is None:
         log_p_NK = logits_NK1.squeeze(2) - shortlist.lse_NT
     else:
-        known = rows.known.masked(valid_NK).first(K)
-        log_p_NK, coverage_K = slot_by_slot(known, shortlist, logits_NK1, labels_NK, rows.implementation)
-    return *cross_entropy_losses(log_p_NK, lengths_N, weight_U=weight_U), coverage_K
+        known = rows.known.first(K)
+        log_p_NK, covered_NK = slot_by_slot(known, shortlist, logits_NK1, labels_NK, lengths_N, rows.implementation)
+    return *cross_entropy_losses(log_p_NK, lengths_N, weight_U=weight_U), _coverage(covered_NK, lengths_N)
+
+
+def _coverage(covered_NT: Tensor, lengths_N: Tensor) -> Tensor:
+    """How often slot t holds label t + 1 of those that there are [T]."""
+    there_NT = torch.arange(covered_NT.shape[1], device=lengths_N.device) < lengths_N.unsqueeze(1)
+    return (covered_NT & there_NT).sum(dim=0) / there_NT.sum(dim=0).clamp(min=1)
 
 
 def _gather(rows: _Rows, valid_NT: Tensor | None, T: int, topology: Topology) -> tuple[Shortlist, Tensor]:

@@ -93,23 +93,20 @@ class Known(NamedTuple):
         return self._replace(mixed=mixed, label_NUR=label_NUR, successor_NSJ=successor_NSJ)
 
     def first(self, labels: int) -> "Known":
-        """Along so many labels only."""
-        return self._replace(label_NUR=self.label_NUR[:, :labels], successor_NSJ=self.successor_NSJ[:, : labels + 1])
-
-    def masked(self, valid_NT: Tensor) -> "Known":
-        """Without what the other slots hold, NaN included; of as many slots as `valid` has."""
-        slot_NTR = self.mixed.slot_NTR[:, : valid_NT.shape[1]].masked_fill(~valid_NT.unsqueeze(2), 0.0)
-        return self._replace(mixed=self.mixed._replace(slot_NTR=slot_NTR))
+        """Along so many labels only, and of as many slots."""
+        mixed = self.mixed._replace(slot_NTR=self.mixed.slot_NTR[:, :labels])
+        label_NUR, successor_NSJ = self.label_NUR[:, :labels], self.successor_NSJ[:, : labels + 1]
+        return self._replace(mixed=mixed, label_NUR=label_NUR, successor_NSJ=successor_NSJ)
 
 
 class Emissions(NamedTuple):
-    """Log-probabilities along known labels, as `prefix_lattice` takes them; coverage [T]: how often slot t's shortlist
-    holds label t + 1."""
+    """Log-probabilities along known labels, as `prefix_lattice` takes them; covered [N, T]: does slot t's shortlist
+    hold label t + 1?"""
 
     emit_NTU: Tensor
     stay_NTU: Tensor
     blank_NTS: Tensor
-    coverage_T: Tensor
+    covered_NT: Tensor
 
 
 class Lookup(nn.Module):
@@ -224,12 +221,18 @@ class Transition(nn.Module):
         )
 
     def forward(
-        self, known: Known, shortlist: Shortlist, labels_NU: Tensor, topology: Topology, implementation: str
+        self,
+        known: Known,
+        shortlist: Shortlist,
+        labels_NU: Tensor,
+        slots_N: Tensor,
+        topology: Topology,
+        implementation: str,
     ) -> tuple[Moved, Tensor]:
-        """Every slot behind the prefixes of its window, in the precision of the logits; and [T] how often the shortlist
-        of slot t holds label t + 1.
+        """Every slot behind the prefixes of its window, in the precision of the logits; and [N, T]: does the shortlist
+        of slot t hold label t + 1?
 
-        Behind more labels than there are slots before nothing is moved.
+        Behind more labels than there are slots before nothing is moved. Slots past slots_N are not looked at.
         """
         slot_NTR, dtype = known.mixed.slot_NTR, shortlist.logits_NTK.dtype
         (N, T, R), U = slot_NTR.shape, labels_NU.shape[1]
@@ -247,10 +250,11 @@ class Transition(nn.Module):
             shortlist.logits_NTK,
             F.pad(labels_NU, (0, 1), value=NO_TOKEN),
             F.pad(labels_NU, (1, 0), value=NO_TOKEN) if topology.merge else labels_NU.new_full((N, U + 1), NO_TOKEN),
+            slots_N,
         )
         moved = moved_shortlist(prefixes, implementation)
         straight_TW = window_TW == torch.arange(T, device=window_TW.device).unsqueeze(1)
-        return moved, (moved.inside_NTW & straight_TW).any(dim=2).float().mean(dim=0)
+        return moved, (moved.inside_NTW & straight_TW).any(dim=2)
 
 
 def along_labels(
@@ -258,12 +262,13 @@ def along_labels(
     shortlist: Shortlist,
     logits_NTW: Tensor,
     labels_NU: Tensor,
+    slots_N: Tensor,
     blank_NT: Tensor,
     topology: Topology,
     implementation: str = "auto",
 ) -> Emissions:
     """Every slot behind every prefix of the labels that it can stand behind; logits: of the label that comes next."""
-    moved, coverage_T = known.transition(known, shortlist, labels_NU, topology, implementation)
+    moved, covered_NT = known.transition(known, shortlist, labels_NU, slots_N, topology, implementation)
     return normalised(
         logits_NTW + moved.emit_NTW,
         again(logits_NTW) + moved.stay_NTW,
@@ -271,7 +276,7 @@ def along_labels(
         normaliser(moved, shortlist.lse_NT),
         labels_NU.shape[1],
         topology,
-        coverage_T,
+        covered_NT,
     )
 
 
@@ -288,7 +293,7 @@ def normalised(
     lse_NTW: Tensor,
     labels: int,
     topology: Topology,
-    coverage_T: Tensor,
+    covered_NT: Tensor,
 ) -> Emissions:
     """Log-probabilities from logits and their lse over the vocabulary without the blank, which have one column where
     they are the same behind all prefixes; LOG_ZERO for what no alignment of the topology holds.
@@ -309,16 +314,21 @@ def normalised(
 
     emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
     stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
-    return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW - total_NTW), coverage_T)
+    return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW - total_NTW), covered_NT)
 
 
 def slot_by_slot(
-    known: Known, shortlist: Shortlist, logits_NT1: Tensor, labels_NT: Tensor, implementation: str = "auto"
+    known: Known,
+    shortlist: Shortlist,
+    logits_NT1: Tensor,
+    labels_NT: Tensor,
+    slots_N: Tensor,
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and the coverage [T]."""
-    moved, coverage_T = known.transition(known, shortlist, labels_NT, DIAGONAL, implementation)
+    """Where slot k writes label k: log p_k(y_k | y_1..y_{k-1}) [N, T], and is y_k in its shortlist?"""
+    moved, covered_NT = known.transition(known, shortlist, labels_NT, slots_N, DIAGONAL, implementation)
     log_p_NT1 = logits_NT1 + moved.emit_NTW - normaliser(moved, shortlist.lse_NT)
-    return log_p_NT1.squeeze(2), coverage_T
+    return log_p_NT1.squeeze(2), covered_NT
 
 
 def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class MovedShortlist(torch.autograd.Function):
         refuse_second_derivative()
         prefixes, kept = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
         of_slot, of_context, of_token, of_blank, *of_logits = ctx.ops.backward(Prefixes(*prefixes), kept, of_moved[:5])
-        return None, of_slot, of_context, of_token, of_blank, None, None, None, *of_logits, None, None
+        return None, of_slot, of_context, of_token, of_blank, None, None, None, *of_logits, None, None, None
 
 
 class Carried(torch.autograd.Function):

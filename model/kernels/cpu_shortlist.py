@@ -51,7 +51,7 @@ def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tenso
     logits = [part.new_empty(part.shape) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
     largest = max((float(part.abs().max()) for part in of_moved if part.numel()), default=0.0)
     nothing = max(NOTHING, NEGLIGIBLE * torch.finfo(prefixes.slot_NTR.dtype).eps * largest)
-    known = [array_of(part) for part in (*prefixes[:7], *kept, *of_moved)]
+    known = [array_of(part) for part in (*prefixes[:7], prefixes.slots_N, *kept, *of_moved)]
     out = [part.numpy() for part in (*alone, *shared, *logits)]
     _backward(threads, known[0].dtype.type(nothing), *known, *out)  # type: ignore[call-arg]
     return *alone, *(part.sum(dim=0) for part in shared), *logits
@@ -181,7 +181,7 @@ def _shares(values):
 
 @njit(cache=True, parallel=True)
 def _forward(
-    threads, slot, context, token, blank, window, successor, index, successor_logits, logits, next, last,
+    threads, slot, context, token, blank, window, successor, index, successor_logits, logits, next, last, slots,
     moved, still, emit, stay, of_blank, inside, moved_share, still_share, next_place, last_place,
 ):  # fmt: skip
     N, T, K = index.shape
@@ -192,16 +192,20 @@ def _forward(
         chosen, column, some = np.empty(J, np.int64), np.empty(J, np.int64), np.empty((2, J), slot.dtype)
         likely = np.full(len(token), -1)  # where a token is among the slot's likeliest
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            for t in range(T):
+            for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     if s <= t:
                         _gates(gate[t * W + w], slot[n, t], context[n, s])
                         of_blank[n, t, w] = _dot(gate[t * W + w], blank)
             for p in range(len(of_slots)):
                 t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
+                if t >= slots[n]:
+                    break
                 _dots(delta[a, J:], delta[b, J:], gate[a], gate[b], token, index[n, t], K)
             for p in range(len(of_contexts)):
                 s, a, b = of_contexts[p, 0], of_contexts[p, 1], of_contexts[p, 2]
+                if a >= slots[n] * W:
+                    continue
                 count = 0
                 for j in range(J):
                     chosen[count], column[count] = successor[n, s, j], j
@@ -209,7 +213,7 @@ def _forward(
                 _dots(some[0], some[1], gate[a], gate[b], token, chosen, count)
                 for i in range(count):
                     delta[a, column[i]], delta[b, column[i]] = some[0, i], some[1, i]
-            for t in range(T):
+            for t in range(slots[n]):
                 for k in range(K - 1, -1, -1):  # of the same, the first
                     likely[index[n, t, k]] = k
                 for w, s in enumerate(window[t]):
@@ -234,8 +238,8 @@ def _forward(
 
 @njit(cache=True, parallel=True)
 def _backward(
-    threads, nothing, slot, context, token, blank, window, successor, index, moved_share, still_share, next_place,
-    last_place, of_moved, of_still, of_emit, of_stay, of_blank,
+    threads, nothing, slot, context, token, blank, window, successor, index, slots, moved_share, still_share,
+    next_place, last_place, of_moved, of_still, of_emit, of_stay, of_blank,
     grad_slot, grad_context, grad_token, grad_blank, grad_successor, grad_logits,
 ):  # fmt: skip
     N, T, K = index.shape
@@ -247,8 +251,9 @@ def _backward(
         zero = slot.dtype.type(0)
         chosen, weight = np.empty(J + K, np.int64), np.empty((2, J + K), slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            grad_slot[n], grad_context[n], grad_logits[n] = zero, zero, zero
-            for t in range(T):
+            grad_slot[n], grad_context[n], grad_logits[n], grad_successor[n, slots[n] :] = zero, zero, zero, zero
+            move[slots[n] * W :], gate[slots[n] * W :] = zero, zero  # of contexts whose second place is past them
+            for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     grad = move[t * W + w]
                     for x in range(J + K):
@@ -272,13 +277,17 @@ def _backward(
                         grad_blank[chunk, r] += by * gate[t * W + w, r]
             for p in range(len(of_slots)):
                 t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
+                if t >= slots[n]:
+                    break
                 count = _choose(chosen, weight, index[n, t], move[a, J:], move[b, J:])
                 _through_dots(back[a], back[b], grad_token[chunk], gate[a], gate[b], token, chosen, weight, count)
             for p in range(len(of_contexts)):
                 s, a, b = of_contexts[p, 0], of_contexts[p, 1], of_contexts[p, 2]
+                if a >= slots[n] * W:
+                    continue
                 count = _choose(chosen, weight, successor[n, s], move[a, :J], move[b, :J])
                 _through_dots(back[a], back[b], grad_token[chunk], gate[a], gate[b], token, chosen, weight, count)
-            for t in range(T):
+            for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     if s <= t:
                         _through_gates(back[t * W + w], slot[n, t], context[n, s])

@@ -93,7 +93,8 @@ class Prefixes(NamedTuple):
     """Slots behind the prefixes of known labels: A s_t, the state of the prefix of s labels, P w_v, the blank's vector;
     the prefixes that each slot is looked at behind (`Topology.window`), s of them; the likeliest successors of each
     prefix's last token (-1: none); a slot's likeliest tokens; logits of both; the labels that come next behind each
-    prefix and that came last (NO_TOKEN: there is none)."""
+    prefix and that came last (NO_TOKEN: there is none); how many slots of each anchor are looked at: what the others
+    hold, NaN included, has no effect, and 0 comes out of them."""
 
     slot_NTR: Tensor
     context_NSR: Tensor
@@ -106,6 +107,7 @@ class Prefixes(NamedTuple):
     logits_NTK: Tensor
     next_NS: Tensor
     last_NS: Tensor
+    slots_N: Tensor
 
 
 class Moved(NamedTuple):
@@ -125,6 +127,8 @@ def moved_shortlist(prefixes: Prefixes) -> Moved:
     """What the transition makes of each slot's shortlist S_t(g), its likeliest tokens and the successors of g's last
     one, behind each prefix g of its window."""
     window_TW = prefixes.window_TW
+    past_NT = torch.arange(len(window_TW), device=window_TW.device) >= prefixes.slots_N.unsqueeze(1)
+    prefixes = _without(prefixes, past_NT)
     delta_NTWX, blank_NTW1 = shortlist_deltas(prefixes).tensor_split([-1], dim=3)
     token_NTWX, logits_NTWX = _shortlist(prefixes)
 
@@ -135,13 +139,23 @@ def moved_shortlist(prefixes: Prefixes) -> Moved:
         return delta_NTWX.gather(3, place_NTW.unsqueeze(3)).squeeze(3) * inside_NTW, inside_NTW == 1
 
     emit_NTW, inside_NTW = of_labels(prefixes.next_NS)
-    return Moved(
+    found = (
         (logits_NTWX + delta_NTWX).logsumexp(dim=3),
         logits_NTWX.logsumexp(dim=3),
         emit_NTW,
         of_labels(prefixes.last_NS)[0],
         blank_NTW1.squeeze(3),
         inside_NTW & _reached(window_TW),
+    )
+    return Moved(*(part.masked_fill(past_NT.unsqueeze(2), 0) for part in found))
+
+
+def _without(prefixes: Prefixes, past_NT: Tensor) -> Prefixes:
+    """With 0 for what these slots hold."""
+    return prefixes._replace(
+        slot_NTR=prefixes.slot_NTR.masked_fill(past_NT.unsqueeze(2), 0.0),
+        successor_NTWJ=prefixes.successor_NTWJ.masked_fill(past_NT[:, :, None, None], 0.0),
+        logits_NTK=prefixes.logits_NTK.masked_fill(past_NT.unsqueeze(2), 0.0),
     )
 
 

@@ -23,10 +23,11 @@ successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
 of_labels = successor[torch.randint(V, (N, U + 1), generator=g)]
 logits = [torch.randn(N, T, *shape, generator=g).requires_grad_() for shape in ((4, J), (K,))]
 labels = [torch.randint(V, (N, U + 1), generator=g) for _ in range(2)]
-found = moved_shortlist(Prefixes(*floats, window, of_labels, index, *logits, *labels))[:5]
+slots = torch.full((N,), T)
+found = moved_shortlist(Prefixes(*floats, window, of_labels, index, *logits, *labels, slots))[:5]
 bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), [*floats, *logits])]
 of_lattice = [torch.randn(N, T, width, generator=g).requires_grad_() for width in (U, U, U + 1)]
-found = prefix_lattice(*of_lattice, torch.rand(N, U, generator=g) < 0.3, torch.full((N,), T))
+found = prefix_lattice(*of_lattice, torch.rand(N, U, generator=g) < 0.3, slots)
 bits += [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), of_lattice)]
 
 top, where = torch.full((5, 3), -torch.inf), torch.zeros(5, 3, dtype=torch.long)

@@ -276,6 +276,7 @@ def test_carried_states_and_their_gradients_equal_the_reference(U):
 )
 def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, R, band, seed):
     prefixes, trained = random_prefixes(N, T, U, K, J, seed, R=R, band=band)
+    prefixes = prefixes._replace(slots_N=torch.randint(T + 1, (N,)))
     want, got = (moved_shortlist(prefixes, name) for name in ("reference", "chunked"))
     assert torch.equal(want.inside_NTW, got.inside_NTW)
     weights = torch.randn(5, *want.moved_NTW.shape, dtype=torch.float64)
@@ -328,6 +329,38 @@ def test_a_value_that_is_not_a_number_stays_so(name):
     assert held.any()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_slots_that_are_not_looked_at_have_no_effect(implementation):
+    prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, band=1)
+    prefixes = prefixes._replace(slots_N=torch.tensor([5, 3, 0, 4]))
+    past_NT = torch.arange(5) >= prefixes.slots_N.unsqueeze(1)
+    damaged = [part.detach().clone().requires_grad_() for part in trained]
+    for which in (0, 4, 5):  # what is of each slot
+        damaged[which].data[past_NT] = torch.nan
+    given = prefixes._replace(slot_NTR=damaged[0], successor_NTWJ=damaged[4], logits_NTK=damaged[5])
+    want, got = (moved_shortlist(one, implementation) for one in (prefixes, given))
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+        assert not b[past_NT].any()
+    weights = torch.randn(5, *want.moved_NTW.shape, dtype=torch.float64)
+    weights[:, past_NT] = torch.nan  # a gradient of what is 0 in any case is not looked at either
+    sums = [sum((by * part).nansum() for by, part in zip(weights, out, strict=False)) for out in (want, got)]
+    of_slots = [trained[0], *trained[4:]], [damaged[0], *damaged[4:]]
+    gradients = (torch.autograd.grad(total, some) for total, some in zip(sums, of_slots, strict=True))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+        assert not b[past_NT].any()
+
+
+def test_coverage_is_that_of_labels_which_there_are():
+    """Where labels end padding begins, and it is no label that a shortlist could hold."""
+    case = Case(4, 6, [3, 1, 2], seed=2)
+    whole, first = (case.loss(2, lengths=torch.tensor([length])).coverage_T for length in (3, 1))
+    assert torch.equal(whole[:1], first[:1])
+    assert not first[1:].any()
+    assert case.loss(6, lengths=torch.tensor([1])).coverage_T.tolist() == [1, 0, 0, 0]
+
+
 def test_products_that_do_not_count_are_left_out():
     """Where alignments come by one context alone, the others' gradients lie below what float32 keeps of the sum."""
     prefixes, trained = random_prefixes(4, 5, 4, 8, 6, seed=0, dtype=torch.float32)
@@ -354,4 +387,5 @@ def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64, R=5, band=None):
     successor = successor.where(torch.rand(successor.shape, generator=g) > 0.2, -1)
     labels = [torch.randint(V, (N, U + 1), generator=g) for _ in range(2)]
     labels = [part.where(torch.rand(part.shape, generator=g) > 0.1, NO_TOKEN) for part in labels]
-    return Prefixes(*trained[:4], window_TW, successor, index, *trained[4:], *labels), trained
+    slots_N = torch.full((N,), T)
+    return Prefixes(*trained[:4], window_TW, successor, index, *trained[4:], *labels, slots_N), trained
