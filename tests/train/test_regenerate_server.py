@@ -1,5 +1,6 @@
 """The base's own words through a server that fails, refuses, dies or is slow: nothing is lost or asked for twice."""
 
+import json
 import re
 import socket
 import subprocess
@@ -233,7 +234,8 @@ def test_requests_carry_what_was_asked_for(base, tmp_path):
         sampled = [body for body in server.bodies if body["temperature"]]
         assert sampled
         assert all(body["model"] == "mine" and body["top_p"] == 0.9 for body in sampled)
-        assert len({body["seed"] for body in sampled}) == len(sampled)
+        asked = {json.dumps(body["messages"]) for body in sampled}  # a busy machine may have to ask twice
+        assert len({body["seed"] for body in sampled}) == len(asked)
         server.bodies.clear()
         prepare(base, config_of(tmp_path, 12, regenerate=through(server)), 0, tmp_path / "b")
         assert {body["model"] for body in server.bodies} == {"tiny"}
