@@ -33,6 +33,7 @@ from ctcdraft.model.tree import Tree
 
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
 PROBE_TOKENS = 64  # context of the steps that budget=auto is measured on
+LIKELY = 0.25  # psi of the nodes whose logits a CPU computes together, before the walk comes by
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ class Decoder:
     ) -> list[tuple[list[int], int]]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand."""
         rows = [hidden_BQD[b, : len(tree) + 1] for b, tree in enumerate(drafts)]
-        if self.lazy:  # a row's logits cost a pass over the LM head, and a sample a sort: only where the walk comes by
+        if self.lazy:  # a row costs its share of a GEMM, and a sample a sort: only where the walk (likely) comes by
             walks = zip(active, drafts, rows, strict=True)
             return [self._lazy_walk(request, tree, rows_RD, sampling) for request, tree, rows_RD in walks]
         logits_XV = self.base.logits(torch.cat(rows))  # asking row by row would wait for the device each time
@@ -370,15 +371,22 @@ class Decoder:
         return found
 
     def _lazy_walk(self, request: Request, tree: Tree, hidden_RD: Tensor, sampling: Sampling) -> tuple[list[int], int]:
+        """Logits of the root and the likely nodes at once, since each alone would be a pass over the LM head; of others
+        when the walk comes by."""
+        chosen: dict[int, int] = {}
         path: list[int] = []
+        rows = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
         while True:
             at = path[-1] if path else -1
-            logits_1V = self.base.logits(hidden_RD[at + 1 : at + 2])
-            target = self._choose(request, tree, logits_1V, [at + 1], sampling)[0]
+            if at + 1 not in chosen:
+                logits_XV = self.base.logits(hidden_RD[rows])
+                chosen.update(zip(rows, self._choose(request, tree, logits_XV, rows, sampling), strict=True))
+            target = chosen[at + 1]
             children = np.flatnonzero((tree.parents == at) & (tree.tokens == target))
             if not len(children):
                 return path, target
             path.append(int(children[0]))
+            rows = [path[-1] + 1]
 
     def _choose(
         self, request: Request, tree: Tree, logits_RV: Tensor, rows: Sequence[int], sampling: Sampling

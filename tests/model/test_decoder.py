@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,7 +16,8 @@ from drafting import (
 )
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.budget import Calibration
+from ctcdraft.model.base import Base
+from ctcdraft.model.budget import Calibration, chain_of
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.decoder import Generation
 from ctcdraft.model.generate import continue_batch, continue_prompts
@@ -232,14 +234,29 @@ def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_choosing_everywhere_at_once_is_choosing_along_the_walk(base, settings):
-    """What a GPU does in one go and a CPU step by step."""
+def test_choosing_everywhere_at_once_is_choosing_along_the_walk(base, settings, monkeypatch):
+    """What a GPU does in one go and a CPU for likely nodes together and for the others step by step."""
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
     for number, prompt in enumerate(prompts(4, seed=60)):
         outs = []
-        for speculative.lazy in (True, False):
+        for speculative.lazy, likely in ((True, 2.0), (True, 1e-4), (True, 0.0), (False, 0.0)):
+            monkeypatch.setattr("ctcdraft.model.decoder.LIKELY", likely)
             outs.append(speculative.generate(prompt, 40, seed=number, **settings).tokens)
-        assert outs[0] == outs[1]
+        assert outs == outs[:1] * 4
+
+
+@pytest.mark.parametrize(("psi", "calls"), [(1.0, [1, 5]), (0.0, [1, 1, 1, 1, 1, 1])])
+def test_logits_of_likely_nodes_are_computed_together(base, monkeypatch, psi, calls):
+    prompt = prompts(1, seed=61)[0]
+    truth = Decoder(base).generate(prompt, 6, eos=[]).tokens
+    decoder = oracle_decoder(base, truth, nodes=4)
+    right = replace(chain_of(truth[1:5]), psi=np.full(4, psi, np.float32))
+    monkeypatch.setattr(decoder, "_propose", lambda *_: right)
+    asked, logits = [], Base.logits
+    monkeypatch.setattr(Base, "logits", lambda self, hidden: asked.append(len(hidden)) or logits(self, hidden))
+    out = decoder.generate(prompt, 6, eos=[])
+    assert (out.tokens, out.accepted) == (truth, [4])
+    assert asked == calls  # the prompt's last; the root and four nodes
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
