@@ -69,7 +69,22 @@ class Base:
     @property
     def lm_weight(self) -> Tensor:
         """The LM head [V, D]."""
-        return self.model.get_output_embeddings().weight
+        return self._lm_head.weight
+
+    @cached_property
+    def _lm_head(self) -> Any:
+        return self.model.get_output_embeddings()  # which searches the model, each time
+
+    @cached_property
+    def _embedding(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    @cached_property
+    def _logit_scale(self) -> tuple[float, float | None]:
+        """What logits are multiplied with, and what they are capped at softly."""
+        config = self.model.config.get_text_config()
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
+        return scale, getattr(config, "final_logit_softcapping", None)  # Gemma
 
     @cached_property
     def lm_scale_V(self) -> Tensor:
@@ -92,7 +107,7 @@ class Base:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, as the base's first layer gets them: [..., D]."""
-        return self.model.get_input_embeddings()(ids)
+        return self._embedding(ids)
 
     @torch.no_grad()
     def hidden(
@@ -116,10 +131,8 @@ class Base:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """The base's next-token logits [..., V] from its final hidden states."""
-        config = self.model.config.get_text_config()
-        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
-        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        logits = self.model.get_output_embeddings()(hidden)
+        scale, cap = self._logit_scale
+        logits = self._lm_head(hidden)
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
