@@ -6,7 +6,7 @@ All of it lies in this file: where only another one has changed, numba would go 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follows a prefix are not looked at
 
@@ -260,13 +260,11 @@ def look_up(read, labels, token, match):
         token[u + 1], match[u + 1] = _followed(read, before, last)
 
 
-@njit(cache=True, parallel=True)
-def look_up_each(threads, ids, row, start, end, labels, token, match):
-    """The same of many anchors [N, S], which have read ids[row, start:end], on so many threads; for training alone."""
-    N = len(labels)
-    for chunk in prange(threads):
-        for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            look_up(ids[row[n], start[n] : end[n]], labels[n], token[n], match[n])
+@njit(cache=True)
+def look_up_each(ids, row, start, end, labels, token, match):
+    """The same of many anchors [N, S], which have read ids[row, start:end]."""
+    for n in range(len(labels)):
+        look_up(ids[row[n], start[n] : end[n]], labels[n], token[n], match[n])
 
 
 @njit(cache=True)

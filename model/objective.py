@@ -320,23 +320,22 @@ def _coverage(covered_NT: Tensor, lengths_N: Tensor) -> Tensor:
 def _gather(rows: _Rows, valid_NT: Tensor | None, T: int, topology: Topology) -> tuple[Shortlist, Tensor]:
     """lse and shortlist of the first T slots, and [N, T, W] their logits of the label that comes next; of the valid
     slots (None: all), 0 in the others."""
-    (N, U), device = rows.labels_NU.shape, rows.labels_NU.device
-    window_TW = topology.window(T, U).to(device)
-    W, J, top_k = window_TW.shape[1], 0, 0
-    looked_at_NT = torch.ones(N, T, dtype=torch.bool, device=device) if valid_NT is None else valid_NT
-    anchor_M, slot_M = looked_at_NT.nonzero(as_tuple=True)
-    prefix_MW = anchor_M.unsqueeze(1), window_TW[slot_M]
-    index_MX = F.pad(rows.labels_NU, (0, 1))[prefix_MW]  # behind all of them any token, which is not looked at
+    N, U, top_k = len(rows.labels_NU), rows.labels_NU.shape[1], 0 if rows.known is None else rows.known.shortlist
+    window_TW = topology.window(T, U).to(rows.labels_NU.device)
+    W = window_TW.shape[1]
+    index_NTX = F.pad(rows.labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
+    J = 0
     if rows.known is not None:
-        J, top_k = rows.known.successor_NSJ.shape[2], rows.known.shortlist
-        successor_MX = rows.known.successor_NSJ[prefix_MW].flatten(1).clamp(min=0)
-        index_MX = torch.cat([index_MX, successor_MX], dim=1)
-    states_MD, at = rows.states_NTD[:, :T].flatten(0, 1), anchor_M * T + slot_M
-    if valid_NT is not None:
-        states_MD = states_MD[at]
-    found = linear_lse_top(states_MD, rows.weight_VD, index_MX, top_k, rows.implementation)
-    if valid_NT is not None:
-        found = tuple(part.new_zeros(N * T, *part.shape[1:]).index_copy(0, at, part) for part in found)  # type: ignore[assignment]
+        J = rows.known.successor_NSJ.shape[2]
+        successor_NTX = rows.known.successor_NSJ[:, window_TW].flatten(2).clamp(min=0)
+        index_NTX = torch.cat([index_NTX, successor_NTX], dim=2)
+    states_MD, index_MX = rows.states_NTD[:, :T].flatten(0, 1), index_NTX.flatten(0, 1)
+    if valid_NT is None:
+        found = linear_lse_top(states_MD, rows.weight_VD, index_MX, top_k, rows.implementation)
+    else:
+        at = valid_NT.flatten().nonzero().squeeze(1)
+        few = linear_lse_top(states_MD[at], rows.weight_VD, index_MX[at], top_k, rows.implementation)
+        found = tuple(part.new_zeros(N * T, *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
     lse_NT, logits_NTX, top_NTK, top_index_NTK = (part.unflatten(0, (N, T)) for part in found)
     label_NTW, successor_NTX = logits_NTX.split([W, W * J], dim=2)
     return Shortlist(top_index_NTK, top_NTK, lse_NT, successor_NTX.unflatten(2, (W, J))), label_NTW

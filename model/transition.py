@@ -125,8 +125,8 @@ class Lookup(nn.Module):
         """l(g) behind the root and behind each label, [N, S, R]."""
         token_NS = found.token_NS.masked_fill(found.match_NS == 0, -1)
         told_NSR = _of_tokens(self.tokens, token_NS, base, self.match_MR.dtype)
-        match_SNM = F.one_hot(found.match_NS.T, len(self.match_MR)).to(told_NSR.dtype)
-        return told_NSR + (match_SNM @ self.match_MR).transpose(0, 1)
+        match_NSM = F.one_hot(found.match_NS, len(self.match_MR)).to(told_NSR.dtype)
+        return told_NSR + match_NSM @ self.match_MR
 
 
 class Transition(nn.Module):
@@ -201,7 +201,7 @@ class Transition(nn.Module):
     def tokens(self, base: Base) -> Tensor:
         """P w_v of every token of the base, [V, R]."""
         weight_VD = base.lm_weight.to(self.to_token.weight.dtype)
-        return self.to_token(weight_VD).mul_(base.lm_scale_V.to(weight_VD.dtype).unsqueeze(1))
+        return self.to_token(weight_VD) * base.lm_scale_V.to(weight_VD.dtype).unsqueeze(1)
 
     @torch.no_grad()
     def tables(self, base: Base) -> Tables:
@@ -339,23 +339,12 @@ def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:
     return torch.logaddexp(rest_NTW, moved.moved_NTW)
 
 
-def _of_tokens(project: Callable[[Tensor], Tensor], tokens_NS: Tensor, base: Base, dtype: torch.dtype) -> Tensor:
-    """project(e(u)) of each token [N, S, R], 0 for -1, which is none; computed once for all that are the same: anchors
-    share most of theirs. In memory position by position, as states are carried."""
-    seen_V = torch.zeros(base.vocab_size + 1, dtype=torch.bool, device=tokens_NS.device)
-    seen_V[tokens_NS + 1] = True
-    once_K, place_NS = seen_V.nonzero().squeeze(1) - 1, (seen_V.cumsum(0) - 1)[tokens_NS + 1]
+def _of_tokens(project: Callable[[Tensor], Tensor], tokens_X: Tensor, base: Base, dtype: torch.dtype) -> Tensor:
+    """project(e(u)) of each token, [..., R], 0 for -1, which is none; computed once for all that are the same: anchors
+    share most of theirs."""
+    once_K, place_X = tokens_X.unique(return_inverse=True)
     embedded_KD = base.embed(once_K.clamp(min=0)).detach().to(dtype)
-    of_once_KR = project(embedded_KD).masked_fill(once_K.unsqueeze(1) < 0, 0.0)
-    return _rows(of_once_KR, place_NS.T).transpose(0, 1)
-
-
-def _rows(table_KR: Tensor, place_X: Tensor) -> Tensor:
-    """Of the table at each place, [..., R]. Behind index_select a CPU adds gradients up in a quarter of the time; a GPU
-    would in no fixed order."""
-    if table_KR.is_cuda:
-        return F.embedding(place_X, table_KR)
-    return table_KR.index_select(0, place_X.flatten()).unflatten(0, place_X.shape)
+    return F.embedding(place_X, project(embedded_KD).masked_fill(once_K.unsqueeze(1) < 0, 0.0))
 
 
 def _normed(embedded_XD: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
 from ctcdraft.model.best_first import look_up_each
 from ctcdraft.model.head import Head, HeadConfig, Slots, build_head
-from ctcdraft.model.kernels.cpu_shortlist import use_torch_threads
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.transition import LookedUp
@@ -205,7 +204,7 @@ def looked_up(batch: Batch) -> LookedUp:
     """What followed the last time, behind the root and each label of every anchor."""
     labels_NU = batch.labels_NU.cpu().numpy()
     token_NS, match_NS = np.empty((2, len(labels_NU), labels_NU.shape[1] + 1), np.int64)
-    look_up_each(use_torch_threads(), batch.ids_BL.cpu().numpy(), *_read_at(batch), labels_NU, token_NS, match_NS)
+    look_up_each(batch.ids_BL.cpu().numpy(), *_read_at(batch), labels_NU, token_NS, match_NS)
     return LookedUp(*(torch.from_numpy(part).to(batch.ids_BL.device) for part in (token_NS, match_NS)))
 
 

@@ -93,7 +93,7 @@ class Carried(torch.autograd.Function):
         for u in range(len(state_SNR) - 1):
             state_SNR[u + 1].addmm_(F.hardswish(state_SNR[u]), carry_RR.T)
         ctx.save_for_backward(state_SNR, carry_RR)
-        return state_SNR.transpose(0, 1)
+        return state_SNR.transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad_NSR: Tensor) -> tuple[Tensor, ...]:

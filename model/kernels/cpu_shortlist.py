@@ -39,15 +39,13 @@ def forward(prefixes: Prefixes) -> tuple[Moved, tuple[Tensor, ...]]:
     shares = [prefixes.slot_NTR.new_empty(N, T, W, J + K) for _ in range(2)]
     places = [torch.full((N, T, W), -1) for _ in range(2)]
     kept = (*shares, *places)
-    out = [part.numpy() for part in (*moved, *kept)]
-    _forward(use_torch_threads(), *map(array_of, _position_first(prefixes)), *out)  # type: ignore[call-arg]
+    _forward(use_torch_threads(), *map(array_of, prefixes), *(part.numpy() for part in (*moved, *kept)))  # type: ignore
     return moved, kept
 
 
 def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gradients of slot, context, token, blank, and of the logits of successors and likeliest tokens."""
     threads = use_torch_threads()
-    prefixes = _position_first(prefixes)
     alone = [part.new_empty(part.shape) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
     shared = [part.new_zeros(threads, *part.shape) for part in (prefixes.token_VR, prefixes.blank_R)]
     logits = [part.new_empty(part.shape) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
@@ -56,13 +54,7 @@ def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tenso
     known = [array_of(part) for part in (*prefixes[:7], prefixes.slots_N, *kept, *of_moved)]
     out = [part.numpy() for part in (*alone, *shared, *logits)]
     _backward(threads, known[0].dtype.type(nothing), *known, *out)  # type: ignore[call-arg]
-    of_slot, of_context = alone
-    return of_slot, of_context.transpose(0, 1), *(part.sum(dim=0) for part in shared), *logits
-
-
-def _position_first(prefixes: Prefixes) -> Prefixes:
-    """With states [S, N, R], as they lie in memory where they were carried."""
-    return prefixes._replace(context_NSR=prefixes.context_NSR.transpose(0, 1))
+    return *alone, *(part.sum(dim=0) for part in shared), *logits
 
 
 def use_torch_threads() -> int:
@@ -203,7 +195,7 @@ def _forward(
             for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     if s <= t:
-                        _gates(gate[t * W + w], slot[n, t], context[s, n])
+                        _gates(gate[t * W + w], slot[n, t], context[n, s])
                         of_blank[n, t, w] = _dot(gate[t * W + w], blank)
             for p in range(len(of_slots)):
                 t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
@@ -259,7 +251,7 @@ def _backward(
         zero = slot.dtype.type(0)
         chosen, weight = np.empty(J + K, np.int64), np.empty((2, J + K), slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            grad_slot[n], grad_context[:, n], grad_logits[n], grad_successor[n, slots[n] :] = zero, zero, zero, zero
+            grad_slot[n], grad_context[n], grad_logits[n], grad_successor[n, slots[n] :] = zero, zero, zero, zero
             move[slots[n] * W :], gate[slots[n] * W :] = zero, zero  # of contexts whose second place is past them
             for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
@@ -278,7 +270,7 @@ def _backward(
                         grad[last_place[n, t, w]] += of_stay[n, t, w]
                     for x in range(J + K):
                         grad[x] = zero if abs(grad[x]) <= nothing else grad[x]  # NaN is something
-                    _gates(gate[t * W + w], slot[n, t], context[s, n])
+                    _gates(gate[t * W + w], slot[n, t], context[n, s])
                     by = zero if abs(of_blank[n, t, w]) <= nothing else of_blank[n, t, w]
                     for r in range(R):
                         back[t * W + w, r] = by * blank[r]
@@ -298,10 +290,10 @@ def _backward(
             for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     if s <= t:
-                        _through_gates(back[t * W + w], slot[n, t], context[s, n])
+                        _through_gates(back[t * W + w], slot[n, t], context[n, s])
                         for r in range(R):
                             grad_slot[n, t, r] += back[t * W + w, r]
-                            grad_context[s, n, r] += back[t * W + w, r]
+                            grad_context[n, s, r] += back[t * W + w, r]
 
 
 @njit(cache=True)
