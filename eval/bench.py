@@ -1,8 +1,8 @@
 """Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ class Setting:
 class BenchConfig:
     """kind: one of KINDS; `heldout` is what the run's data keeps from training.
 
-    questions: at most so many (None: all); prompt_tokens: [shortest, longest] prompt cut from a text. Every question is
-    decoded at each of `temperatures`: once where that is 0, with `seeds` seeds where it is above.
+    questions: at most so many, evenly spread over the benchmark's rows (None: all); prompt_tokens: [shortest, longest]
+    prompt cut from a text. Every question is decoded at each of `temperatures`: once where that is 0, with `seeds`
+    seeds where it is above.
     """
 
     kind: str = "heldout"
@@ -97,16 +98,16 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     if config.kind == "heldout":
         if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
             raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
-        rows: list[Any] = read_jsonl(data_folder / "heldout.jsonl")
+        source: Callable[[], Iterable[Any]] = partial(read_jsonl, data_folder / "heldout.jsonl")
     elif config.path is None:
-        rows = list(embedded.questions())
+        source = embedded.questions
     else:
-        rows = list(islice(benchmark_rows(config.kind, config.path), config.questions))
-    rows = rows[: config.questions]
-    if config.kind == "text" or (config.kind == "heldout" and bool(rows) and "text" in rows[0]):
+        source = partial(benchmark_rows, config.kind, config.path)
+    rows = _spread(source, config.questions)
+    if config.kind == "text" or (config.kind == "heldout" and bool(rows) and "text" in rows[0][1]):
         questions = list(_cut(config, base, rows, seed))
     else:
-        questions = [_asked(config, base, row, number) for number, row in enumerate(rows)]
+        questions = [_asked(config, base, row, number) for number, row in rows]
         if any(question.turns for question in questions):
             warn_if_plain(base)
     if not questions:
@@ -114,12 +115,21 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     return questions
 
 
-def _cut(config: BenchConfig, base: Base, rows: list[Any], seed: int) -> Iterator[Question]:
+def _spread(source: Callable[[], Iterable[Any]], most: int | None) -> list[tuple[int, Any]]:
+    """At most so many rows and their numbers. Benchmarks are ordered by category: the first rows would be of a few."""
+    count = 0 if most is None else sum(1 for _ in source())
+    if most is None or count <= most:
+        return list(enumerate(source()))
+    chosen = {place * count // most for place in range(most)}
+    return [(number, row) for number, row in enumerate(source()) if number in chosen]
+
+
+def _cut(config: BenchConfig, base: Base, rows: list[tuple[int, Any]], seed: int) -> Iterator[Question]:
     low, high = config.prompt_tokens
     longest = min(high, base.context_length - 16)
     if low > longest:
         raise ValueError(f"bench.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens")
-    for number, row in enumerate(rows):
+    for number, row in rows:
         try:
             text = text_of(row, number)
         except RowError as error:

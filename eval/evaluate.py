@@ -129,6 +129,7 @@ def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> di
         "bench_path": bench.path,
         "bench_options": asdict(bench),
         "bench_hash": questions_hash(bench.path),
+        "bench_rows": "evenly spread",  # until 2026-11-24: the first ones
         "base": base.identity,
         "decoder": asdict(draft),
         "seed": seed,
