@@ -242,7 +242,9 @@ def table(study, runs, costs, given):
         for place, variant in enumerate(runs):
             figures[variant][setting] = totals([seed[place] for seed in seeds])
             results = [seed[place][1] for seed in seeds]
-            calibration[variant] = results[0]["calibration"]
+            calibration[variant] = [
+                np.mean([result["calibration"][key] for result in results]) for key in ("expected", "accepted")
+            ]
             for result in results:
                 same[0] += result["identical"]["identical"]
                 same[1] += result["identical"]["compared"]
@@ -251,10 +253,9 @@ def table(study, runs, costs, given):
         config = study.config(variant, study.variants[variant])
         steps = int(names[0].split("-")[-2])
         fast = {s: sums[:, 2].sum() / sums[:, 3].sum() for s, sums in figures[variant].items()}
-        fit = calibration[variant]
         cells = [cell(figures[variant][setting]) for setting in SETTINGS]
         rates = [f"{fast[setting]:.0f}" for setting in SETTINGS]
-        believed = f"{fit['expected']:.2f} / {fit['accepted']:.2f}"
+        believed = " / ".join(f"{mean:.2f}" for mean in calibration[variant])
         size, cost = f"{study.parameters(config):,}", " / ".join(f"{cost[variant]:.2f}" for cost in costs)
         taus.append((variant, size, steps, cost, *cells, " / ".join(rates), believed))
         if variant != "default":
@@ -265,6 +266,7 @@ def table(study, runs, costs, given):
     return "\n\n".join(
         [
             markdown_table(shown, taus),
+            "psi / accepted: draft tokens per step expected (psi summed over a tree) and accepted, mean of the seeds.",
             "Differences from the default, on the same resampled questions:",
             markdown_table(("variant", *SETTINGS), paired),
             identical,
