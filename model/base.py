@@ -223,6 +223,7 @@ def base_of(
     base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), _context_length(model), plain_template, template)
     _check_cache(base)
     _check_logits(base)
+    _check_tree(base)
     return base
 
 
@@ -242,13 +243,17 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _context_length(model: Any) -> int:
-    """Positions that may be used. Tree masks know no sliding window, so a window caps the context."""
+    """Positions that may be used. Tree masks know no sliding window, so a window caps the context. So does the length
+    from which longrope turns every row of a forward by other angles: a draft beyond it would change its own root's."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) and (kinds is None or set(kinds) != {"full_attention"})
     longest = getattr(config, "max_position_embeddings", 0)
-    return min(longest, window) if window and slides else longest
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]  # one for each kind of layer
+    short = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+    return min([longest, *short, *([window] if window and slides else [])])
 
 
 def _check_cache(base: Base) -> None:
@@ -276,6 +281,35 @@ def _check_logits(base: Base) -> None:
         raise ValueError(
             f"base.path={base.path}: {type(base.model).__name__} changes its logits after the LM head in a "
             "way that ctcdraft does not know; its drafts could not be verified exactly"
+        )
+
+
+@torch.no_grad()
+def _check_tree(base: Base) -> None:
+    """Nodes of a tree behind a cache must give what their paths give. One that does in low precision is enough: there a
+    mixture of experts may send rows of another shape to other experts."""
+    config, ids, device = base.model.config.get_text_config(), [4, 7, 5, 9, 8, 6, 3], base.device
+    *prompt, root, left, right, behind = [i % base.vocab_size for i in ids]  # left and right of the root, behind left
+    past, bound = len(prompt), 1e-2 if base.dtype in (torch.float32, torch.float64) else 0.1
+    sees_QQ = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool, device=device)
+    mask = torch.zeros(1, 1, 4, past + 4, dtype=base.dtype, device=device)
+    mask[..., past:].masked_fill_(~sees_QQ, torch.finfo(base.dtype).min)
+    depths, cache = torch.tensor([[0, 1, 1, 2]], device=device), DynamicCache()
+    paths = torch.tensor([[*prompt, root, right, behind], [*prompt, root, left, behind]], device=device)
+    try:
+        base.hidden(paths[:1, :past], position_ids=torch.arange(past, device=device).unsqueeze(0), cache=cache)
+        nodes = torch.tensor([[root, left, right, behind]], device=device)
+        got = base.hidden(nodes, attention_mask=mask, position_ids=past + depths, cache=cache)[0, 2:]
+        positions = torch.arange(past + 3, device=device).expand(2, -1)
+        want = base.hidden(paths, position_ids=positions)[[0, 1], [past + 1, past + 2]]
+        apart = torch.linalg.vector_norm((got - want).float(), dim=1) / torch.linalg.vector_norm(want.float(), dim=1)
+        good = bool(apart.min() < bound)
+    except Exception:  # whatever a model that knows no such mask makes of it
+        good = False
+    if not good or "local" in getattr(config, "attention_layers", ()):  # GPT-Neo's windows: by places in the cache
+        raise ValueError(
+            f"base.path={base.path}: {type(base.model).__name__} does not take the mask and the positions of a draft "
+            "tree as they are, so drafts could not be verified exactly"
         )
 
 

@@ -80,15 +80,30 @@ FAMILIES = {
     "gemma2": {"sliding_window": 128, "pad_token_id": 0},  # soft-capped logits
     "gemma3_text": {"sliding_window": 128, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
+    "phi3, longrope": {
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 48,  # a row beyond turns all rows by other angles
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    },
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
     "granite": {"logits_scaling": 2.0},
     "cohere": {"logit_scale": 0.5, "pad_token_id": 0},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},  # learned positions
 }
 
 
+CONTEXTS = {"mistral": 64, "gemma2": 128, "gemma3_text": 128, "phi3, longrope": 48}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_of_bases_decode_losslessly(tmp_path, family):
-    base = load_base(str(write_base(tmp_path / "b", family, **FAMILIES[family])), dtype="fp64")
+    base = load_base(str(write_base(tmp_path / "b", family.split(",")[0], **FAMILIES[family])), dtype="fp64")
+    assert base.context_length == CONTEXTS.get(family, 256)
     for prompt in prompts(3, seed=3, longest=20):
         limit = min(40, base.context_length - len(prompt))
         want = base.model.generate(
@@ -103,6 +118,20 @@ def test_a_base_without_attention_is_refused(tmp_path):
     sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match="keeps no keys and values"):
         load_base(str(write_base(tmp_path / "b", "mamba", **sizes)))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("bloom", {}),  # knows no mask but that of padding
+        ("trocr", {}),  # counts positions by itself
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 16}),  # hides places of the cache
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_base_that_would_verify_trees_wrongly_is_refused(tmp_path, family, options, dtype):
+    with pytest.raises(ValueError, match="mask and the positions of a draft tree"):
+        load_base(str(write_base(tmp_path / "b", family, **options)), dtype)
 
 
 @pytest.mark.parametrize("fault", ["compaction", "positions", "mask"])
