@@ -251,8 +251,9 @@ def _context_length(model: Any) -> int:
     slides = getattr(config, "use_sliding_window", True) and (kinds is None or set(kinds) != {"full_attention"})
     longest = getattr(config, "max_position_embeddings", 0)
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]  # one for each kind of layer
-    short = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+    of_kinds = all(isinstance(one, dict) for one in rope.values())  # some have one for each kind of layer
+    ropes = rope.values() if of_kinds else [rope]
+    short = [one["original_max_position_embeddings"] for one in ropes if one.get("rope_type") == "longrope"]
     return min([longest, *short, *([window] if window and slides else [])])
 
 
