@@ -10,7 +10,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration, fit_calibration
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import Head
-from ctcdraft.train.simulate import known_drafts
+from ctcdraft.train.simulate import known_drafts, some_rows
 
 NODES = 64
 SEQUENCES = 64
@@ -18,7 +18,7 @@ ANCHORS_PER_SEQUENCE = 16
 
 
 def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length: int) -> Calibration | None:
-    """Fit acceptance to psi per depth on the development sequences, those the best head was chosen by.
+    """Fit acceptance to psi per depth on development sequences, as the best head was chosen by.
 
     None where there are none, or the prepared data is gone.
     """
@@ -30,8 +30,8 @@ def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length
     sampler = Sampler(dev, batch=len(dev), anchors=ANCHORS_PER_SEQUENCE, labels=labels, max_length=max_length, seed=1)
     decoder = Decoder(base, head, DraftConfig(nodes=NODES))
     psi, depth, accepted = [], [], []
-    for number in range(min(len(dev), SEQUENCES)):
-        for tree, continuation in known_drafts(decoder, sampler.collate(0, slice(number, number + 1))):
+    for row in some_rows(sampler, SEQUENCES):
+        for tree, continuation in known_drafts(decoder, sampler.collate(0, row)):
             right = np.zeros(len(tree), bool)
             right[tree.path_of(continuation)] = True
             seen = tree.depths <= len(continuation)  # what would follow the labels is not known

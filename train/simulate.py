@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,14 +42,14 @@ class Simulator:
             max_length=sampler.max_length,
             seed=0,
         )
-        self.sequences = min(len(dev), -(-anchors // ANCHORS_PER_SEQUENCE))
+        self.sequences = some_rows(self.sampler, -(-anchors // ANCHORS_PER_SEQUENCE))
 
     def on_dev(self, weights: dict[str, Tensor]) -> float:
         """Mean over the same development anchors every time, shared out over ranks. Collective."""
         self._load(weights)
         totals = torch.zeros(2, dtype=torch.float64, device=self.base.device)
-        for number in range(ds.rank(), self.sequences, ds.world_size()):
-            batch = self.sampler.collate(0, slice(number, number + 1))
+        for row in self.sequences[ds.rank() :: ds.world_size()]:
+            batch = self.sampler.collate(0, row)
             totals += totals.new_tensor(self._accepted(batch, len(batch.lengths_N)))
         accepted, anchors = ds.sum_over_ranks(totals).tolist()
         return 1 + accepted / max(1.0, anchors)
@@ -68,6 +69,12 @@ class Simulator:
         """(accepted draft tokens, anchors looked at)"""
         accepted = [tree.accepted(labels) for tree, labels in known_drafts(self.decoder, batch, most)]
         return sum(accepted), len(accepted)
+
+
+def some_rows(sampler: Sampler, most: int) -> list[slice]:
+    """At most so many rows of a sampler's first step, one by one, drawn evenly: its first rows are the shortest."""
+    chosen = np.random.default_rng(0).permutation(sampler.batch)[:most]
+    return [slice(number, number + 1) for number in sorted(chosen.tolist())]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from lookups import followed
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import HeadConfig, build_head, load_base
+from ctcdraft.train.simulate import some_rows
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, looked_up
 
 LONGEST = 64
@@ -131,3 +132,13 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
 def test_what_cannot_be_followed_is_refused(change):
     with pytest.raises(ValueError, match=r"objective\.follow"):
         ObjectiveConfig(**{"labels": 4, "follow": 0.5, **change})
+
+
+def test_what_the_best_head_is_chosen_by_is_not_the_shortest_sequences(tmp_path):
+    examples = [Example([5] * length, [1] * length, [5] * length) for length in range(3, 103)]
+    save_corpus(tmp_path / "dev.safetensors", examples)
+    sampler = Sampler(load_corpus(tmp_path, "dev"), batch=100, anchors=8, labels=4, max_length=200, seed=0)
+    lengths = [sampler.collate(0, row).ids_BL.shape[1] for row in some_rows(sampler, 40)]
+    assert len(set(lengths)) == 40
+    assert 40 < np.mean(lengths) < 65
+    assert [row.start for row in some_rows(sampler, 1000)] == list(range(100))
