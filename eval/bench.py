@@ -104,12 +104,14 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     else:
         source = partial(benchmark_rows, config.kind, config.path)
     rows = _spread(source, config.questions)
-    if config.kind == "text" or (config.kind == "heldout" and bool(rows) and "text" in rows[0][1]):
-        questions = list(_cut(config, base, rows, seed))
-    else:
-        questions = [_asked(config, base, row, number) for number, row in rows]
-        if any(question.turns for question in questions):
-            warn_if_plain(base)
+    questions: list[Question] = []
+    for number, row in rows:
+        if config.kind == "text" or (config.kind == "heldout" and "text" in row):
+            questions += _cut(config, base, row, number, seed)
+        else:
+            questions.append(_asked(config, base, row, number))
+    if any(question.turns for question in questions):
+        warn_if_plain(base)
     if not questions:
         raise ValueError(f"bench={config.kind}: no question is left to decode (of {len(rows)} rows)")
     return questions
@@ -124,18 +126,17 @@ def _spread(source: Callable[[], Iterable[Any]], most: int | None) -> list[tuple
     return [(number, row) for number, row in enumerate(source()) if number in chosen]
 
 
-def _cut(config: BenchConfig, base: Base, rows: list[tuple[int, Any]], seed: int) -> Iterator[Question]:
+def _cut(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:
     low, high = config.prompt_tokens
     longest = min(high, base.context_length - 16)
     if low > longest:
         raise ValueError(f"bench.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens")
-    for number, row in rows:
-        try:
-            text = text_of(row, number)
-        except RowError as error:
-            raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
-        for ids in cut_prompts(base.tokenizer, text.text, (low, longest), 1, (seed, number)):
-            yield Question(text.id, "text", prompt=tuple(ids))
+    try:
+        text = text_of(row, number)
+    except RowError as error:
+        raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
+    for ids in cut_prompts(base.tokenizer, text.text, (low, longest), 1, (seed, number)):
+        yield Question(text.id, "text", prompt=tuple(ids))
 
 
 def _asked(config: BenchConfig, base: Base, row: Any, number: int) -> Question:

@@ -6,6 +6,7 @@ import pytest
 from bases import write_base
 
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
+from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import examples
 from ctcdraft.train import prepare as stage
@@ -163,7 +164,9 @@ def test_texts_and_conversations_mix_in_the_shares_asked_for(chat_base, tmp_path
     plain = sum(int(corpus[i].ids[0]) != 2 for i in range(len(corpus)))  # chats start with <u>
     assert 0.1 < plain / len(corpus) < 0.4
     forms = {"text" if "text" in row else "turns" for row in read_jsonl(folder / "heldout.jsonl")}
-    assert forms <= {"text", "turns"}
+    assert forms == {"text", "turns"}
+    questions = load_questions(BenchConfig("heldout", prompt_tokens=[8, 12]), chat_base, folder, 0)
+    assert {bool(question.turns) for question in questions} == {True, False}
 
 
 def test_only_last_answers_are_labels_where_asked(chat_base, tmp_path):
