@@ -15,6 +15,12 @@ from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig, check_fit
 
 
+def check_template(template: str | None) -> None:
+    """Raises ValueError on a chat template that is not built in."""
+    if template is not None and template not in TEMPLATES:
+        raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
+
+
 @dataclass(frozen=True)
 class BaseConfig:
     """kind: `embedded` (made on first use, as `training` says) or `local` (path: folder or Hub name).
@@ -37,8 +43,13 @@ class BaseConfig:
             raise ValueError("base=local needs base.path=<folder of a transformers model, or Hub name>")
         if self.dtype not in DTYPES:
             raise ValueError(f"base.dtype={self.dtype!r} is unknown: choose one of {tuple(DTYPES)}")
-        if self.template is not None and self.template not in TEMPLATES:
-            raise ValueError(f"base.template={self.template!r} is unknown: choose one of {tuple(TEMPLATES)}")
+        check_template(self.template)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError on a seed that some generator would not take."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,9 @@ class TrainEntry:
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
+        check_seed(self.seed)
+        if self.head.kind == "eagle" and self.train.pack:
+            raise ValueError("head=eagle drafts in rows of one document: leave train.pack at false")
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +94,9 @@ class BasePath:
     template: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        check_template(self.template)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadChoice:
@@ -94,6 +109,9 @@ class HeadChoice:
     seed: int = 0
     runs_dir: str = "runs"
 
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEntry(HeadChoice):
@@ -104,6 +122,7 @@ class EvalEntry(HeadChoice):
     heads: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.heads and (self.name is not None or self.head.path is not None):
             raise ValueError("heads=[...] says which heads: leave out name and head.path")
 
@@ -121,6 +140,7 @@ class ChatEntry(HeadChoice):
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")

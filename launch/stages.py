@@ -249,12 +249,12 @@ def run_paths(folder: Path) -> dict[str, Any]:
 
 
 def run_base(folder: Path, choice: BasePath) -> Base:
-    """The base of a run (or another path, in another precision). Code that it brings along is asked for anew."""
+    """The base of a run (or another path, precision or template). Code that it brings along is asked for anew."""
     paths = run_paths(folder)
     return load_base(
         choice.path or paths["base"],
         choice.dtype or paths["dtype"],
-        template=paths["template"],
+        template=choice.template or paths["template"],
         trust_remote_code=choice.trust_remote_code,
     )
 

@@ -8,7 +8,7 @@ import yaml
 
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import compose, enter, typed
-from ctcdraft.launch.schema import EvalEntry, ExportEntry, TrainEntry
+from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 from ctcdraft.train.regenerate import RegenerateConfig
 from ctcdraft.train.shards import DataConfig
 
@@ -92,6 +92,10 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["base=local"], "error: base=local needs base.path"),
         (["zero=7"], "error: zero=7: there is no such choice; choose one of 0, 1, 2, 3"),
         (["head=medusa"], "error: head=medusa cannot be trained with prefix_ctc: use objective=cross_entropy"),
+        (["seed=-1"], "error: seed=-1 must be at least 0"),
+        (["seed=4294967296"], "error: seed=4294967296 must be at least 0 and below 2**32"),
+        (["base.template=alpaca"], "error: base.template='alpaca' is unknown"),
+        (["head=eagle", "objective=cross_entropy", "train.pack=true"], "error: head=eagle drafts in rows of one"),
         (["head.slots"], "error: Error parsing override 'head.slots'"),
     ],
 )
@@ -103,6 +107,13 @@ def test_bad_options_are_one_sentence_and_a_non_zero_exit(words, sentence, monke
     err = capsys.readouterr().err
     assert err.startswith(sentence)
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("entry", "kind"), [("eval", EvalEntry), ("chat", ChatEntry)])
+@pytest.mark.parametrize(("word", "sentence"), [("seed=-1", "seed=-1 must"), ("base.template=x", "'x' is unknown")])
+def test_what_uses_a_head_checks_seed_and_template_too(entry, kind, word, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        typed(compose(entry, [word]), kind)
 
 
 def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
