@@ -6,7 +6,6 @@ prompts and answers, padded; and the same tokens, since drafts change none.
 
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ctcdraft.model.base import base_of
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.export import load_head
+from ctcdraft.model.export import load_head, read_config
 from ctcdraft.model.request import Settings
 
 # What `generate` offers and this decoder does not do: anything but these values is refused.
@@ -37,8 +36,18 @@ FIXED = {
     "forced_eos_token_id": None,
     "sequence_bias": None,
     "guidance_scale": None,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
+    "top_h": None,
+    "max_time": None,
+    "token_healing": False,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
     "return_dict_in_generate": False,
 }
+DEFAULT_LENGTH = 20  # new tokens of transformers' own generate, where nobody says how many
 UNUSED = (
     "inputs",
     "logits_processor",
@@ -50,8 +59,6 @@ UNUSED = (
     "negative_prompt_attention_mask",
     "synced_gpus",
 )
-
-_DECODERS: "WeakKeyDictionary[PreTrainedModel, dict[Any, Decoder]]" = WeakKeyDictionary()
 
 
 def generate_with(
@@ -78,6 +85,8 @@ def generate_with(
     for name in UNUSED:
         if arguments.pop(name, None):
             raise ValueError(f"custom_generate: the draft decoder has no {name}")
+    lengths = (arguments.get("max_length"), getattr(generation_config, "max_length", None))
+    asked = next((length for length in (*lengths, model.generation_config.max_length) if length is not None), None)
     config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]
     for name, value in FIXED.items():
         if getattr(config, name, value) not in (value, None):
@@ -89,7 +98,7 @@ def generate_with(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
     length = input_ids.shape[1]
-    limit = config.max_new_tokens or (config.max_length or length + 20) - length
+    limit = config.max_new_tokens or (DEFAULT_LENGTH if asked is None else asked - length)
     first = int(torch.randint(2**62, ())) if seed is None else seed
     eos = config.eos_token_id
     settings: Settings = {
@@ -109,9 +118,9 @@ def generate_with(
 
 
 def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:
-    """Made once per model, head and budget."""
-    made = _DECODERS.setdefault(model, {})
-    key = (str(folder), nodes)
+    """Made once per model, head and budget; kept by the model, to go when it goes."""
+    made: dict[Any, Decoder] = model.__dict__.setdefault("_ctcdraft_decoders", {})
+    key = (read_config(Path(folder))["sha256"], nodes)
     if key not in made:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)

@@ -1,11 +1,16 @@
 """model.generate(custom_generate=<exported head>) from stock transformers."""
 
+import gc
+import shutil
+import weakref
+
 import pytest
 import torch
 from bases import tiny_tokenizer, write_base
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, WatermarkingConfig, set_seed
 
 from ctcdraft.model import Decoder, HeadConfig, build_head, load_base
+from ctcdraft.model.custom_generate import _decoder
 from ctcdraft.model.export import export_head
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -48,6 +53,34 @@ def test_greedy_output_is_that_of_generate(stock, options):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_length": 31}])
+def test_lengths_are_those_of_generate(stock, options):
+    model, folder, _ = stock
+    ids = torch.arange(5, 30).unsqueeze(0)
+    call = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 300, **options}
+    want = model.generate(ids, **call)
+    assert want.shape[1] == 25 + (20 if not options else 6)
+    assert torch.equal(model.generate(ids, **call, custom_generate=folder, trust_remote_code=True), want)
+
+
+def test_a_model_takes_its_decoders_with_it_and_a_new_head_is_seen(stock, tmp_path):
+    _, folder, base = stock
+    place = tmp_path / "head"
+    shutil.copytree(folder, place)
+    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float64)
+    first = _decoder(model, place, base.tokenizer, 4)
+    assert _decoder(model, place, base.tokenizer, 4) is first
+    torch.manual_seed(1)
+    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), base.hidden_size).double()
+    export_head(head, base, place, TRAINING)
+    second = _decoder(model, place, base.tokenizer, 4)
+    assert not torch.equal(second.head.slot, first.head.slot)
+    gone = weakref.ref(model)
+    del model, first, second
+    gc.collect()
+    assert gone() is None
+
+
 def test_samples_are_the_decoders_own(stock):
     model, folder, base = stock
     inputs = padded(PROMPTS)
@@ -70,6 +103,9 @@ def test_samples_are_the_decoders_own(stock):
         ({"num_beams": 4}, "no num_beams=4"),
         ({"min_new_tokens": 3}, "no min_new_tokens=3"),
         ({"streamer": object()}, "no streamer"),
+        ({"exponential_decay_length_penalty": (2, 1.5)}, "no exponential_decay_length_penalty"),
+        ({"watermarking_config": WatermarkingConfig()}, "no watermarking_config"),
+        ({"top_h": 0.5}, "no top_h"),
         ({"frobnicate": 1}, "does not know frobnicate"),
     ],
 )
