@@ -115,12 +115,13 @@ class Study:
         heads, which decides how many steps an equal time is, or of those that `runs` have trained."""
         runs_dir = Path(self.config("default").runs_dir)
         kept = runs_dir / f"{self.given.name}-costs{'-trained' if runs else ''}.json"
-        heads = {name: runs_dir / names[0] / "head" for name, names in runs.items()} if runs else {}
-        if not kept.is_file() or json.loads(kept.read_text()).keys() != (heads or self.every).keys():
+        measured = {variant: names[0] for variant, names in runs.items()} if runs else {v: v for v in self.every}
+        if not kept.is_file() or json.loads(kept.read_text()).keys() != set(measured.values()):
+            found = self._step_seconds({v: runs_dir / name / "head" for v, name in measured.items()} if runs else {})
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, json.dumps(self._step_seconds(heads), indent=1).encode())
+            write_atomically(kept, json.dumps({measured[v]: cost for v, cost in found.items()}, indent=1).encode())
         seconds = json.loads(kept.read_text())
-        return {name: cost / seconds["default"] for name, cost in seconds.items()}
+        return {variant: seconds[name] / seconds[measured["default"]] for variant, name in measured.items()}
 
     def _step_seconds(self, heads):
         """Forward and backward of each, without DeepSpeed, interleaved; of these heads {variant: folder}, if any."""
