@@ -1,6 +1,6 @@
 """The base's own continuations of many prompts: transformers' `generate`, batched by length."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Sequence, Sized
 
 import torch
 from torch import Tensor
@@ -8,19 +8,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.sampling import Sampling, gumbel
-
-
-def continue_prompts(
-    base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
-) -> Iterator[tuple[int, list[int]]]:
-    """(number of the prompt, its greedy continuation), shortest prompts first.
-
-    A continuation ends with an end-of-sequence token unless max_new_tokens or the context ended it.
-    Raises ValueError on an empty prompt or one that leaves no room in the context.
-    """
-    for numbers in batches_by_length(prompts, batch_size):
-        answers = continue_batch(base, [prompts[i] for i in numbers], max_new_tokens)
-        yield from zip(numbers, answers, strict=True)
 
 
 def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:

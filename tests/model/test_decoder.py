@@ -20,7 +20,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration, chain_of
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.decoder import Generation
-from ctcdraft.model.generate import continue_batch, continue_prompts
+from ctcdraft.model.generate import continue_batch
 from ctcdraft.model.tree import Tree
 
 
@@ -227,7 +227,7 @@ def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):
     for prompt in prompts(4, seed=2):
         want = Decoder(plain).generate(prompt, 25).tokens
         assert Decoder(base).generate(prompt, 25).tokens == want
-        assert dict(continue_prompts(base, [prompt], 25, 1))[0] == want
+        assert continue_batch(base, [prompt], 25) == [want]
 
 
 def test_a_batch_samples_what_the_decoder_draws_from_the_same_seeds(base):
