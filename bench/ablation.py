@@ -36,9 +36,8 @@ from ctcdraft.eval.results import bootstrap
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
-from ctcdraft.model import build_head
 from ctcdraft.model.export import load_head
-from ctcdraft.model.head import parameters_of
+from ctcdraft.model.head import head_on, parameters_of
 from ctcdraft.train.engine import build_optimizer
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.task import DraftTask, base_features, head_for
@@ -50,6 +49,7 @@ EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
     "default with recall": ("head.recall=true",),
+    "default with the base's keys and values": ("head.base_layers=4",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
     "default without lookups": ("head.lookup=false",),
     "default by AdamW": ("optim=adamw",),
@@ -108,7 +108,7 @@ class Study:
         return (*options, f"head.layers={max(1, round(size['default'] / size['medusa']))}")
 
     def parameters(self, config):
-        return parameters_of(build_head(config.head, self.base.hidden_size))
+        return parameters_of(head_on(self.base, config.head))
 
     def costs(self, runs=None):
         """What a training step of every variant takes for that of the default, as it was first measured: of fresh
@@ -195,7 +195,7 @@ class Stepper:
     def __call__(self):
         batch = self.sampler.collate(self.step, slice(None)).to(self.base.device)
         self.step += 1
-        loss, sums = self.task(*base_features(self.base, batch, torch.float32), batch)
+        loss, sums = self.task(*base_features(self.base, batch, torch.float32, self.task.head), batch)
         (loss / sums.anchors).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

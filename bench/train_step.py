@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard_tensors
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.model import HeadConfig, build_head
+from ctcdraft.model import HeadConfig
 from ctcdraft.model.base import Base
+from ctcdraft.model.head import head_on
 from ctcdraft.train.engine import OptimConfig, build_optimizer
 from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
@@ -107,7 +108,7 @@ def random_head(base, shape, transition):
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
     alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16, "lookup": True}
     config = HeadConfig(**sizes, **alignments, transition=transition, **moved)
-    head = build_head(config, base.hidden_size)
+    head = head_on(base, config)
     if head.transition is not None:
         head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
     return head.to(base.device)

@@ -28,7 +28,7 @@ from ctcdraft.eval.report import markdown_table
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base import Base, load_base
-from ctcdraft.model.head import build_head
+from ctcdraft.model.head import head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.embedded import embedded_folder
 from ctcdraft.train.files import free_bytes
@@ -216,7 +216,7 @@ def _memory(report: Report, config: TrainEntry, base: Base) -> None:
     train = config.train
     parts = memory_per_rank(
         base,
-        build_head(config.head, base.hidden_size),
+        head_on(base, config.head),
         config.optim,
         config.zero,
         precision=train.precision,

@@ -74,6 +74,11 @@ class TrainEntry:
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
         check_seed(self.seed)
+        if self.head.base_layers and self.data.features is not None:
+            raise ValueError(
+                f"data.features={self.data.features} stores no keys and values: leave it at null, or "
+                "head.base_layers at 0"
+            )
         if self.head.kind == "eagle" and self.train.pack:
             raise ValueError("head=eagle drafts in rows of one document: leave train.pack at false")
 

@@ -19,7 +19,7 @@ from ctcdraft.data.store import claimed, load_corpus, read_manifest, read_object
 from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
-from ctcdraft.model.head import HeadConfig, build_head, flops_per_draft, parameters_of
+from ctcdraft.model.head import HeadConfig, flops_per_draft, head_on, parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best
@@ -307,7 +307,7 @@ def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
 
 def describe_head(config: HeadConfig, base: Base) -> str:
     """Parameters and cost of a head, in a sentence."""
-    head = build_head(config, base.hidden_size)
+    head = head_on(base, config)
     body, lm_head = flops_per_draft(head, base)
     whole = sum(p.numel() for p in base.model.parameters())
     return (
@@ -325,7 +325,7 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     state = read_state(folder)
     if state is None:
         raise ValueError(f"{folder} has no finished training to export: run it again")
-    head = build_head(HeadConfig(**record["head"]), base.hidden_size)
+    head = head_on(base, HeadConfig(**record["head"]))
     head.load_state_dict(load_best(folder / "checkpoints"))
     head = head.to(base.device).eval()
     data_folder = Path(run_paths(folder)["data"])

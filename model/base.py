@@ -15,6 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, GenerationConfig
 from transformers import logging as hf_logging
 
+from ctcdraft.model.cache import Watched
+from ctcdraft.model.layers import Attended, turn
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SHAPE_KEYS = (
     "model_type",
@@ -117,8 +120,17 @@ class Base:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
+        layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L."""
+        """Hidden states after the final norm, [B, L, D]; the cache, if given (for `layers` a TreeCache), grows by L.
+
+        layers: behind each hidden state come the keys and values that these layers made of its position
+        (`Attended.apart` takes them apart).
+        """
+        cache = Watched() if cache is None and layers else cache
+        if layers:
+            assert isinstance(cache, Watched)
+            cache.watched = layers
         out = self.model.get_decoder()(
             input_ids=ids_BL,
             attention_mask=attention_mask,
@@ -126,13 +138,45 @@ class Base:
             past_key_values=cache,
             use_cache=cache is not None,
         )
-        return out.last_hidden_state
+        hidden: Tensor = out.last_hidden_state
+        return torch.cat([hidden, cache.taken()], dim=-1) if layers and isinstance(cache, Watched) else hidden
+
+    def attended(self, count: int) -> Attended | None:
+        """What a head must know of `count` of the base's layers, evenly spread, to attend to their keys and values.
+
+        Raises ValueError where there are not as many, or where their keys are not turned as Llama's are.
+        """
+        if not count:
+            return None
+        depth = self.model.config.get_text_config().num_hidden_layers
+        if count > depth:
+            raise ValueError(f"head.base_layers={count}: {self.name} has {depth}")
+        layers = tuple((number + 1) * depth // count - 1 for number in range(count))
+        rotary = getattr(self.model.get_decoder(), "rotary_emb", None)
+        frequency = getattr(rotary, "inv_freq", None)
+        ids_BL = torch.full((2, 1), self.vocab_size // 2, device=self.device)  # no padding, whose embedding may be 0
+        made = Watched()
+        made.watched = (0, *layers)  # the first layer's input does not know its position
+        self.model.get_decoder()(
+            input_ids=ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), past_key_values=made
+        )
+        keys, others = made.of(0)[0], [made.of(layer)[0] for layer in layers]
+        same = all(k.shape[1:] == others[0].shape[1:] == v.shape[1:] for k, v in map(made.of, layers))
+        if isinstance(frequency, Tensor) and same:
+            found = Attended(layers, others[0].shape[1], others[0].shape[3], tuple(frequency.double().tolist()))
+            turned = turn(keys[:1].float(), torch.tensor([[7]], device=self.device), found.frequency)
+            if torch.allclose(turned, keys[1:].float(), rtol=1e-2, atol=1e-2 * float(keys.abs().max())):
+                return found
+        raise ValueError(
+            f"head.base_layers={count}: {type(self.model).__name__} does not turn the keys of all its layers by the "
+            "same angles, half against half, as Llama does: leave it at 0"
+        )
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The base's next-token logits [..., V] from its final hidden states."""
+        """The base's next-token logits [..., V] from what `hidden` gives, keys and values behind it or not."""
         scale, cap = self._logit_scale
-        logits = self._lm_head(hidden)
+        logits = self._lm_head(hidden[..., : self.hidden_size])
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -15,7 +15,35 @@ from transformers.cache_utils import Cache
 from ctcdraft.model.layers import Sight
 
 
-class TreeCache(Cache):
+class Watched(Cache):
+    """What the `watched` layers of a forward make: keys, already turned, and values, [B, heads, rows, width] each. By
+    itself it keeps nothing else: a forward with it is one without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.watched: tuple[int, ...] = ()
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in self.watched:
+            self._made[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a watched layer made last."""
+        return self._made[layer]
+
+    def taken(self) -> Tensor:
+        """Of each row the keys of all watched layers and heads, then their values: [B, rows, 2 * heads * width]."""
+        pairs = [self._made.pop(layer) for layer in self.watched]
+        both = torch.stack([torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True)], dim=1)
+        return both.permute(0, 3, 1, 2, 4).flatten(2)
+
+
+class TreeCache(Watched):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
 
     The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
@@ -23,7 +51,7 @@ class TreeCache(Cache):
     """
 
     def __init__(self, layers: int, batch: int, capacity: int) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.lengths = np.zeros(batch, np.int64)
         self.batch, self.capacity = batch, capacity
         self._layers_left = layers
@@ -58,6 +86,7 @@ class TreeCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
+        super().update(key_states, value_states, layer_idx)
         if layer_idx >= len(self._place):
             self._allocate(key_states)
         number, row = self._place[layer_idx]

@@ -135,7 +135,8 @@ def load_head(folder: str | Path, base: Base) -> Head:
         )
     try:
         state = load(blob)
-        head = build_head(HeadConfig(**config["head"]), config["hidden_size"])
+        head_config = HeadConfig(**config["head"])
+        head = build_head(head_config, config["hidden_size"], base.attended(head_config.base_layers))
         head.load_state_dict(state)
         if head.transition is not None and len(head.transition.successor_VJ) not in (0, base.vocab_size):
             raise ValueError(f"its table of successors is not one of {base.vocab_size} tokens")

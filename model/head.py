@@ -18,7 +18,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
-from ctcdraft.model.layers import Anchors, Block, Memory, Recall, Sight
+from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Recall, Sight
 from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Mixed, Tables, Transition
 from ctcdraft.model.tree import Tree
@@ -38,7 +38,8 @@ class HeadConfig:
     transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
     product of that `rank`; or `none`. lookup: it knows what followed when the last tokens were last read. recall: slots
-    look at the encoded positions before them. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
+    look at the encoded positions before them. base_layers: they attend to the keys and values that so many layers of
+    the base, evenly spread, have of these. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -58,6 +59,7 @@ class HeadConfig:
     rank: int = 128
     lookup: bool = False
     recall: bool = False
+    base_layers: int = 0
     beam: int = 8
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ class HeadConfig:
                 raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
             if bare and getattr(self, name):
                 raise ValueError(f"head={self.kind} has no {what}: leave head.{name} at false")
+        if bare and self.base_layers:
+            raise ValueError(f"head={self.kind} has no slots that could look back: leave head.base_layers at 0")
         for name, value in asdict(self).items():
             if name in ("kind", "transition", "lookup", "recall", "merge") or (name == "band" and value is None):
                 continue
@@ -87,7 +91,7 @@ class HeadConfig:
             most = MOST_LAYERS if name.endswith("layers") or name == "successors" else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
-            least = 0 if name in ("band", "successors") else 1
+            least = 0 if name in ("band", "successors", "base_layers") else 1
             if value < least:
                 raise ValueError(f"head.{name}={value} must be at least {least}")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
@@ -105,10 +109,12 @@ class Slots(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Encoded positions [B, L, W], and what slots may look at of them and of the cached ones, or None."""
+    """Encoded positions [B, L, W]; what slots may look at of them and of the cached ones, or None; the same of what the
+    base made of them."""
 
     states_BLW: Tensor
     memory: Memory | None = None
+    of_base: Memory | None = None
 
 
 class Vocabulary(NamedTuple):
@@ -128,11 +134,13 @@ class Head(nn.Module, ABC):
 
     one_pass: a draft is one forward, in fixed shapes.
     transition: None where slots do not depend on what was collapsed before.
+    attended: layers of the base whose keys and values come behind each hidden state (`Base.hidden`), or None.
     calibration: what its psi was seen to be worth on held-out text, if that was measured.
     """
 
     one_pass = True
     calibration: Calibration | None = None
+    attended: Attended | None = None
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
@@ -235,7 +243,7 @@ class SlotHead(Head):
     They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none.
     """
 
-    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+    def __init__(self, config: HeadConfig, hidden_size: int, attended: Attended | None = None) -> None:
         super().__init__(config, hidden_size)
         W, M, T = config.width, config.mixer_width, config.slots
         self.enter = nn.Linear(2 * hidden_size, W, bias=False)
@@ -248,25 +256,35 @@ class SlotHead(Head):
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
         self.recall = Recall(M, config.mixer_heads, W) if config.recall else None
+        self.attended = attended
+        self.of_base = None if attended is None else BaseAttention(M, attended)
         if config.transition != "none":
             successors = config.successors if config.transition == "shortlist" else 0  # the whole vocabulary has them
             parts = {"with_blank": config.kind == "ctc", "lookup": config.lookup}
             self.transition = Transition(M, hidden_size, config.rank, successors, **parts)
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
-        return TreeCache(self.config.layers + self.config.recall, batch, capacity)
+        return TreeCache(self.config.layers + self.config.recall + (self.attended is not None), batch, capacity)
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
+        of_base = None
+        if self.attended is not None:
+            hidden_BLD, of_base = self.attended.apart(hidden_BLD, self.hidden_size)
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
         for layer, block in enumerate(self.context):
             x = block(x, sight, cache, layer)
         x = self.context_norm(x)
-        return Context(x, None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers))
+        memory = None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers)
+        if of_base is not None and cache is not None:
+            of_base = Memory(*cache.update(*of_base, self.config.layers + self.config.recall))
+        return Context(x, memory, of_base)
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
         x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
         if self.recall is not None and context.memory is not None:
             x = x + self.recall(x, context.memory, anchors, sight)
+        if self.of_base is not None and context.of_base is not None:
+            x = x + self.of_base(x, context.of_base, anchors, sight)
         for block in self.mixer:
             x = block(x)
         x = self.norm(x)
@@ -293,12 +311,20 @@ class MedusaHead(Head):
         return Slots(rows_TND.transpose(0, 1), None)
 
 
-def build_head(config: HeadConfig, hidden_size: int) -> Head:
-    """A freshly initialised head on a base of that hidden size."""
+def build_head(config: HeadConfig, hidden_size: int, attended: Attended | None = None) -> Head:
+    """A freshly initialised head on a base of that hidden size; attended: what config.base_layers are (`head_on`)."""
     from ctcdraft.model.eagle import EagleHead  # which is built on this module
 
-    kinds = {"medusa": MedusaHead, "eagle": EagleHead}
-    return kinds.get(config.kind, SlotHead)(config, hidden_size)
+    if bool(config.base_layers) != (attended is not None):
+        raise ValueError(f"head.base_layers={config.base_layers}: which layers of the base these are is not known")
+    if config.kind in ("medusa", "eagle"):
+        return (MedusaHead if config.kind == "medusa" else EagleHead)(config, hidden_size)
+    return SlotHead(config, hidden_size, attended)
+
+
+def head_on(base: Base, config: HeadConfig) -> Head:
+    """A freshly initialised head for that base. Raises ValueError where it has no such layers to attend to."""
+    return build_head(config, base.hidden_size, base.attended(config.base_layers))
 
 
 def parameters_of(module: nn.Module) -> int:

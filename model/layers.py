@@ -3,7 +3,7 @@
 Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, T slots of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -132,6 +132,69 @@ class Memory(NamedTuple):
     values: Tensor
 
 
+class Attended(NamedTuple):
+    """Layers of the base whose keys and values a head attends to: each has that many heads of that width; frequency:
+    by how much a position turns the first numbers of a key against as many of those behind them (radians)."""
+
+    layers: tuple[int, ...]
+    heads: int
+    width: int
+    frequency: tuple[float, ...]
+
+    def apart(self, states_BLX: Tensor, hidden_size: int) -> tuple[Tensor, Memory]:
+        """Hidden states [B, L, D], and the keys and values of all layers as those of as many heads."""
+        B, L, _ = states_BLX.shape
+        both = states_BLX[..., hidden_size:].view(B, L, 2, len(self.layers) * self.heads, self.width)
+        return states_BLX[..., :hidden_size], Memory(*both.permute(2, 0, 3, 1, 4))
+
+
+def turn(x: Tensor, positions: Tensor, frequency: tuple[float, ...]) -> Tensor:
+    """As Llama turns queries and keys [N, heads, T, width], at positions [N, T]; numbers without a frequency stay."""
+    angle = positions[:, None, :, None].float() * x.new_tensor(frequency, dtype=torch.float32)
+    cos, sin = (torch.cat([one, one], dim=-1).to(x.dtype) for one in (angle.cos(), angle.sin()))
+    half = len(frequency)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    against = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
+    return torch.cat([turned * cos + against * sin, rest], dim=-1)
+
+
+class BaseAttention(nn.Module):
+    """Attention of an anchor's slots to the base's keys and values up to it; slot t stands t + 1 positions behind."""
+
+    def __init__(self, width: int, attended: Attended) -> None:
+        super().__init__()
+        self.attended = attended
+        inner = len(attended.layers) * attended.heads * attended.width
+        self.norm = nn.RMSNorm(width)
+        self.query = nn.Linear(width, inner, bias=False)
+        self.seen_norm = nn.RMSNorm(inner)
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
+        N, T, _ = x_NTW.shape
+        q = self.query(self.norm(x_NTW)).view(N, T, -1, self.attended.width).transpose(1, 2)
+        return self.out(self.seen_norm(look_back(q, memory, anchors, sight, self._turned)))
+
+    def _turned(self, q: Tensor, position_NT: Tensor) -> Tensor:
+        return turn(q, position_NT, self.attended.frequency)
+
+
+def look_back(
+    q: Tensor, memory: Memory, anchors: Anchors, sight: Sight, turned: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """What queries [N, H, T, width] of slots find in the positions up to their anchors: [N, T, H * width]."""
+    N, _, T, _ = q.shape
+    B, H, S, width = memory.keys.shape
+    position_N, seen_NS = sight.of(anchors, B, S)
+    q = anchors.spread(turned(q, position_N.unsqueeze(1) + torch.arange(1, T + 1, device=q.device)), B)
+    seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
+    mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, T, -1).reshape(B, 1, anchors.most * T, S)
+    q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
+    y = F.scaled_dot_product_attention(q, memory.keys, memory.values, attn_mask=mask)
+    y = anchors.gathered(y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4))
+    return y.reshape(N, T, H * width)
+
+
 class Recall(nn.Module):
     """Attention of an anchor's slots to the encoded positions up to it; slot t stands t + 1 positions behind it."""
 
@@ -152,17 +215,12 @@ class Recall(nn.Module):
 
     def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
         N, T, W = x_NTW.shape
-        B, H, S, width = memory.keys.shape
-        position_N, seen_NS = sight.of(anchors, B, S)
-        position_NT = position_N.unsqueeze(1) + torch.arange(1, T + 1, device=x_NTW.device)
-        q = self.query(self.norm(x_NTW)).view(N, T, H, width).transpose(1, 2)
-        q = anchors.spread(_rotate(q, *_rotary(position_NT, width, q.dtype)), B)  # [B, A, H, T, width]
-        seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
-        mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, T, -1).reshape(B, 1, anchors.most * T, S)
-        q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
-        y = F.scaled_dot_product_attention(q, memory.keys, memory.values, attn_mask=mask)
-        y = anchors.gathered(y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4))
-        return self.out(y.reshape(N, T, W))
+        q = self.query(self.norm(x_NTW)).view(N, T, self.heads, W // self.heads).transpose(1, 2)
+        return self.out(look_back(q, memory, anchors, sight, _rotated))
+
+
+def _rotated(x: Tensor, positions: Tensor) -> Tensor:
+    return _rotate(x, *_rotary(positions, x.shape[-1], x.dtype))
 
 
 def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,16 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig
+from ctcdraft.model.head import head_on
 from ctcdraft.model.tree import Tree
 
 SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 7, "rank": 8, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="shortlist", successors=5, lookup=True, recall=True, **SIZES),
+    HeadConfig("ctc", transition="shortlist", successors=5, lookup=True, recall=True, base_layers=2, **SIZES),
     HeadConfig("parallel", recall=True, **SIZES),
-    HeadConfig("parallel", transition="shortlist", **SIZES),
+    HeadConfig("parallel", transition="shortlist", base_layers=1, **SIZES),
     HeadConfig("medusa", **SIZES),
     HeadConfig("eagle", **SIZES),
 ]
@@ -37,7 +38,7 @@ def prompts(count, seed=0, longest=30):
 
 def random_head(config, base, seed=0):
     torch.manual_seed(seed)
-    head = build_head(config, base.hidden_size).to(base.device, base.dtype).eval()
+    head = head_on(base, config).to(base.device, base.dtype).eval()
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
     if head.transition is not None:

@@ -170,7 +170,7 @@ class _Gate:
 
     def features(self) -> str:
         """Do the features give the base's own logits, and the roots the next token's embedding?"""
-        hidden, roots = base_features(self.base, self.batch, torch.float32)
+        hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
         with torch.no_grad():
             self.truth_LV = self.base.model(input_ids=self.batch.ids_BL).logits[0].float()
         got_LV = self.base.logits(hidden.to(self.base.dtype))[0].float()
@@ -264,7 +264,7 @@ class _Gate:
         return f"loss and lattice agree on it ({float(want_NT.mean()):.1%} of a slot before training)"
 
     def _slots(self) -> Slots:
-        hidden, roots = base_features(self.base, self.batch, torch.float32)
+        hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
         labels = embedded_labels(self.head, self.base, self.batch)
         return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N, None, labels)
 
@@ -272,7 +272,7 @@ class _Gate:
         return draft_losses(self.head, self.objective, self.base, slots, self.batch)
 
     def _drafted(self) -> list[Lattice | Tree]:
-        hidden, _ = base_features(self.base, self.batch, torch.float32)
+        hidden, _ = base_features(self.base, self.batch, torch.float32, self.head)
         vocabulary = self.head.vocabulary(self.base, self.draft.top_k)
         at = self.batch.batch_N, self.batch.position_N
         return self.head.drafts_at(hidden, roots_of(self.batch), *at, None, vocabulary)
@@ -281,7 +281,7 @@ class _Gate:
 
     def loss(self) -> str:
         """Does training on this one conversation teach its drafts?"""
-        hidden, roots = base_features(self.base, self.batch, torch.float32)
+        hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
         optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.config.lr)
         first = last = float("nan")
         with tqdm(total=self.config.steps, desc="one conversation", unit="step", mininterval=1, leave=False) as bar:

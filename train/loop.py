@@ -292,7 +292,7 @@ class Trainer:
             with self._timed("data"):
                 batch = self.sampler.collate(step, self._members(turn)).to(self.base.device)
             with self._timed("base"):
-                hidden, roots = base_features(self.base, batch, self.dtype)
+                hidden, roots = base_features(self.base, batch, self.dtype, self.task.head)
             with self._timed("head"):
                 loss, sums = self.engine(hidden, roots, batch)
             with self._timed("backward"):

@@ -10,7 +10,7 @@ from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.model.head import HeadConfig, head_on
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features, document_sight, read_at, roots_of
@@ -32,7 +32,7 @@ class Simulator:
         anchors: int,
     ) -> None:
         self.base, self.draft, self.train_sampler = base, draft, sampler
-        self.head = build_head(head, base.hidden_size).to(base.device).eval()
+        self.head = head_on(base, head).to(base.device).eval()
         dev = load_corpus(data_folder, "dev")
         self.sampler = Sampler(
             dev,
@@ -83,7 +83,7 @@ def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> lis
     base, head = decoder.base, decoder.head
     assert head is not None
     batch = batch.to(base.device)
-    hidden, _ = base_features(base, batch, torch.float32)
+    hidden, _ = base_features(base, batch, torch.float32, head)
     known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
     anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
     drafted = head.drafts_at(hidden, roots_of(batch), *anchors, decoder.vocabulary)

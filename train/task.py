@@ -16,7 +16,7 @@ from ctcdraft.data.store import Corpus
 from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
 from ctcdraft.model.best_first import look_up_each
-from ctcdraft.model.head import Head, HeadConfig, Slots, build_head
+from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.transition import LookedUp
@@ -79,7 +79,7 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
 
 def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
     """A freshly initialised head, on the base's device; it knows what follows what in the corpus."""
-    head = build_head(config, base.hidden_size)
+    head = head_on(base, config)
     count = 0 if head.transition is None else head.transition.successor_VJ.shape[1]
     if head.transition is not None and count:
         head.transition.learn_successors(torch.from_numpy(successors_of(corpus, base.vocab_size, count)))
@@ -169,18 +169,21 @@ def draft_losses(
     )
 
 
-def base_features(base: Base, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1.
+def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | None = None) -> tuple[Tensor, Tensor]:
+    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1. Behind the hidden
+    states come the keys and values of the layers that `head` attends to, where it does.
 
     Documents that share a row know nothing of each other: positions and attention start anew in each. Where the
     hidden states were stored, the base's layers do not run.
     """
+    layers = () if head is None or head.attended is None else head.attended.layers
     if batch.stored_BLD is not None:
+        assert not layers, "hidden states are stored without keys and values"
         hidden_BLD = decoded(Hidden(batch.stored_BLD, batch.stored_scale_BL))
     else:
         sight = document_sight(batch)
         mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
-        hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions)
+        hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions, layers=layers)
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLD.to(dtype), root_BLD.to(dtype)

@@ -6,7 +6,7 @@ import torch
 from bases import write_base
 
 from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
-from ctcdraft.model.head import candidates
+from ctcdraft.model.head import candidates, head_on
 
 TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
 
@@ -19,15 +19,17 @@ def exported(base, tmp_path):
     return head, tmp_path / "head"
 
 
-@pytest.mark.parametrize("kind", ["ctc", "parallel", "medusa"])
-def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "base_layers"), [("ctc", 0), ("ctc", 2), ("parallel", 1), ("medusa", 0)])
+def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_path, kind, base_layers):
     base = load_base(str(base_folder))
     torch.manual_seed(1)
-    head = build_head(HeadConfig(kind=kind, slots=4, width=32, mixer_width=16), base.hidden_size).eval()
+    config = HeadConfig(kind=kind, slots=4, width=32, mixer_width=16, base_layers=base_layers)
+    head = head_on(base, config).eval()
     export_head(head, base, tmp_path / "head", TRAINING)
     loaded = load_head(tmp_path / "head", base)
+    assert loaded.attended == head.attended
     ids = torch.tensor([[5, 6, 7, 8]])
-    hidden, root = base.hidden(ids), base.embed(ids)
+    hidden, root = base.hidden(ids, layers=head.attended.layers if base_layers else ()), base.embed(ids)
     slots = [(h.step(hidden, root, [4], h.new_cache(1, 64)), torch.tensor([8]), h) for h in (head, loaded)]
     lattices = [candidates(*given, given[-1].vocabulary(base, 8)).lattices()[0] for given in slots]
     assert np.array_equal(lattices[0].emission, lattices[1].emission)

@@ -133,7 +133,7 @@ def test_features_of_the_wrong_layer_are_named(trained_base, monkeypatch):
     def before_last(base, ids):
         return base.model.get_decoder()(input_ids=ids, output_hidden_states=True).hidden_states[-2].detach()
 
-    def shallow(base, batch, dtype):
+    def shallow(base, batch, dtype, head=None):
         return before_last(base, batch.ids_BL).to(dtype), features(base, batch, dtype)[1]
 
     monkeypatch.setattr(gates, "base_features", shallow)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from ctcdraft.model import load_base
-from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.model.head import HeadConfig, build_head, head_on
 from ctcdraft.train.engine import OptimConfig, ZeroConfig, build_optimizer
 from ctcdraft.train.memory import memory_per_rank
 
@@ -20,11 +20,14 @@ def estimate(base, head, stage=0, ranks=1, precision="fp32", kind="adamw"):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"recall": True}, {"mixer_layers": 2, "layers": 2}, {"slots": 16, "mixer_width": 32}]
+    "sizes",
+    [{}, {"recall": True}, {"base_layers": 2}, {"mixer_layers": 2, "layers": 2}, {"slots": 16, "mixer_width": 32}],
 )
 def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
-    head = build_head(HeadConfig(**sizes), fp32_base.hidden_size)
-    hidden = torch.randn(2, 200, fp32_base.hidden_size)
+    head = head_on(fp32_base, HeadConfig(**sizes))
+    seen = 0 if head.attended is None else 2 * 2 * 2 * 8  # keys and values of two layers' two heads of 8
+    hidden = torch.randn(2, 200, fp32_base.hidden_size + seen)
+    root = torch.randn(2, 200, fp32_base.hidden_size)
     rows, at = torch.arange(80) // 40, torch.arange(80) % 40
     kept = {}
 
@@ -33,7 +36,7 @@ def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        head(hidden, hidden.clone(), rows, at)
+        head(hidden, root, rows, at)
     ours = {p.untyped_storage().data_ptr() for p in head.parameters()}
     measured = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in ours)
     parts = estimate(fp32_base, head)

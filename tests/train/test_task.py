@@ -9,6 +9,7 @@ from lookups import followed
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import HeadConfig, build_head, load_base
+from ctcdraft.model.head import head_on
 from ctcdraft.train.simulate import some_rows
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, looked_up
 
@@ -34,7 +35,7 @@ def losses(base, task, sampler):
     total, anchors = torch.zeros((), dtype=torch.float64), 0
     for step in range(sampler.steps_per_epoch):
         batch = sampler.collate(step, slice(None))
-        loss, sums = task(*base_features(base, batch, torch.float64), batch)
+        loss, sums = task(*base_features(base, batch, torch.float64, task.head), batch)
         loss.backward()
         total += loss.detach()
         anchors += int(sums.anchors)
@@ -44,12 +45,13 @@ def losses(base, task, sampler):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("kind", "whole"), [("ctc", False), ("ctc", True), ("medusa", False)])
 def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind, whole):
-    """whole: with recall, and with a transition that looks up."""
+    """whole: with recall, the base's keys and values, and a transition that looks up."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     base.model.set_attn_implementation(attention)
     torch.manual_seed(0)
     sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": whole, "lookup": whole}
-    head = build_head(HeadConfig(kind=kind, transition="shortlist" if whole else "none", **sizes), 32).double()
+    sizes["base_layers"] = 2 * whole
+    head = head_on(base, HeadConfig(kind=kind, transition="shortlist" if whole else "none", **sizes)).double()
     if head.transition is not None:
         torch.nn.init.normal_(head.transition.to_token.weight)
     if kind == "medusa":
