@@ -4,7 +4,7 @@ import json
 import netrc
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,14 +38,13 @@ class RunLog:
         self.path = folder / "metrics.jsonl"
         _cut_after(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
-        self.wandb = None if config.mode == "none" else _wandb_run(folder, folder.name, config, settings)
+        self.wandb: Any = None if config.mode == "none" else _wandb_run(folder, folder.name, config, settings)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One step's figures; the row has `step`."""
         self._file.write(json.dumps(dict(row)) + "\n")
         self._file.flush()
-        if self.wandb:
-            self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+        self._tell(lambda run: run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"]))
 
     def sync(self) -> None:
         """Have what was written on the disk when this returns."""
@@ -53,13 +52,21 @@ class RunLog:
 
     def summary(self, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
         """The end of a run: final figures, plots, and tables of the evaluation."""
-        if self.wandb:
-            _summarise(self.wandb, figures, images, tables)
+        self._tell(lambda run: _summarise(run, figures, images, tables))
 
     def close(self) -> None:
         self._file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self._tell(lambda run: run.finish())
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        """W&B works in a process of its own, which may die: the training matters more."""
+        if self.wandb is None:
+            return
+        try:
+            what(self.wandb)
+        except Exception as error:
+            self.wandb = None
+            print(f"W&B: gone ({masked(str(error)).split(chr(10))[0]}), {self.path} goes on without it", flush=True)
 
 
 def log_evaluation(

@@ -1,4 +1,5 @@
 import json
+from unittest.mock import Mock
 
 import pytest
 import wandb
@@ -75,3 +76,18 @@ def test_what_is_no_row_of_its_own_step_does_not_stay(tmp_path, rubbish):
     log.write({"step": 6})
     log.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 6]
+
+
+def test_a_run_outlives_wandb(tmp_path, capsys):
+    log = RunLog(tmp_path / "run", LoggerConfig("none"), {}, 0)
+    log.wandb = Mock()
+    log.write({"step": 1, "loss": 3.0})
+    log.wandb.log.side_effect = ConnectionResetError("Connection lost")
+    log.write({"step": 2, "loss": 2.0})
+    log.write({"step": 3, "loss": 1.0})
+    log.summary({}, {}, {})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    said = capsys.readouterr().out
+    assert said.count("W&B: gone (Connection lost)") == said.count("\n") == 1
