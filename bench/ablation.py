@@ -49,7 +49,7 @@ EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
     "default with recall": ("head.recall=true",),
-    "default with the base's keys and values": ("head.base_layers=4",),
+    "default with keys of the base": ("head.base_layers=4",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
     "default without lookups": ("head.lookup=false",),
     "default by AdamW": ("optim=adamw",),
