@@ -150,7 +150,7 @@ class Base:
             return None
         depth = self.model.config.get_text_config().num_hidden_layers
         if count > depth:
-            raise ValueError(f"head.base_layers={count}: {self.name} has {depth}")
+            raise ValueError(f"head.base_layers={count}: {self.name} has {depth} layers, choose at most as many")
         layers = tuple((number + 1) * depth // count - 1 for number in range(count))
         rotary = getattr(self.model.get_decoder(), "rotary_emb", None)
         frequency = getattr(rotary, "inv_freq", None)
