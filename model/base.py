@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache,
 from transformers import logging as hf_logging
 
 from ctcdraft.model.cache import Watched
-from ctcdraft.model.layers import Attended, turn
+from ctcdraft.model.layers import Attended, turned_by
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SHAPE_KEYS = (
@@ -127,10 +127,11 @@ class Base:
         layers: behind each hidden state come the keys and values that these layers made of its position
         (`Attended.apart` takes them apart).
         """
-        cache = Watched() if cache is None and layers else cache
+        watched: Watched | None = None
         if layers:
-            assert isinstance(cache, Watched)
-            cache.watched = layers
+            assert cache is None or isinstance(cache, Watched)
+            cache = watched = Watched() if cache is None else cache
+            watched.watched = layers
         out = self.model.get_decoder()(
             input_ids=ids_BL,
             attention_mask=attention_mask,
@@ -139,7 +140,7 @@ class Base:
             use_cache=cache is not None,
         )
         hidden: Tensor = out.last_hidden_state
-        return torch.cat([hidden, cache.taken()], dim=-1) if layers and isinstance(cache, Watched) else hidden
+        return hidden if watched is None else torch.cat([hidden, watched.taken()], dim=-1)
 
     def attended(self, count: int) -> Attended | None:
         """What a head must know of `count` of the base's layers, evenly spread, to attend to their keys and values.
@@ -157,14 +158,12 @@ class Base:
         ids_BL = torch.full((2, 1), self.vocab_size // 2, device=self.device)  # no padding, whose embedding may be 0
         made = Watched()
         made.watched = (0, *layers)  # the first layer's input does not know its position
-        self.model.get_decoder()(
-            input_ids=ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), past_key_values=made
-        )
+        self.hidden(ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), cache=made)
         keys, others = made.of(0)[0], [made.of(layer)[0] for layer in layers]
         same = all(k.shape[1:] == others[0].shape[1:] == v.shape[1:] for k, v in map(made.of, layers))
         if isinstance(frequency, Tensor) and same:
             found = Attended(layers, others[0].shape[1], others[0].shape[3], tuple(frequency.double().tolist()))
-            turned = turn(keys[:1].float(), torch.tensor([[7]], device=self.device), found.frequency)
+            turned = turned_by(frequency.float(), keys[:1].float(), torch.tensor([[7]], device=self.device))
             if torch.allclose(turned, keys[1:].float(), rtol=1e-2, atol=1e-2 * float(keys.abs().max())):
                 return found
         raise ValueError(

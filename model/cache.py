@@ -28,9 +28,12 @@ class Watched(Cache):
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx in self.watched:
-            self._made[layer_idx] = key_states, value_states
+        self._watch(key_states, value_states, layer_idx)
         return key_states, value_states
+
+    def _watch(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        if layer in self.watched:
+            self._made[layer] = keys, values
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a watched layer made last."""
@@ -86,7 +89,7 @@ class TreeCache(Watched):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
-        super().update(key_states, value_states, layer_idx)
+        self._watch(key_states, value_states, layer_idx)
         if layer_idx >= len(self._place):
             self._allocate(key_states)
         number, row = self._place[layer_idx]

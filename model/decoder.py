@@ -209,9 +209,8 @@ class Decoder:
         return self.head.vocabulary(self.base, self.draft.top_k)
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """Of the base, whose keys and values the head attends to."""
-        return self.head.attended.layers if self.head is not None and self.head.attended is not None else ()
+    def _attended_layers(self) -> tuple[int, ...]:
+        return () if self.head is None else self.head.attended_layers
 
     @property
     def _layers(self) -> int:
@@ -231,7 +230,7 @@ class Decoder:
         ids = torch.tensor([request.prompt], device=self.base.device)
         positions = torch.arange(len(request.prompt), device=self.base.device).unsqueeze(0)
         batch.cache.alone(number)
-        request.hidden = self.base.hidden(ids, position_ids=positions, cache=batch.cache, layers=self.layers)
+        request.hidden = self.base.hidden(ids, position_ids=positions, cache=batch.cache, layers=self._attended_layers)
         batch.cache.alone(None)
         batch.cache.lengths[number] = len(request.prompt)
         if batch.sampling.repetition_penalty != 1.0:
@@ -333,7 +332,7 @@ class Decoder:
                 attention_mask=mask,
                 position_ids=positions_BQ,
                 cache=batch.cache,
-                layers=self.layers,
+                layers=self._attended_layers,
             )
             found = self._walks(active, drafts, hidden_BQD, batch.sampling)
         with batch.clock("other"):

@@ -148,6 +148,11 @@ class Head(nn.Module, ABC):
         self.topology = Topology(config.merge, config.band) if config.kind == "ctc" else DIAGONAL
         self.transition: Transition | None = None
 
+    @property
+    def attended_layers(self) -> tuple[int, ...]:
+        """Of the base: what `Base.hidden` is asked for."""
+        return () if self.attended is None else self.attended.layers
+
     def forward(
         self,
         hidden_BLD: Tensor,

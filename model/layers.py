@@ -148,22 +148,13 @@ class Attended(NamedTuple):
         return states_BLX[..., :hidden_size], Memory(*both.permute(2, 0, 3, 1, 4))
 
 
-def turn(x: Tensor, positions: Tensor, frequency: tuple[float, ...]) -> Tensor:
-    """As Llama turns queries and keys [N, heads, T, width], at positions [N, T]; numbers without a frequency stay."""
-    angle = positions[:, None, :, None].float() * x.new_tensor(frequency, dtype=torch.float32)
-    cos, sin = (torch.cat([one, one], dim=-1).to(x.dtype) for one in (angle.cos(), angle.sin()))
-    half = len(frequency)
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-    against = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
-    return torch.cat([turned * cos + against * sin, rest], dim=-1)
-
-
 class BaseAttention(nn.Module):
     """Attention of an anchor's slots to the base's keys and values up to it; slot t stands t + 1 positions behind."""
 
     def __init__(self, width: int, attended: Attended) -> None:
         super().__init__()
         self.attended = attended
+        self._frequency = torch.tensor(attended.frequency)  # no buffer: half a head's precision would be too little
         inner = len(attended.layers) * attended.heads * attended.width
         self.norm = nn.RMSNorm(width)
         self.query = nn.Linear(width, inner, bias=False)
@@ -176,7 +167,9 @@ class BaseAttention(nn.Module):
         return self.out(self.seen_norm(look_back(q, memory, anchors, sight, self._turned)))
 
     def _turned(self, q: Tensor, position_NT: Tensor) -> Tensor:
-        return turn(q, position_NT, self.attended.frequency)
+        if self._frequency.device != q.device:  # once: a step that is captured may copy nothing from the host
+            self._frequency = self._frequency.to(q.device)
+        return turned_by(self._frequency, q, position_NT)
 
 
 def look_back(
@@ -219,6 +212,13 @@ class Recall(nn.Module):
         return self.out(look_back(q, memory, anchors, sight, _rotated))
 
 
+def turned_by(frequency: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """As Llama turns queries and keys [N, heads, T, width], at positions [N, T]; numbers without a frequency stay."""
+    count = 2 * len(frequency)
+    turned = _rotate(x[..., :count], *_waves(frequency, positions, x.dtype))
+    return turned if count == x.shape[-1] else torch.cat([turned, x[..., count:]], dim=-1)
+
+
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
     return _rotate(x, *_rotary(positions, x.shape[-1], x.dtype))
 
@@ -227,6 +227,10 @@ def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tenso
     """Cosines and sines [B, 1, L, width] for `_rotate`; the first half of the sines is negated."""
     last = 2.0 / width - 1.0
     frequency = torch.logspace(0.0, last, width // 2, ROPE_BASE, dtype=torch.float32, device=positions_BL.device)
+    return _waves(frequency, positions_BL, dtype)
+
+
+def _waves(frequency: Tensor, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = positions_BL[:, None, :, None].float() * torch.cat([-frequency, frequency])
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -213,7 +213,7 @@ class _Shape:
             attention_mask=mask_QK[None, None],
             position_ids=(owner.past + depth_Q).unsqueeze(0),
             cache=owner.cache,
-            layers=owner.head.attended.layers if owner.head is not None and owner.head.attended is not None else (),
+            layers=() if owner.head is None else owner.head.attended_layers,
         )
         owner.cache.at(None)
         noise_QV = None if not self.sampling.temperature else owner.noise_PV.index_select(0, depth_Q)

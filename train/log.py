@@ -66,7 +66,8 @@ class RunLog:
             what(self.wandb)
         except Exception as error:
             self.wandb = None
-            print(f"W&B: gone ({masked(str(error)).split(chr(10))[0]}), {self.path} goes on without it", flush=True)
+            reason = masked(str(error)).partition("\n")[0]
+            print(f"W&B: gone ({reason}), {self.path} goes on without it", flush=True)
 
 
 def log_evaluation(

@@ -176,7 +176,7 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
     Documents that share a row know nothing of each other: positions and attention start anew in each. Where the
     hidden states were stored, the base's layers do not run.
     """
-    layers = () if head is None or head.attended is None else head.attended.layers
+    layers = () if head is None else head.attended_layers
     if batch.stored_BLD is not None:
         assert not layers, "hidden states are stored without keys and values"
         hidden_BLD = decoded(Hidden(batch.stored_BLD, batch.stored_scale_BL))

@@ -29,7 +29,7 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     loaded = load_head(tmp_path / "head", base)
     assert loaded.attended == head.attended
     ids = torch.tensor([[5, 6, 7, 8]])
-    hidden, root = base.hidden(ids, layers=head.attended.layers if base_layers else ()), base.embed(ids)
+    hidden, root = base.hidden(ids, layers=head.attended_layers), base.embed(ids)
     slots = [(h.step(hidden, root, [4], h.new_cache(1, 64)), torch.tensor([8]), h) for h in (head, loaded)]
     lattices = [candidates(*given, given[-1].vocabulary(base, 8)).lattices()[0] for given in slots]
     assert np.array_equal(lattices[0].emission, lattices[1].emission)

@@ -20,7 +20,7 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall, 
     torch.manual_seed(0)
     sizes = {"slots": 5, "width": 32, "mixer_width": 16, "layers": 2, "mixer_layers": 2}
     head = head_on(base, HeadConfig(kind=kind, recall=recall, base_layers=base_layers, **sizes)).double().eval()
-    layers = head.attended.layers if base_layers else ()
+    layers = head.attended_layers
     ids = torch.randint(2, 260, (1, 24))
     root = base.embed(ids.roll(-1, 1))
     positions = torch.arange(24)
