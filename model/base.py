@@ -122,16 +122,15 @@ class Base:
         cache: Cache | None = None,
         layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """Hidden states after the final norm, [B, L, D]; the cache, if given (for `layers` a TreeCache), grows by L.
+        """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L.
 
         layers: behind each hidden state come the keys and values that these layers made of its position
-        (`Attended.apart` takes them apart).
+        (`Attended.apart` takes them apart). With a cache they lie there (`TreeCache.committed`).
         """
         watched: Watched | None = None
         if layers:
-            assert cache is None or isinstance(cache, Watched)
-            cache = watched = Watched() if cache is None else cache
-            watched.watched = layers
+            assert cache is None, "a cache has them"
+            cache = watched = Watched(layers)
         out = self.model.get_decoder()(
             input_ids=ids_BL,
             attention_mask=attention_mask,
@@ -156,8 +155,7 @@ class Base:
         rotary = getattr(self.model.get_decoder(), "rotary_emb", None)
         frequency = getattr(rotary, "inv_freq", None)
         ids_BL = torch.full((2, 1), self.vocab_size // 2, device=self.device)  # no padding, whose embedding may be 0
-        made = Watched()
-        made.watched = (0, *layers)  # the first layer's input does not know its position
+        made = Watched((0, *layers))  # the first layer's input does not know its position
         self.hidden(ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), cache=made)
         keys, others = made.of(0)[0], [made.of(layer)[0] for layer in layers]
         same = all(k.shape[1:] == others[0].shape[1:] == v.shape[1:] for k, v in map(made.of, layers))

@@ -16,24 +16,21 @@ from ctcdraft.model.layers import Sight
 
 
 class Watched(Cache):
-    """What the `watched` layers of a forward make: keys, already turned, and values, [B, heads, rows, width] each. By
-    itself it keeps nothing else: a forward with it is one without a cache."""
+    """What the `watched` layers of a forward make: keys, already turned, and values, [B, heads, rows, width] each. It
+    keeps nothing else: a forward with it is one without a cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, watched: tuple[int, ...]) -> None:
         super().__init__(layers=[])
-        self.watched: tuple[int, ...] = ()
+        self.watched = watched
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._watch(key_states, value_states, layer_idx)
+        if layer_idx in self.watched:
+            self._made[layer_idx] = key_states, value_states
         return key_states, value_states
-
-    def _watch(self, keys: Tensor, values: Tensor, layer: int) -> None:
-        if layer in self.watched:
-            self._made[layer] = keys, values
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a watched layer made last."""
@@ -46,15 +43,18 @@ class Watched(Cache):
         return both.permute(0, 3, 1, 2, 4).flatten(2)
 
 
-class TreeCache(Watched):
+class TreeCache(Cache):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
+
+    of_base: behind a head's cache, that of the base with the same positions, for slots that attend to it.
 
     The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
     not move, about rows `at` places that only the device knows.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int) -> None:
-        super().__init__()
+    def __init__(self, layers: int, batch: int, capacity: int, of_base: "TreeCache | None" = None) -> None:
+        super().__init__(layers=[])
+        self.of_base = of_base
         self.lengths = np.zeros(batch, np.int64)
         self.batch, self.capacity = batch, capacity
         self._layers_left = layers
@@ -89,7 +89,6 @@ class TreeCache(Watched):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
-        self._watch(key_states, value_states, layer_idx)
         if layer_idx >= len(self._place):
             self._allocate(key_states)
         number, row = self._place[layer_idx]
@@ -152,6 +151,14 @@ class TreeCache(Watched):
         """Forget every sequence, keep the memory."""
         self.lengths[:] = 0
         self.batch, self._index = len(self.lengths), None
+
+    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not
+        move, up to the width of `at`); no copies."""
+        number, row = self._place[layer]
+        entries = self.get_seq_length() if self._static is None else self._static[1]
+        keys, values = self._blocks[number][row][:, : self.batch, :, :entries]
+        return keys, values
 
     def entries(self, layer: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
         """The committed keys and values [heads, length, width] of one layer and sequence."""

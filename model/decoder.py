@@ -166,13 +166,12 @@ class Decoder:
     def _batch_of(self, requests: list[Request], sampling: Sampling, ends: NDArray[np.int64]) -> Batch:
         """The requests with caches that have room for them; `release` it in any case."""
         capacity = max(len(r.prompt) + r.limit for r in requests) + self.draft.nodes + 1
-        return self._static_batch(requests, capacity, sampling, ends) or Batch(
-            list(requests),
-            TreeCache(self._layers, len(requests), capacity),
-            None if self.head is None else self.head.new_cache(len(requests), capacity + self.head.config.slots),
-            sampling,
-            ends,
-        )
+        if (static := self._static_batch(requests, capacity, sampling, ends)) is not None:
+            return static
+        cache, head_cache = TreeCache(self._layers, len(requests), capacity), None
+        if self.head is not None:
+            head_cache = self.head.new_cache(len(requests), capacity + self.head.config.slots, cache)
+        return Batch(list(requests), cache, head_cache, sampling, ends)
 
     def _begin(self, batch: Batch) -> None:
         """Read the prompts and choose the first tokens."""
@@ -209,10 +208,6 @@ class Decoder:
         return self.head.vocabulary(self.base, self.draft.top_k)
 
     @property
-    def _attended_layers(self) -> tuple[int, ...]:
-        return () if self.head is None else self.head.attended_layers
-
-    @property
     def _layers(self) -> int:
         return self.base.model.config.get_text_config().num_hidden_layers
 
@@ -230,7 +225,7 @@ class Decoder:
         ids = torch.tensor([request.prompt], device=self.base.device)
         positions = torch.arange(len(request.prompt), device=self.base.device).unsqueeze(0)
         batch.cache.alone(number)
-        request.hidden = self.base.hidden(ids, position_ids=positions, cache=batch.cache, layers=self._attended_layers)
+        request.hidden = self.base.hidden(ids, position_ids=positions, cache=batch.cache)
         batch.cache.alone(None)
         batch.cache.lengths[number] = len(request.prompt)
         if batch.sampling.repetition_penalty != 1.0:
@@ -332,7 +327,6 @@ class Decoder:
                 attention_mask=mask,
                 position_ids=positions_BQ,
                 cache=batch.cache,
-                layers=self._attended_layers,
             )
             found = self._walks(active, drafts, hidden_BQD, batch.sampling)
         with batch.clock("other"):

@@ -35,7 +35,7 @@ class EagleHead(Head):
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, hidden_size, bias=False)
 
-    def new_cache(self, batch: int, capacity: int) -> TreeCache:
+    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
         return TreeCache(1, batch, capacity + self.config.slots * self.config.beam)
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:

@@ -109,12 +109,12 @@ class Slots(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Encoded positions [B, L, W]; what slots may look at of them and of the cached ones, or None; the same of what the
-    base made of them."""
+    """Encoded positions [B, L, W]; what slots may look at of them and of the cached ones, or None; the same of what
+    layers of the base made of them."""
 
     states_BLW: Tensor
     memory: Memory | None = None
-    of_base: Memory | None = None
+    of_base: Sequence[Memory] = ()
 
 
 class Vocabulary(NamedTuple):
@@ -134,7 +134,8 @@ class Head(nn.Module, ABC):
 
     one_pass: a draft is one forward, in fixed shapes.
     transition: None where slots do not depend on what was collapsed before.
-    attended: layers of the base whose keys and values come behind each hidden state (`Base.hidden`), or None.
+    attended: layers of the base whose keys and values slots attend to, or None: of whole sequences they come behind each
+    hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
     calibration: what its psi was seen to be worth on held-out text, if that was measured.
     """
 
@@ -176,7 +177,7 @@ class Head(nn.Module, ABC):
 
         Rows past counts[b] are padding.
         """
-        return self._step(hidden_BLD, root_BLD, Anchors.last_of(counts, hidden_BLD.device), counts, cache)
+        return self._step(hidden_BLD, root_BLD, Anchors.last_of(counts, hidden_BLD), counts, cache)
 
     def _step(
         self, hidden_BLD: Tensor, root_BLD: Tensor, last: Anchors, counts: Sequence[int], cache: TreeCache
@@ -199,7 +200,7 @@ class Head(nn.Module, ABC):
 
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
-        last = Anchors.last_of(counts, hidden_BLD.device)
+        last = Anchors.last_of(counts, hidden_BLD)
         slots = self._step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), last, counts, cache)
         return [*candidates(slots, last.own(root_BL), self, vocabulary).lattices()]
 
@@ -217,8 +218,9 @@ class Head(nn.Module, ABC):
         slots = self(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), batch_N, position_N, sight)
         return [*candidates(slots, root_BL[batch_N, position_N], self, vocabulary).lattices()]
 
-    def new_cache(self, batch: int, capacity: int) -> TreeCache:
-        """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included."""
+    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
+        """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included; of_base: the
+        base's cache, which holds what a `step` commits before it. A head that does not attend to it needs none."""
         return TreeCache(0, batch, capacity)
 
     @abstractmethod
@@ -268,27 +270,29 @@ class SlotHead(Head):
             parts = {"with_blank": config.kind == "ctc", "lookup": config.lookup}
             self.transition = Transition(M, hidden_size, config.rank, successors, **parts)
 
-    def new_cache(self, batch: int, capacity: int) -> TreeCache:
-        return TreeCache(self.config.layers + self.config.recall + (self.attended is not None), batch, capacity)
+    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
+        return TreeCache(self.config.layers + self.config.recall, batch, capacity, of_base)
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        of_base = None
-        if self.attended is not None:
+        of_base: Sequence[Memory] = ()
+        if self.attended is not None and cache is None:
             hidden_BLD, of_base = self.attended.apart(hidden_BLD, self.hidden_size)
+        elif self.attended is not None:
+            assert cache is not None and cache.of_base is not None
+            kept = [cache.of_base.committed(layer) for layer in self.attended.layers]
+            of_base = [Memory(keys.to(hidden_BLD.dtype), values.to(hidden_BLD.dtype)) for keys, values in kept]
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
         for layer, block in enumerate(self.context):
             x = block(x, sight, cache, layer)
         x = self.context_norm(x)
         memory = None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers)
-        if of_base is not None and cache is not None:
-            of_base = Memory(*cache.update(*of_base, self.config.layers + self.config.recall))
         return Context(x, memory, of_base)
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
         x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
         if self.recall is not None and context.memory is not None:
             x = x + self.recall(x, context.memory, anchors, sight)
-        if self.of_base is not None and context.of_base is not None:
+        if self.of_base is not None:
             x = x + self.of_base(x, context.of_base, anchors, sight)
         for block in self.mixer:
             x = block(x)

@@ -34,12 +34,14 @@ class Sight(NamedTuple):
             return None
         return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
 
-    def of(self, anchors: "Anchors", rows: int, entries: int) -> tuple[Tensor, Tensor]:
-        """Where each anchor stands [N], and which entries it sees [N, S]; of that many rows."""
+    def of(self, anchors: "Anchors", rows: int, entries: int) -> tuple[Tensor, Tensor | None]:
+        """Where each anchor stands [N], and which of the first entries it sees [N, S] (None: all); of that many rows."""
         position_N = anchors.own(self.positions_BL.expand(rows, -1))
+        if anchors.at_end:
+            return position_N, None
         if self.mask_BLS is None:
             return position_N, torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
-        return position_N, anchors.own(self.mask_BLS.squeeze(1).expand(rows, -1, -1))
+        return position_N, anchors.own(self.mask_BLS[:, 0, :, :entries].expand(rows, -1, -1))
 
 
 class Block(nn.Module):
@@ -79,13 +81,14 @@ class Block(nn.Module):
 
 class Anchors(NamedTuple):
     """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there;
-    one_each: anchor n is the only one of row n."""
+    one_each: anchor n is the only one of row n; at_end: and nothing stands behind it."""
 
     batch_N: Tensor
     position_N: Tensor
     place_N: Tensor
     most: int
     one_each: bool = False
+    at_end: bool = False
 
     @staticmethod
     def of(batch_N: Tensor, position_N: Tensor) -> "Anchors":
@@ -103,9 +106,10 @@ class Anchors(NamedTuple):
         return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1, one_each=True)
 
     @staticmethod
-    def last_of(counts: Sequence[int], device: torch.device) -> "Anchors":
-        """The last of the first counts[b] positions of each row."""
-        return Anchors.one_per_row(torch.tensor(counts, device=device) - 1)
+    def last_of(counts: Sequence[int], rows_BLX: Tensor) -> "Anchors":
+        """The last of the first counts[b] positions of each row of [B, L, ...]."""
+        last = Anchors.one_per_row(torch.tensor(counts, device=rows_BLX.device) - 1)
+        return last._replace(at_end=list(counts) == [rows_BLX.shape[1]])
 
     def own(self, values_BL: Tensor) -> Tensor:
         """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""
@@ -141,11 +145,11 @@ class Attended(NamedTuple):
     width: int
     frequency: tuple[float, ...]
 
-    def apart(self, states_BLX: Tensor, hidden_size: int) -> tuple[Tensor, Memory]:
+    def apart(self, states_BLX: Tensor, hidden_size: int) -> tuple[Tensor, list[Memory]]:
         """Hidden states [B, L, D], and the keys and values of all layers as those of as many heads."""
         B, L, _ = states_BLX.shape
         both = states_BLX[..., hidden_size:].view(B, L, 2, len(self.layers) * self.heads, self.width)
-        return states_BLX[..., :hidden_size], Memory(*both.permute(2, 0, 3, 1, 4))
+        return states_BLX[..., :hidden_size], [Memory(*both.permute(2, 0, 3, 1, 4))]
 
 
 class BaseAttention(nn.Module):
@@ -161,10 +165,11 @@ class BaseAttention(nn.Module):
         self.seen_norm = nn.RMSNorm(inner)
         self.out = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
+    def forward(self, x_NTW: Tensor, memories: Sequence[Memory], anchors: Anchors, sight: Sight) -> Tensor:
+        """memories: of each layer, or one that holds the heads of all."""
         N, T, _ = x_NTW.shape
         q = self.query(self.norm(x_NTW)).view(N, T, -1, self.attended.width).transpose(1, 2)
-        return self.out(self.seen_norm(look_back(q, memory, anchors, sight, self._turned)))
+        return self.out(self.seen_norm(look_back(q, memories, anchors, sight, self._turned)))
 
     def _turned(self, q: Tensor, position_NT: Tensor) -> Tensor:
         if self._frequency.device != q.device:  # once: a step that is captured may copy nothing from the host
@@ -173,17 +178,22 @@ class BaseAttention(nn.Module):
 
 
 def look_back(
-    q: Tensor, memory: Memory, anchors: Anchors, sight: Sight, turned: Callable[[Tensor, Tensor], Tensor]
+    q: Tensor, memories: Sequence[Memory], anchors: Anchors, sight: Sight, turned: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What queries [N, H, T, width] of slots find in the positions up to their anchors: [N, T, H * width]."""
-    N, _, T, _ = q.shape
-    B, H, S, width = memory.keys.shape
+    """What queries [N, H, T, width] of slots find in the positions up to their anchors: [N, T, H * width]; H: the heads
+    of all memories."""
+    N, H, T, width = q.shape
+    B, _, S, _ = memories[0].keys.shape
     position_N, seen_NS = sight.of(anchors, B, S)
     q = anchors.spread(turned(q, position_N.unsqueeze(1) + torch.arange(1, T + 1, device=q.device)), B)
-    seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
-    mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, T, -1).reshape(B, 1, anchors.most * T, S)
+    mask = None
+    if seen_NS is not None:
+        seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
+        mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, T, -1).reshape(B, 1, anchors.most * T, S)
     q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
-    y = F.scaled_dot_product_attention(q, memory.keys, memory.values, attn_mask=mask)
+    each = zip(q.split([keys.shape[1] for keys, _ in memories], dim=1), memories, strict=True)
+    found = [F.scaled_dot_product_attention(own, keys, values, attn_mask=mask) for own, (keys, values) in each]
+    y = found[0] if len(found) == 1 else torch.cat(found, dim=1)
     y = anchors.gathered(y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4))
     return y.reshape(N, T, H * width)
 
@@ -209,7 +219,7 @@ class Recall(nn.Module):
     def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
         N, T, W = x_NTW.shape
         q = self.query(self.norm(x_NTW)).view(N, T, self.heads, W // self.heads).transpose(1, 2)
-        return self.out(look_back(q, memory, anchors, sight, _rotated))
+        return self.out(look_back(q, [memory], anchors, sight, _rotated))
 
 
 def turned_by(frequency: Tensor, x: Tensor, positions: Tensor) -> Tensor:

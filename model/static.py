@@ -97,7 +97,7 @@ class StaticDecoder:
         self.base, self.head, self.vocabulary, self.capture = base, head, vocabulary, capture
         self.capacity = width_of(capacity)
         self.cache = TreeCache(layers, 1, self.capacity)
-        self.head_cache = None if head is None else head.new_cache(1, self.capacity)
+        self.head_cache = None if head is None else head.new_cache(1, self.capacity, self.cache)
         device = base.device
         self.past = torch.zeros(1, dtype=torch.long, device=device)  # committed entries, the root not among them
         self.root = torch.zeros(1, dtype=torch.long, device=device)
@@ -213,7 +213,6 @@ class _Shape:
             attention_mask=mask_QK[None, None],
             position_ids=(owner.past + depth_Q).unsqueeze(0),
             cache=owner.cache,
-            layers=() if owner.head is None else owner.head.attended_layers,
         )
         owner.cache.at(None)
         noise_QV = None if not self.sampling.temperature else owner.noise_PV.index_select(0, depth_Q)
@@ -237,11 +236,13 @@ class _Shape:
         dtype, device = next(owner.head.parameters()).dtype, owner.base.device
         slots_P = owner.past - owner.count + torch.arange(self.longest, device=device)
         seen_PK = torch.arange(self.width, device=device) <= slots_P.unsqueeze(1)
-        owner.head_cache.at(slots_P, self.width)
+        for cache in (owner.cache, owner.head_cache):
+            cache.at(slots_P, self.width)
         root_1PD = owner.vocabulary.embed(self.following_P.unsqueeze(0), dtype)
         sight = Sight(slots_P.unsqueeze(0), seen_PK[None, None])
         context = owner.head.encode(self.hidden_PD.to(dtype).unsqueeze(0), root_1PD, sight, owner.head_cache)
-        owner.head_cache.at(None)
+        for cache in (owner.cache, owner.head_cache):
+            cache.at(None)
         slots = owner.head.fill(context, Anchors.one_per_row(owner.count - 1), sight, root_1PD)
         self.found = candidates(slots, owner.root, owner.head, owner.vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])

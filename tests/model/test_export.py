@@ -6,6 +6,7 @@ import torch
 from bases import write_base
 
 from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
+from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import candidates, head_on
 
 TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
@@ -28,9 +29,10 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     export_head(head, base, tmp_path / "head", TRAINING)
     loaded = load_head(tmp_path / "head", base)
     assert loaded.attended == head.attended
-    ids = torch.tensor([[5, 6, 7, 8]])
-    hidden, root = base.hidden(ids, layers=head.attended_layers), base.embed(ids)
-    slots = [(h.step(hidden, root, [4], h.new_cache(1, 64)), torch.tensor([8]), h) for h in (head, loaded)]
+    ids, read = torch.tensor([[5, 6, 7, 8]]), TreeCache(2, 1, 64)
+    hidden, root = base.hidden(ids, cache=read), base.embed(ids)
+    read.keep([range(4)])
+    slots = [(h.step(hidden, root, [4], h.new_cache(1, 64, read)), torch.tensor([8]), h) for h in (head, loaded)]
     lattices = [candidates(*given, given[-1].vocabulary(base, 8)).lattices()[0] for given in slots]
     assert np.array_equal(lattices[0].emission, lattices[1].emission)
     assert np.array_equal(lattices[0].blank, lattices[1].blank)

@@ -25,12 +25,13 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall, 
     root = base.embed(ids.roll(-1, 1))
     positions = torch.arange(24)
     want = head(base.hidden(ids, layers=layers), root, torch.zeros(24, dtype=torch.long), positions)
-    cache, start, read = head.new_cache(1, capacity=24), 0, TreeCache(2, 1, 24)
+    read, start = TreeCache(2, 1, 24), 0
+    cache = head.new_cache(1, 24, read)
     for count in (7, 1, 3, 1, 12):
         end = start + count
         sight = read.sight(count, ids.device)
         mask, at = sight.additive(base.dtype), sight.positions_BL
-        hidden = base.hidden(ids[:, start:end], attention_mask=mask, position_ids=at, cache=read, layers=layers)
+        hidden = base.hidden(ids[:, start:end], attention_mask=mask, position_ids=at, cache=read)
         read.keep([range(count)])
         got = head.step(hidden, root[:, start:end], [count], cache)
         assert torch.allclose(got.states_NTD[0], want.states_NTD[end - 1], atol=1e-10)
