@@ -49,7 +49,9 @@ EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
     "default with recall": ("head.recall=true",),
-    "default with keys of the base": ("head.base_layers=4",),
+    "default with four layers of the base": ("head.base_layers=4",),
+    "default without the base's keys": ("head.base_layers=0",),
+    "default with a query per slot": ("head.slots_per_query=1",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
     "default without lookups": ("head.lookup=false",),
     "default by AdamW": ("optim=adamw",),
@@ -77,6 +79,7 @@ SETTINGS = {
     "N=64": ("draft=tree", "draft.nodes=64"),
 }
 ROUNDS = 9
+UNNAMEABLE = str.maketrans("", "", "^'")  # in the name of a run
 SMOOTHED = 8  # rows of metrics.jsonl
 
 
@@ -160,7 +163,7 @@ class Study:
 
     def _train(self, variant, seed, steps):
         """The run's name."""
-        slug = variant.replace(" ", "-").replace("^", "")
+        slug = variant.replace(" ", "-").translate(UNNAMEABLE)
         name = f"{self.given.name}-{slug}-{steps}-s{seed}"
         words = [*self.overrides, *self.variants[variant], f"name={name}", f"seed={seed}", f"train.steps={steps}"]
         threads = max(1, torch.get_num_threads() // self.given.jobs)

@@ -169,6 +169,15 @@ class Base:
             "same angles, half against half, as Llama does: leave it at 0"
         )
 
+    @cached_property
+    def can_be_attended(self) -> bool:
+        """Does it turn the keys of its layers as Llama does, so that a head can attend to them?"""
+        try:
+            self.attended(1)
+        except ValueError:
+            return False
+        return True
+
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """The base's next-token logits [..., V] from what `hidden` gives, keys and values behind it or not."""

@@ -7,7 +7,7 @@ D hidden size of the base, W width of the context encoder.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ class HeadConfig:
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
     product of that `rank`; or `none`. lookup: it knows what followed when the last tokens were last read. recall: slots
     look at the encoded positions before them. base_layers: they attend to the keys and values that so many layers of
-    the base, evenly spread, have of these. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
+    the base, evenly spread, have of these; None: one, where the base allows it (`head_on`). slots_per_query: in both, so
+    many neighbours share what one of them finds. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -59,7 +60,8 @@ class HeadConfig:
     rank: int = 128
     lookup: bool = False
     recall: bool = False
-    base_layers: int = 0
+    base_layers: int | None = 0
+    slots_per_query: int = 1
     beam: int = 8
 
     def __post_init__(self) -> None:
@@ -81,10 +83,11 @@ class HeadConfig:
                 raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
             if bare and getattr(self, name):
                 raise ValueError(f"head={self.kind} has no {what}: leave head.{name} at false")
-        if bare and self.base_layers:
+        if bare and self.base_layers != 0:
             raise ValueError(f"head={self.kind} has no slots that could look back: leave head.base_layers at 0")
         for name, value in asdict(self).items():
-            if name in ("kind", "transition", "lookup", "recall", "merge") or (name == "band" and value is None):
+            absent = name in ("band", "base_layers") and value is None
+            if absent or name in ("kind", "transition", "lookup", "recall", "merge"):
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
@@ -262,9 +265,10 @@ class SlotHead(Head):
         self.norm = nn.RMSNorm(M)
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
-        self.recall = Recall(M, config.mixer_heads, W) if config.recall else None
+        together = T, config.slots_per_query
+        self.recall = Recall(M, config.mixer_heads, W, *together) if config.recall else None
         self.attended = attended
-        self.of_base = None if attended is None else BaseAttention(M, attended)
+        self.of_base = None if attended is None else BaseAttention(M, attended, *together)
         if config.transition != "none":
             successors = config.successors if config.transition == "shortlist" else 0  # the whole vocabulary has them
             parts = {"with_blank": config.kind == "ctc", "lookup": config.lookup}
@@ -332,8 +336,11 @@ def build_head(config: HeadConfig, hidden_size: int, attended: Attended | None =
 
 
 def head_on(base: Base, config: HeadConfig) -> Head:
-    """A freshly initialised head for that base. Raises ValueError where it has no such layers to attend to."""
-    return build_head(config, base.hidden_size, base.attended(config.base_layers))
+    """A freshly initialised head for that base; of base_layers=None it makes the number that the base allows. Raises
+    ValueError where it has no such layers to attend to."""
+    if config.base_layers is None:
+        config = replace(config, base_layers=int(base.can_be_attended))
+    return build_head(config, base.hidden_size, base.attended(config.base_layers or 0))
 
 
 def parameters_of(module: nn.Module) -> int:

@@ -1,6 +1,7 @@
 """The transformer blocks that heads are built from.
 
-Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, T slots of each.
+Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, T slots of each,
+Q of them that ask.
 """
 
 from collections.abc import Callable, Sequence
@@ -152,12 +153,34 @@ class Attended(NamedTuple):
         return states_BLX[..., :hidden_size], [Memory(*both.permute(2, 0, 3, 1, 4))]
 
 
-class BaseAttention(nn.Module):
-    """Attention of an anchor's slots to the base's keys and values up to it; slot t stands t + 1 positions behind."""
+class Askers(nn.Module):
+    """Which of an anchor's slots look back: of each `per_query` neighbours the middle one, for all of them. Slot t
+    stands t + 1 positions behind the anchor."""
 
-    def __init__(self, width: int, attended: Attended) -> None:
+    slot_Q: Tensor
+    query_T: Tensor
+
+    def __init__(self, slots: int, per_query: int) -> None:
         super().__init__()
-        self.attended = attended
+        middle = [min(first + per_query // 2, slots - 1) for first in range(0, slots, per_query)]
+        self.register_buffer("slot_Q", torch.tensor(middle), persistent=False)
+        self.register_buffer("query_T", torch.arange(slots) // per_query, persistent=False)
+
+    def of(self, x_NTW: Tensor) -> Tensor:
+        """The slots that ask, [N, Q, W]."""
+        return x_NTW if len(self.slot_Q) == len(self.query_T) else x_NTW[:, self.slot_Q]
+
+    def told(self, found_NQW: Tensor) -> Tensor:
+        """What they found, to each slot: [N, T, W]."""
+        return found_NQW if len(self.slot_Q) == len(self.query_T) else found_NQW[:, self.query_T]
+
+
+class BaseAttention(nn.Module):
+    """Attention of an anchor's slots to the base's keys and values up to it."""
+
+    def __init__(self, width: int, attended: Attended, slots: int, per_query: int) -> None:
+        super().__init__()
+        self.attended, self.askers = attended, Askers(slots, per_query)
         self._frequency = torch.tensor(attended.frequency)  # no buffer: half a head's precision would be too little
         inner = len(attended.layers) * attended.heads * attended.width
         self.norm = nn.RMSNorm(width)
@@ -167,9 +190,10 @@ class BaseAttention(nn.Module):
 
     def forward(self, x_NTW: Tensor, memories: Sequence[Memory], anchors: Anchors, sight: Sight) -> Tensor:
         """memories: of each layer, or one that holds the heads of all."""
-        N, T, _ = x_NTW.shape
-        q = self.query(self.norm(x_NTW)).view(N, T, -1, self.attended.width).transpose(1, 2)
-        return self.out(self.seen_norm(look_back(q, memories, anchors, sight, self._turned)))
+        x_NQW = self.askers.of(x_NTW)
+        q = self.query(self.norm(x_NQW)).view(*x_NQW.shape[:2], -1, self.attended.width).transpose(1, 2)
+        found = look_back(q, self.askers.slot_Q, memories, anchors, sight, self._turned)
+        return self.askers.told(self.out(self.seen_norm(found)))
 
     def _turned(self, q: Tensor, position_NT: Tensor) -> Tensor:
         if self._frequency.device != q.device:  # once: a step that is captured may copy nothing from the host
@@ -178,32 +202,37 @@ class BaseAttention(nn.Module):
 
 
 def look_back(
-    q: Tensor, memories: Sequence[Memory], anchors: Anchors, sight: Sight, turned: Callable[[Tensor, Tensor], Tensor]
+    q: Tensor,
+    slot_Q: Tensor,
+    memories: Sequence[Memory],
+    anchors: Anchors,
+    sight: Sight,
+    turned: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """What queries [N, H, T, width] of slots find in the positions up to their anchors: [N, T, H * width]; H: the heads
-    of all memories."""
-    N, H, T, width = q.shape
+    """What queries [N, H, Q, width] of these slots find in the positions up to their anchors: [N, Q, H * width]; H: the
+    heads of all memories."""
+    N, H, Q, width = q.shape
     B, _, S, _ = memories[0].keys.shape
     position_N, seen_NS = sight.of(anchors, B, S)
-    q = anchors.spread(turned(q, position_N.unsqueeze(1) + torch.arange(1, T + 1, device=q.device)), B)
+    q = anchors.spread(turned(q, position_N.unsqueeze(1) + slot_Q + 1), B)
     mask = None
     if seen_NS is not None:
         seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
-        mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, T, -1).reshape(B, 1, anchors.most * T, S)
-    q = q.transpose(1, 2).reshape(B, H, anchors.most * T, width)
+        mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, Q, -1).reshape(B, 1, anchors.most * Q, S)
+    q = q.transpose(1, 2).reshape(B, H, anchors.most * Q, width)
     each = zip(q.split([keys.shape[1] for keys, _ in memories], dim=1), memories, strict=True)
     found = [F.scaled_dot_product_attention(own, keys, values, attn_mask=mask) for own, (keys, values) in each]
     y = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-    y = anchors.gathered(y.view(B, H, anchors.most, T, width).permute(0, 2, 3, 1, 4))
-    return y.reshape(N, T, H * width)
+    y = anchors.gathered(y.view(B, H, anchors.most, Q, width).permute(0, 2, 3, 1, 4))
+    return y.reshape(N, Q, H * width)
 
 
 class Recall(nn.Module):
-    """Attention of an anchor's slots to the encoded positions up to it; slot t stands t + 1 positions behind it."""
+    """Attention of an anchor's slots to the encoded positions up to it."""
 
-    def __init__(self, width: int, heads: int, context_width: int) -> None:
+    def __init__(self, width: int, heads: int, context_width: int, slots: int, per_query: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.askers = heads, Askers(slots, per_query)
         self.norm = nn.RMSNorm(width)
         self.query = nn.Linear(width, width, bias=False)
         self.keys_values = nn.Linear(context_width, 2 * width, bias=False)
@@ -217,9 +246,10 @@ class Recall(nn.Module):
         return Memory(k, v) if cache is None else Memory(*cache.update(k, v, layer))
 
     def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
-        N, T, W = x_NTW.shape
-        q = self.query(self.norm(x_NTW)).view(N, T, self.heads, W // self.heads).transpose(1, 2)
-        return self.out(look_back(q, [memory], anchors, sight, _rotated))
+        x_NQW = self.askers.of(x_NTW)
+        N, Q, W = x_NQW.shape
+        q = self.query(self.norm(x_NQW)).view(N, Q, self.heads, W // self.heads).transpose(1, 2)
+        return self.askers.told(self.out(look_back(q, self.askers.slot_Q, [memory], anchors, sight, _rotated)))
 
 
 def turned_by(frequency: Tensor, x: Tensor, positions: Tensor) -> Tensor:

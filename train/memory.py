@@ -6,8 +6,9 @@ from ctcdraft.train.engine import PRECISIONS, OptimConfig, ZeroConfig, bucket_of
 from ctcdraft.train.muon import matrices_of
 
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
-KEPT_BY_RECALL = 9  # the same of recall, per slot
+KEPT_BY_RECALL = 9  # the same of recall, per slot that asks
 KEPT_OF_BASE = 8  # the same of attention to the base's keys, in widths of all its heads together
+KEPT_OF_FOUND = 2  # what either found, for each slot
 KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
 WHOLE_UPDATES = 3  # of all matrices, on every rank: gathered, made orthogonal, and on their way between ranks
 WORKED_ON = 6  # of the largest matrix, while it is made orthogonal
@@ -37,13 +38,15 @@ def memory_per_rank(
     states = masters + 8 * count - 4 * sum(sizes)  # Muon's one moment, AdamW's two
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
     offloaded = 0 if zero.offload else 1
-    seen = micro * anchors * config.slots * length  # a mask of what slots look back at, a byte each
+    asking = -(-config.slots // config.slots_per_query)
+    seen = micro * anchors * asking * length  # a mask of what slots look back at, a byte each
     recalled = micro * length * 3 * config.mixer_width * width
     attended, attends = head.attended, head.attended is not None
     seen_of_base = 0 if attended is None else len(attended.layers) * attended.heads * attended.width
     features = base.hidden_size + 2 * seen_of_base  # keys and values
-    mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_BY_RECALL * config.recall
-    per_slot = config.slots * (mixer * config.mixer_width + KEPT_OF_BASE * seen_of_base + 3 * base.hidden_size)
+    mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_OF_FOUND * (config.recall + attends)
+    per_draft = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
+    per_draft += asking * (KEPT_BY_RECALL * config.recall * config.mixer_width + KEPT_OF_BASE * seen_of_base)
     moved = config.slots * (config.slots + 1) * (config.shortlist + 2 * config.successors) * micro * anchors
     tables = 3 * base.vocab_size * config.rank  # P w_v, its gradient, and that of one more thread
     return {
@@ -55,7 +58,7 @@ def memory_per_rank(
         "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
-        "slots": micro * anchors * per_slot * width + config.recall * recalled + (config.recall + attends) * seen,
+        "slots": micro * anchors * per_draft * width + config.recall * recalled + (config.recall + attends) * seen,
         "transition": (config.transition != "none") * (moved + tables) * 4,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * base.vocab_size * 4,
     }

@@ -13,12 +13,12 @@ from ctcdraft.model.layers import Anchors, Sight
 
 
 @pytest.mark.parametrize(
-    ("kind", "recall", "base_layers"),
-    [("medusa", False, 0), *product(("ctc", "parallel"), (False, True), (0, 1, 2))],
+    ("kind", "recall", "base_layers", "together"),
+    [("medusa", False, 0, 1), *product(("ctc", "parallel"), (False, True), (0, 1, 2), (1, 2))],
 )
-def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall, base_layers):
+def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall, base_layers, together):
     torch.manual_seed(0)
-    sizes = {"slots": 5, "width": 32, "mixer_width": 16, "layers": 2, "mixer_layers": 2}
+    sizes = {"slots": 5, "slots_per_query": together, "width": 32, "mixer_width": 16, "layers": 2, "mixer_layers": 2}
     head = head_on(base, HeadConfig(kind=kind, recall=recall, base_layers=base_layers, **sizes)).double().eval()
     layers = head.attended_layers
     ids = torch.randint(2, 260, (1, 24))
@@ -71,10 +71,12 @@ def test_slots_that_recall_see_each_of_their_own_positions_and_of_no_other_row(b
         assert touched.sum() == p + 1
 
 
-def test_slots_look_at_the_keys_and_values_of_the_base_as_its_own_queries_would(base):
+@pytest.mark.parametrize(("together", "asking"), [(1, (0, 1, 2)), (2, (1, 1, 2)), (3, (1, 1, 1)), (7, (2, 2, 2))])
+def test_slots_look_at_the_keys_and_values_of_the_base_as_its_own_queries_would(base, together, asking):
     """An oracle: each slot's queries are put to each layer's keys by transformers' own rotation, one pair at a time."""
     torch.manual_seed(0)
-    head = head_on(base, HeadConfig(slots=3, width=32, mixer_width=16, base_layers=2)).double()
+    sizes = {"slots": 3, "width": 32, "mixer_width": 16, "slots_per_query": together}
+    head = head_on(base, HeadConfig(**sizes, base_layers=2)).double()
     of_base, attended = head.of_base, head.attended
     assert (attended.layers, attended.heads, attended.width) == ((0, 1), 2, 8)
     ids, x_NTW = torch.randint(2, 260, (2, 9)), torch.randn(3, 3, 16, dtype=torch.float64)
@@ -87,8 +89,8 @@ def test_slots_look_at_the_keys_and_values_of_the_base_as_its_own_queries_would(
     base.hidden(ids, cache=cache)
     for n, t in product(range(3), range(3)):
         b, p = int(batch[n]), int(position[n])
-        q = of_base.query(of_base.norm(x_NTW[n, t])).view(2, 2, 1, 8)  # layer, head
-        cos, sin = base.model.model.rotary_emb(q, torch.tensor([[p + t + 1]]))
+        q = of_base.query(of_base.norm(x_NTW[n, asking[t]])).view(2, 2, 1, 8)  # layer, head
+        cos, sin = base.model.model.rotary_emb(q, torch.tensor([[p + asking[t] + 1]]))
         q, _ = apply_rotary_pos_emb(q, q, cos, sin)
         seen = []
         for number, layer in enumerate(cache.layers):
@@ -112,6 +114,13 @@ def test_layers_that_a_head_cannot_attend_to_are_refused(tmp_path, family, optio
     base = load_base(str(write_base(tmp_path / "b", family, **options)))
     with pytest.raises(ValueError, match=message):
         head_on(base, HeadConfig(base_layers=count))
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama", 1), ("cohere", 0)])
+def test_a_head_attends_to_one_layer_where_the_base_allows_it(tmp_path, family, count):
+    base = load_base(str(write_base(tmp_path / "b", family, pad_token_id=0)))
+    head = head_on(base, HeadConfig(base_layers=None))
+    assert (head.config.base_layers, len(head.attended_layers)) == (count, count)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "stablelm", "mistral", "gpt_neox"])

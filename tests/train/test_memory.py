@@ -21,7 +21,15 @@ def estimate(base, head, stage=0, ranks=1, precision="fp32", kind="adamw"):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"recall": True}, {"base_layers": 2}, {"mixer_layers": 2, "layers": 2}, {"slots": 16, "mixer_width": 32}],
+    [
+        {},
+        {"recall": True},
+        {"recall": True, "slots_per_query": 4},
+        {"base_layers": 2},
+        {"base_layers": 2, "slots_per_query": 4},
+        {"mixer_layers": 2, "layers": 2},
+        {"slots": 16, "mixer_width": 32},
+    ],
 )
 def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
     head = head_on(fp32_base, HeadConfig(**sizes))
