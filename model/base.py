@@ -141,7 +141,7 @@ class Base:
         hidden: Tensor = out.last_hidden_state
         return hidden if watched is None else torch.cat([hidden, watched.taken()], dim=-1)
 
-    def attended(self, count: int) -> Attended | None:
+    def attended(self, count: int | None) -> Attended | None:
         """What a head must know of `count` of the base's layers, evenly spread, to attend to their keys and values.
 
         Raises ValueError where there are not as many, or where their keys are not turned as Llama's are.

@@ -193,8 +193,8 @@ class _AnchorRows(NamedTuple):
 
     @staticmethod
     def of(anchors: Anchors, sight: Sight, rows: int, length: int) -> "_AnchorRows":
-        position_N, seen_NL = sight.of(anchors, rows, length)
-        return _AnchorRows(anchors, anchors.spread(position_N, rows), anchors.spread(seen_NL, rows))
+        at, seen = sight.position_of(anchors, rows), sight.seen_by(anchors, rows, length)
+        return _AnchorRows(anchors, anchors.spread(at, rows), anchors.spread(seen, rows))
 
     def spread(self, values_ND: Tensor) -> Tensor:
         """[B, A, D], 0 where a row has no such anchor."""

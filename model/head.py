@@ -39,8 +39,8 @@ class HeadConfig:
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
     product of that `rank`; or `none`. lookup: it knows what followed when the last tokens were last read. recall: slots
     look at the encoded positions before them. base_layers: they attend to the keys and values that so many layers of
-    the base, evenly spread, have of these; None: one, where the base allows it (`head_on`). slots_per_query: in both, so
-    many neighbours share what one of them finds. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
+    the base, evenly spread, have of these; None: one, where the base allows it (`head_on`). slots_per_query: so many
+    neighbours share what one of them finds. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -137,8 +137,8 @@ class Head(nn.Module, ABC):
 
     one_pass: a draft is one forward, in fixed shapes.
     transition: None where slots do not depend on what was collapsed before.
-    attended: layers of the base whose keys and values slots attend to, or None: of whole sequences they come behind each
-    hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
+    attended: layers of the base whose keys and values slots attend to, or None: of whole sequences they come behind
+    each hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
     calibration: what its psi was seen to be worth on held-out text, if that was measured.
     """
 
@@ -278,19 +278,23 @@ class SlotHead(Head):
         return TreeCache(self.config.layers + self.config.recall, batch, capacity, of_base)
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        of_base: Sequence[Memory] = ()
-        if self.attended is not None and cache is None:
-            hidden_BLD, of_base = self.attended.apart(hidden_BLD, self.hidden_size)
-        elif self.attended is not None:
-            assert cache is not None and cache.of_base is not None
-            kept = [cache.of_base.committed(layer) for layer in self.attended.layers]
-            of_base = [Memory(keys.to(hidden_BLD.dtype), values.to(hidden_BLD.dtype)) for keys, values in kept]
+        hidden_BLD, of_base = self._apart(hidden_BLD, cache)
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
         for layer, block in enumerate(self.context):
             x = block(x, sight, cache, layer)
         x = self.context_norm(x)
         memory = None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers)
         return Context(x, memory, of_base)
+
+    def _apart(self, states_BLX: Tensor, cache: TreeCache | None) -> tuple[Tensor, Sequence[Memory]]:
+        """Hidden states, and the keys and values of the layers that slots attend to."""
+        if self.attended is None:
+            return states_BLX, ()
+        if cache is None:
+            return self.attended.apart(states_BLX, self.hidden_size)
+        assert cache.of_base is not None
+        kept = [cache.of_base.committed(layer) for layer in self.attended.layers]
+        return states_BLX, [Memory(k.to(states_BLX.dtype), v.to(states_BLX.dtype)) for k, v in kept]
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
         x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
@@ -340,7 +344,7 @@ def head_on(base: Base, config: HeadConfig) -> Head:
     ValueError where it has no such layers to attend to."""
     if config.base_layers is None:
         config = replace(config, base_layers=int(base.can_be_attended))
-    return build_head(config, base.hidden_size, base.attended(config.base_layers or 0))
+    return build_head(config, base.hidden_size, base.attended(config.base_layers))
 
 
 def parameters_of(module: nn.Module) -> int:

@@ -35,14 +35,16 @@ class Sight(NamedTuple):
             return None
         return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
 
-    def of(self, anchors: "Anchors", rows: int, entries: int) -> tuple[Tensor, Tensor | None]:
-        """Where each anchor stands [N], and which of the first entries it sees [N, S] (None: all); of that many rows."""
-        position_N = anchors.own(self.positions_BL.expand(rows, -1))
-        if anchors.at_end:
-            return position_N, None
+    def position_of(self, anchors: "Anchors", rows: int) -> Tensor:
+        """Where each anchor stands [N], of that many rows."""
+        return anchors.own(self.positions_BL.expand(rows, -1))
+
+    def seen_by(self, anchors: "Anchors", rows: int, entries: int) -> Tensor:
+        """Which of so many entries each anchor sees [N, S]."""
         if self.mask_BLS is None:
-            return position_N, torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
-        return position_N, anchors.own(self.mask_BLS[:, 0, :, :entries].expand(rows, -1, -1))
+            position_N = self.position_of(anchors, rows)
+            return torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
+        return anchors.own(self.mask_BLS[:, 0, :, :entries].expand(rows, -1, -1))
 
 
 class Block(nn.Module):
@@ -213,12 +215,11 @@ def look_back(
     heads of all memories."""
     N, H, Q, width = q.shape
     B, _, S, _ = memories[0].keys.shape
-    position_N, seen_NS = sight.of(anchors, B, S)
-    q = anchors.spread(turned(q, position_N.unsqueeze(1) + slot_Q + 1), B)
+    q = anchors.spread(turned(q, sight.position_of(anchors, B).unsqueeze(1) + slot_Q + 1), B)
     mask = None
-    if seen_NS is not None:
-        seen_BAS = ~anchors.spread(~seen_NS, B)  # a place without an anchor sees all: something must be seen
-        mask = seen_BAS[:, None, :, None].expand(-1, -1, -1, Q, -1).reshape(B, 1, anchors.most * Q, S)
+    if not anchors.at_end:
+        unseen_BAS = anchors.spread(~sight.seen_by(anchors, B, S), B)  # none for a place without an anchor: it must see
+        mask = ~unseen_BAS[:, None, :, None].expand(-1, -1, -1, Q, -1).reshape(B, 1, anchors.most * Q, S)
     q = q.transpose(1, 2).reshape(B, H, anchors.most * Q, width)
     each = zip(q.split([keys.shape[1] for keys, _ in memories], dim=1), memories, strict=True)
     found = [F.scaled_dot_product_attention(own, keys, values, attn_mask=mask) for own, (keys, values) in each]

@@ -38,11 +38,16 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
             assert (part.transition, part.successors, part.lookup) == ("shortlist", 16, True)
             assert (part.merge, part.band) == (False, 1)
             plain = replace(plain, transition="shortlist", shortlist=16, successors=16, lookup=True)
-            plain = replace(plain, merge=False, band=1)
+            assert (part.base_layers, part.slots_per_query) == (None, 4)
+            plain = replace(plain, merge=False, band=1, base_layers=None, slots_per_query=4)
         if name == "objective":  # as many labels as the default has slots
             assert part.labels == config.head.slots
             plain = replace(plain, labels=config.head.slots)
         assert part == plain, name
+
+
+def test_stored_hidden_states_leave_the_keys_of_the_base_out():
+    assert typed(compose("train", ["data.features=bf16"]), TrainEntry).head.base_layers == 0
 
 
 def test_every_choice_composes():
