@@ -2,10 +2,10 @@
 
 python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [--accept 2.5]
 
-Base and head have random weights, which timing does not mind; acceptance is then set by a script: the head drafts and
-the tree is searched as always, and then some of its nodes are replaced by what the base is known to say next. Plain
-and speculative decoding alternate. "overhead" is what is neither base nor head forward. On a GPU both replay CUDA
-graphs; --eager measures them without.
+Base and head (of the default's shape) have random weights, which timing does not mind; acceptance is then set by a
+script: the head drafts and the tree is searched as always, and then some of its nodes are replaced by what the base is
+known to say next. Plain and speculative decoding alternate. "overhead" is what is neither base nor head forward. On a
+GPU both replay CUDA graphs; --eager measures them without.
 """
 
 import argparse
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from measure import interleaved, spread, told
 from tqdm import tqdm
-from train_step import StepShape, random_base
+from train_step import StepShape, random_base, random_head
 
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.tree import Tree
 
 SHAPES = {
@@ -54,13 +54,7 @@ def measured(name, nodes, accept, tokens, rounds, eager):
     shape = SHAPES[name]
     base = random_base(shape)
     torch.manual_seed(0)
-    config = HeadConfig(
-        width=shape.width,
-        heads=max(1, shape.width // 128),
-        mixer_width=shape.mixer,
-        mixer_heads=max(1, shape.mixer // 64),
-    )
-    head = build_head(config, base.hidden_size).to(base.device, base.dtype).eval()
+    head = random_head(base, shape, "shortlist").to(base.dtype).eval()
     prompt = np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()
     plain = Decoder(base)
     truth = plain.generate(prompt, tokens, eos=[]).tokens

@@ -102,12 +102,13 @@ def stored_states(base, batch, kind, folder):
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
-def random_head(base, shape, transition):
+def random_head(base, shape, transition, base_layers=1):
     """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
     alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16, "lookup": True}
-    config = HeadConfig(**sizes, **alignments, transition=transition, **moved)
+    looks = {"base_layers": base_layers, "slots_per_query": 4}
+    config = HeadConfig(**sizes, **alignments, transition=transition, **moved, **looks)
     head = head_on(base, config)
     if head.transition is not None:
         head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
@@ -120,7 +121,8 @@ class Step:
     def __init__(self, base, shape, anchors, features=None, transition="shortlist"):
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         self.dtype = getattr(torch, shape.dtype)
-        self.head = random_head(base, shape, transition).to(self.dtype)
+        base_layers = 0 if features else 1  # stored hidden states have no keys and values behind them
+        self.head = random_head(base, shape, transition, base_layers).to(self.dtype)
         self.optimizer = build_optimizer(self.head, OptimConfig(lr=1e-4))
         self.seconds = {part: [] for part in PARTS}
 
@@ -130,7 +132,7 @@ class Step:
             if self.features:
                 values, scale = self.features.rows([[row] for row in range(len(batch.ids_BL))], batch.ids_BL.shape[1])
                 batch = batch._replace(stored_BLD=values, stored_scale_BL=scale).to(torch.device(DEVICE))
-            hidden, root = base_features(self.base, batch, self.dtype)
+            hidden, root = base_features(self.base, batch, self.dtype, self.head)
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
         with self.timed("loss"):

@@ -15,6 +15,7 @@ from train_step import SHAPES, random_base, random_head
 
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import Decoder, DraftConfig, tree
+from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import candidates_of
 from ctcdraft.model.topology import Topology
 
@@ -54,8 +55,12 @@ class Draft:
             p.data.add_(torch.randn_like(p) * 0.05)
         self.decoder = Decoder(base, self.head, DraftConfig(nodes=NODES))
         ids = torch.randint(0, base.vocab_size, (1, CONTEXT), device=base.device)
-        self.hidden, self.root, self.read = base.hidden(ids).float(), ids, ids[0].cpu().numpy()
-        self.cache = self.head.new_cache(1, 2 * CONTEXT)
+        of_base = TreeCache(base.model.config.num_hidden_layers, 1, 2 * CONTEXT)
+        read = torch.cat([ids, ids[:, :ACCEPTED]], dim=1)
+        self.hidden = base.hidden(read, cache=of_base)[:, :CONTEXT].float()
+        of_base.keep([range(CONTEXT + ACCEPTED)])
+        self.root, self.read = ids, ids[0].cpu().numpy()
+        self.cache = self.head.new_cache(1, 2 * CONTEXT, of_base)
         self.head.step(self.hidden, base.embed(ids).float(), [CONTEXT], self.cache)
 
     def __call__(self):
