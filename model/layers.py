@@ -218,7 +218,7 @@ def look_back(
     q = anchors.spread(turned(q, sight.position_of(anchors, B).unsqueeze(1) + slot_Q + 1), B)
     mask = None
     if not anchors.at_end:
-        unseen_BAS = anchors.spread(~sight.seen_by(anchors, B, S), B)  # none for a place without an anchor: it must see
+        unseen_BAS = anchors.spread(~sight.seen_by(anchors, B, S), B)  # a place without an anchor sees all, not nothing
         mask = ~unseen_BAS[:, None, :, None].expand(-1, -1, -1, Q, -1).reshape(B, 1, anchors.most * Q, S)
     q = q.transpose(1, 2).reshape(B, H, anchors.most * Q, width)
     each = zip(q.split([keys.shape[1] for keys, _ in memories], dim=1), memories, strict=True)
