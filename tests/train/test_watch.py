@@ -109,7 +109,7 @@ def test_the_batch_of_a_skipped_step_can_be_replayed(small, tmp_path, monkeypatc
     pairs = list(zip(batch, want, strict=True))
     assert all(a is b if b is None else torch.equal(a, b) for a, b in pairs)
     assert any(b is not None for _, b in pairs)
-    loss, _ = trainer.task(*base_features(trainer.base, batch, torch.float32), batch)
+    loss, _ = trainer.task(*base_features(trainer.base, batch, torch.float32, trainer.task.head), batch)
     assert torch.isfinite(loss)
 
 
