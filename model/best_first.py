@@ -27,7 +27,7 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
     # p[i, row, c]: what a slot emits behind a prefix, see `_row`. Columns are what may follow it: the candidates; then
     # its at.next that are no candidates; then its last token, where it is neither; then room.
     p = np.zeros((nodes + 1, min(T, band + 1), C + J + 2) if moving else (2, T, C + J + 2), np.float32)
-    states = np.zeros((len(at.next), len(at.root)), np.float32)
+    states = np.zeros((len(at.next), len(at.gate)), np.float32)
     said[0] = at.root_token
     if moving:
         _begin(states[0], at)
@@ -107,7 +107,7 @@ def first_emissions(emission, tokens, read, *behind):
     at, slots = _anchor(tokens, emission, read, 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
     p, blanks = np.zeros((1, T, C + J + 2), np.float32), np.empty(T, np.float32)
-    states = np.empty((1, len(at.root)), np.float32)
+    states = np.empty((1, len(at.gate)), np.float32)
     _begin(states[0], at)
     for t in range(T):
         blanks[t] = _emit(p, 0, t, t, False, states, at.root_token, -1, slots)
@@ -177,7 +177,6 @@ class _Anchor(NamedTuple):
     tokens: Any
     read: Any
     root_token: Any
-    root: Any
     context: Any
     token: Any
     successor: Any
@@ -210,8 +209,8 @@ class _Slots(NamedTuple):
 
 @njit(cache=True)
 def _anchor(tokens, emission, read, grown, behind):
-    root_token, root, slot, place, held, log_p, every, rest, log_blank = behind[:9]
-    context, token, successor, lookup, match, carry, blank_vector = behind[9:]
+    root_token, slot, place, held, log_p, every, rest, log_blank = behind[:8]
+    context, token, successor, lookup, match, carry, blank_vector = behind[8:]
     (T, K), C, J, R = log_p.shape, len(tokens), successor.shape[1] + (len(lookup) > 0), slot.shape[1]
     key = np.empty((T, R, K + 1), np.float32)
     fixed, where = np.empty((T, R + K + 2), np.float32), np.zeros((T, K + C + J + 2), np.int64)
@@ -224,8 +223,8 @@ def _anchor(tokens, emission, read, grown, behind):
     next, next_key = np.empty((grown, 2, J), np.int64), np.empty((grown, R, J), np.float32)
     gate, room = np.empty(R, np.float32), K + 1 + 2 * J  # shortlist and blank; successors, moved and as they were
     at = _Anchor(
-        tokens, read, root_token, root, context, token, successor, lookup, match, carry, next,
-        next_key, gate, _buckets(tokens),
+        tokens, read, root_token, context, token, successor, lookup, match, carry, next, next_key,
+        gate, _buckets(tokens),
     )  # fmt: skip
     slots = _Slots(
         emission, fixed, where, every, key, next, next_key, gate, np.empty(room, np.float32), np.empty(room, np.int32)
@@ -275,7 +274,7 @@ def _before_root(read):
 @njit(cache=True)
 def _begin(state, at):
     """The empty prefix."""
-    state[:] = at.root
+    state[:] = at.context[at.root_token]
     _place(state, _before_root(at.read), at.root_token, 0, at)
 
 

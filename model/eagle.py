@@ -42,7 +42,7 @@ class EagleHead(Head):
         """The feature [B, L, D] that follows each position."""
         return Context(self._pass(hidden_BLD, root_BLD, sight, cache))
 
-    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         """The first pass alone: the others depend on what it drafts."""
         return Slots(anchors.own(context.states_BLW).unsqueeze(1), None)
 

@@ -20,7 +20,7 @@ from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
 from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Recall, Sight
 from ctcdraft.model.topology import DIAGONAL, Topology
-from ctcdraft.model.transition import Mixed, Tables, Transition
+from ctcdraft.model.transition import Tables, Transition
 from ctcdraft.model.tree import Tree
 
 KINDS = ("ctc", "parallel", "medusa", "eagle")
@@ -103,12 +103,12 @@ class HeadConfig:
 
 
 class Slots(NamedTuple):
-    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None; what a transition needs
-    of them, or None."""
+    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None; A s_t [N, T, R] of a
+    transition, or None."""
 
     states_NTD: Tensor
     blank_NT: Tensor | None
-    mixed: Mixed | None = None
+    slot_NTR: Tensor | None = None
 
 
 class Context(NamedTuple):
@@ -172,7 +172,7 @@ class Head(nn.Module, ABC):
         label_NUD embeds the labels, for a head that is trained along them.
         """
         sight = sight or Sight.one_document(hidden_BLD)
-        return self.fill(self.encode(hidden_BLD, root_BLD, sight), Anchors.of(batch_N, position_N), sight, root_BLD)
+        return self.fill(self.encode(hidden_BLD, root_BLD, sight), Anchors.of(batch_N, position_N), sight)
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
@@ -188,7 +188,7 @@ class Head(nn.Module, ABC):
         sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
         context = self.encode(hidden_BLD, root_BLD, sight, cache)
         cache.keep([range(count) for count in counts])
-        return self.fill(context, last, sight, root_BLD)
+        return self.fill(context, last, sight)
 
     @torch.no_grad()
     def drafts(
@@ -231,7 +231,7 @@ class Head(nn.Module, ABC):
         """Every position, on top of what the cache holds."""
 
     @abstractmethod
-    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         """The T slots of each anchor."""
 
     def shortlist(self, vocab: int) -> int:
@@ -296,7 +296,7 @@ class SlotHead(Head):
         kept = [cache.of_base.committed(layer) for layer in self.attended.layers]
         return states_BLX, [Memory(k.to(states_BLX.dtype), v.to(states_BLX.dtype)) for k, v in kept]
 
-    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
         if self.recall is not None and context.memory is not None:
             x = x + self.recall(x, context.memory, anchors, sight)
@@ -306,8 +306,8 @@ class SlotHead(Head):
             x = block(x)
         x = self.norm(x)
         blank_NT = None if self.blank is None else self.blank(x).squeeze(-1)
-        mixed = None if self.transition is None else self.transition.mixed(x, anchors.own(root_BLD))
-        return Slots(self.leave(x), blank_NT, mixed)
+        slot_NTR = None if self.transition is None else self.transition.from_slot(x)
+        return Slots(self.leave(x), blank_NT, slot_NTR)
 
 
 class MedusaHead(Head):
@@ -321,7 +321,7 @@ class MedusaHead(Head):
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
         return Context(hidden_BLD)
 
-    def fill(self, context: Context, anchors: Anchors, sight: Sight, root_BLD: Tensor) -> Slots:
+    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         rows_TND = anchors.own(context.states_BLW).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
@@ -370,8 +370,8 @@ def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary)
     base, top_k, tables = vocabulary
     N, T, D = slots.states_NTD.shape
     logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
-    if head.transition is None or slots.mixed is None or tables is None:
+    if head.transition is None or slots.slot_NTR is None or tables is None:
         return candidates_of(logits_NTV, slots.blank_NT, top_k, head.topology)
     shortlist = head.shortlist(base.vocab_size)
-    parts = slots.mixed, root_N, tables, shortlist, head.topology
+    parts = slots.slot_NTR, root_N, tables, shortlist, head.topology
     return movable_candidates_of(logits_NTV, slots.blank_NT, *parts)

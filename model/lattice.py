@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ctcdraft.model.kernels import largest
 from ctcdraft.model.topology import Topology
-from ctcdraft.model.transition import Mixed, Tables
+from ctcdraft.model.transition import Tables
 
 
 class Behind(NamedTuple):
     """A transition at one anchor: what slots emit behind a prefix (transition.py).
 
     root_token          the token before the first slot
-    root [R]            state of the empty prefix, B e(root)
     slot [T, R]         A s_t
     place [T, K]        which candidate a slot's shortlist holds; held [T, Y]: the same, for each candidate
     log_p [T, K]        the shortlist's log-probabilities without the transition; every [T, V]: of all tokens
@@ -34,7 +33,6 @@ class Behind(NamedTuple):
     """
 
     root_token: int
-    root: NDArray[np.float32]
     slot: NDArray[np.float32]
     place: NDArray[np.int64]
     held: NDArray[np.bool_]
@@ -129,19 +127,22 @@ def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topol
 def movable_candidates_of(
     logits_NTV: Tensor,
     blank_NT: Tensor | None,
-    mixed: Mixed,
+    slot_NTR: Tensor,
     root_N: Tensor,
     tables: Tables,
     shortlist: int,
     topology: Topology,
 ) -> Candidates:
-    """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward."""
+    """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward.
+
+    slot: A s_t of the transition.
+    """
     logits_NTV = logits_NTV.float()
     every_NTV = logits_NTV.log_softmax(dim=2)
     tokens_NTK = largest(every_NTV.flatten(0, 1), shortlist).view(*every_NTV.shape[:2], -1)
     lse_NT = logits_NTV[:, :, 0] - every_NTV[:, :, 0]  # the same for every token
     log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT
-    parts = root_N, mixed.root_NR, mixed.slot_NTR, tokens_NTK, every_NTV, log_blank_NT
+    parts = root_N, slot_NTR, tokens_NTK, every_NTV, log_blank_NT
     return Candidates(parts, partial(_moved_lattice, tables, topology))
 
 
@@ -157,7 +158,6 @@ def _moved_lattice(
     tables: Tables,
     topology: Topology,
     root_token: Any,
-    root_R: Any,
     slot_TR: Any,
     tokens_TK: Any,
     every_TV: Any,
@@ -166,7 +166,7 @@ def _moved_lattice(
     tokens, place_TK, held_TY, log_p_TK, rest_T, log_p_TY = _listed(tokens_TK, every_TV)
     none_T = np.zeros(len(tokens_TK), np.float32)
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
-    parts = int(root_token), root_R, slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
+    parts = int(root_token), slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
     return Lattice(tokens, np.exp(log_p_TY), none_T, topology, Behind(*parts))
 
 

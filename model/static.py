@@ -243,7 +243,7 @@ class _Shape:
         context = owner.head.encode(self.hidden_PD.to(dtype).unsqueeze(0), root_1PD, sight, owner.head_cache)
         for cache in (owner.cache, owner.head_cache):
             cache.at(None)
-        slots = owner.head.fill(context, Anchors.one_per_row(owner.count - 1), sight, root_1PD)
+        slots = owner.head.fill(context, Anchors.one_per_row(owner.count - 1), sight)
         self.found = candidates(slots, owner.root, owner.head, owner.vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 

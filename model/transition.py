@@ -22,7 +22,6 @@ Shape suffixes: N anchors, T slots, K shortlist, J successors, S contexts (prefi
 (`Topology.window`), R rank, V vocabulary, D hidden of the base.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,13 +46,6 @@ class Shortlist(NamedTuple):
     successor_NTWJ: Tensor
 
 
-class Mixed(NamedTuple):
-    """What the transition needs of an anchor: A s_t of its slots [N, T, R] and B e(root) [N, R]."""
-
-    slot_NTR: Tensor
-    root_NR: Tensor
-
-
 class Tables(NamedTuple):
     """Of every token B e(u) [V, R], P w_v [V, R], the successors (-1: none) [V, J] and L e(u) [V, R] (no rows: nothing
     is looked up); m of no, one and two tokens [3, R]; C transposed, the blank's vector. On the host, for drafting."""
@@ -76,27 +68,26 @@ class LookedUp(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A transition and what it needs to follow known labels: B e(y) [N, U, R], P w_v [V, R], successors of root and
-    labels [N, S, J], tokens of a shortlist."""
+    """A transition and what it needs to follow known labels: A s_t [N, T, R]; what the state is told behind the root
+    and behind each label, B e(u) + l(gu) [S, N, R]; P w_v [V, R]; successors of root and labels [N, S, J]; tokens of a
+    shortlist."""
 
     transition: "Transition"
-    mixed: Mixed
-    label_NUR: Tensor
+    slot_NTR: Tensor
+    told_SNR: Tensor
     token_VR: Tensor
     successor_NSJ: Tensor
     shortlist: int
 
     def rows(self, kept_X: Tensor) -> "Known":
         """Of these anchors alone."""
-        mixed = Mixed(*(part[kept_X] for part in self.mixed))
-        label_NUR, successor_NSJ = self.label_NUR[kept_X], self.successor_NSJ[kept_X]
-        return self._replace(mixed=mixed, label_NUR=label_NUR, successor_NSJ=successor_NSJ)
+        slot_NTR, successor_NSJ = self.slot_NTR[kept_X], self.successor_NSJ[kept_X]
+        return self._replace(slot_NTR=slot_NTR, told_SNR=self.told_SNR[:, kept_X], successor_NSJ=successor_NSJ)
 
     def first(self, labels: int) -> "Known":
         """Along so many labels only, and of as many slots."""
-        mixed = self.mixed._replace(slot_NTR=self.mixed.slot_NTR[:, :labels])
-        label_NUR, successor_NSJ = self.label_NUR[:, :labels], self.successor_NSJ[:, : labels + 1]
-        return self._replace(mixed=mixed, label_NUR=label_NUR, successor_NSJ=successor_NSJ)
+        told_SNR, successor_NSJ = self.told_SNR[: labels + 1], self.successor_NSJ[:, : labels + 1]
+        return self._replace(slot_NTR=self.slot_NTR[:, :labels], told_SNR=told_SNR, successor_NSJ=successor_NSJ)
 
 
 class Emissions(NamedTuple):
@@ -121,12 +112,10 @@ class Lookup(nn.Module):
         """L e(u), [..., R]."""
         return self.from_token(_normed(embedded_XD))
 
-    def forward(self, found: LookedUp, base: Base) -> Tensor:
-        """l(g) behind the root and behind each label, [N, S, R]."""
-        token_NS = found.token_NS.masked_fill(found.match_NS == 0, -1)
-        told_NSR = _of_tokens(self.tokens, token_NS, base, self.match_MR.dtype)
-        match_NSM = F.one_hot(found.match_NS, len(self.match_MR)).to(told_NSR.dtype)
-        return told_NSR + match_NSM @ self.match_MR
+    def forward(self, embedded_XD: Tensor, match_X: Tensor) -> Tensor:
+        """l(g) [..., R] where u was looked up by so many tokens; by none: whatever u is."""
+        told_XR = self.tokens(embedded_XD).masked_fill((match_X == 0).unsqueeze(-1), 0.0)
+        return told_XR + F.embedding(match_X, self.match_MR)
 
 
 class Transition(nn.Module):
@@ -170,29 +159,35 @@ class Transition(nn.Module):
         return F.embedding(tokens_X, self.successor_VJ).long()
 
     def known(
-        self, mixed: Mixed, labels_NU: Tensor, root_N: Tensor, found: LookedUp | None, base: Base, shortlist: int
+        self, slot_NTR: Tensor, labels_NU: Tensor, root_N: Tensor, found: LookedUp | None, base: Base, shortlist: int
     ) -> "Known":
-        """What it needs to follow labels [N, U] behind their roots [N]; found: what was looked up behind each, if it
-        looks up."""
-        label_NUR = _of_tokens(self.contexts, labels_NU, base, mixed.root_NR.dtype)
-        successor_NSJ = self.successors(torch.cat([root_N.unsqueeze(1), labels_NU], dim=1))
-        if found is not None and self.lookup is not None:
-            told_NSR = self.lookup(found, base)
-            mixed = mixed._replace(root_NR=mixed.root_NR + told_NSR[:, 0])
-            label_NUR = label_NUR + told_NSR[:, 1:]
+        """What it needs to follow labels [N, U] behind their roots [N]; slot: A s_t; found: what was looked up behind
+        each, if it looks up."""
+        token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
+        told_SNR = self._told(token_NS, found, base, slot_NTR.dtype)
+        successor_NSJ = self.successors(token_NS)
+        if found is not None:
             found_NS1 = found.token_NS.unsqueeze(2)
             successor_NSJ = successor_NSJ.masked_fill(successor_NSJ == found_NS1, -1)
             successor_NSJ = torch.cat([found_NS1, successor_NSJ], dim=2)
-        return Known(self, mixed, label_NUR, self.tokens(base), successor_NSJ, shortlist)
+        return Known(self, slot_NTR, told_SNR, self.tokens(base), successor_NSJ, shortlist)
+
+    def _told(self, token_NS: Tensor, found: LookedUp | None, base: Base, dtype: torch.dtype) -> Tensor:
+        """B e(u) + l(gu) [S, N, R], once for all that are the same: what is looked up depends on where in its text a
+        label stands, and anchors share most of theirs."""
+        if found is None or self.lookup is None:
+            once_K, place_SN = token_NS.T.unique(return_inverse=True)
+            return F.embedding(place_SN, self.contexts(base.embed(once_K).detach().to(dtype)))
+        V, M = base.vocab_size, len(self.lookup.match_MR)
+        u_NS = found.token_NS.clamp(min=0)  # there is one wherever tokens match
+        once_K, place_SN = ((token_NS * V + u_NS) * M + found.match_NS).T.unique(return_inverse=True)
+        last_KD, u_KD = (base.embed(token_K).detach().to(dtype) for token_K in (once_K // (V * M), once_K // M % V))
+        return F.embedding(place_SN, self.contexts(last_KD) + self.lookup(u_KD, once_K % M))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         if (table := state_dict.get(f"{prefix}successor_VJ")) is not None:
             self.learn_successors(table)
         super()._load_from_state_dict(state_dict, prefix, *others)
-
-    def mixed(self, slot_NTM: Tensor, root_ND: Tensor) -> Mixed:
-        """A s_t and B e(root)."""
-        return Mixed(self.from_slot(slot_NTM), self.contexts(root_ND))
 
     def contexts(self, embedded_XD: Tensor) -> Tensor:
         """B e(u), [..., R]."""
@@ -234,13 +229,13 @@ class Transition(nn.Module):
 
         Behind more labels than there are slots before nothing is moved. Slots past slots_N are not looked at.
         """
-        slot_NTR, dtype = known.mixed.slot_NTR, shortlist.logits_NTK.dtype
+        slot_NTR, dtype = known.slot_NTR, shortlist.logits_NTK.dtype
         (N, T, R), U = slot_NTR.shape, labels_NU.shape[1]
         blank_R = slot_NTR.new_zeros(R) if self.blank_R is None else self.blank_R
         window_TW = topology.window(T, U).to(labels_NU.device)
         prefixes = Prefixes(
             slot_NTR.to(dtype),
-            carried(known.mixed.root_NR, known.label_NUR, self.carry.weight, implementation).to(dtype),
+            carried(known.told_SNR, self.carry.weight, implementation).to(dtype),
             known.token_VR.to(dtype),
             blank_R.to(dtype),
             window_TW,
@@ -337,14 +332,6 @@ def normaliser(moved: Moved, lse_NT: Tensor) -> Tensor:
     share_NTW = (moved.still_NTW - lse_NT.unsqueeze(2)).clamp(max=-least)
     rest_NTW = lse_NT.unsqueeze(2) + torch.log(-torch.expm1(share_NTW))
     return torch.logaddexp(rest_NTW, moved.moved_NTW)
-
-
-def _of_tokens(project: Callable[[Tensor], Tensor], tokens_X: Tensor, base: Base, dtype: torch.dtype) -> Tensor:
-    """project(e(u)) of each token, [..., R], 0 for -1, which is none; computed once for all that are the same: anchors
-    share most of theirs."""
-    once_K, place_X = tokens_X.unique(return_inverse=True)
-    embedded_KD = base.embed(once_K.clamp(min=0)).detach().to(dtype)
-    return F.embedding(place_X, project(embedded_KD).masked_fill(once_K.unsqueeze(1) < 0, 0.0))
 
 
 def _normed(embedded_XD: Tensor) -> Tensor:

@@ -151,11 +151,11 @@ def draft_losses(
 ) -> AnchorLoss:
     """The loss of a batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
     dtype, known = slots.states_NTD.dtype, None
-    if head.transition is not None and slots.mixed is not None:
+    if head.transition is not None and slots.slot_NTR is not None:
         root_N = roots_of(batch)[batch.batch_N, batch.position_N]
         found = looked_up(batch) if head.config.lookup else None
         shortlist = head.shortlist(base.vocab_size)
-        known = head.transition.known(slots.mixed, batch.labels_NU, root_N, found, base, shortlist)
+        known = head.transition.known(slots.slot_NTR, batch.labels_NU, root_N, found, base, shortlist)
     return anchor_losses(
         slots.states_NTD,
         base.lm_weight.to(dtype),

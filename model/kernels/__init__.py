@@ -84,11 +84,11 @@ def prefix_lattice(
     return reference.prefix_lattice(*arguments)
 
 
-def carried(root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor, implementation: str = "auto") -> Tensor:
-    """States of the prefixes of known labels, [N, S, R]: see `reference.carried`."""
-    if _choose(implementation, root_NR) == "reference":
-        return reference.carried(root_NR, label_NUR, carry_RR)
-    return Carried.apply(root_NR, label_NUR, carry_RR)
+def carried(told_SNR: Tensor, carry_RR: Tensor, implementation: str = "auto") -> Tensor:
+    """States of the prefixes of known labels, [S, N, R]: see `reference.carried`."""
+    if _choose(implementation, told_SNR) == "reference":
+        return reference.carried(told_SNR, carry_RR)
+    return Carried.apply(told_SNR, carry_RR)
 
 
 def moved_shortlist(prefixes: Prefixes, implementation: str = "auto") -> Moved:

@@ -1,5 +1,6 @@
 """The autograd glue: what a forward saves, and what its backward makes of it. Differentiable once."""
 
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -88,23 +89,22 @@ class Carried(torch.autograd.Function):
     """`reference.carried` with a backward of its own, which has the gradient of C by one product."""
 
     @staticmethod
-    def forward(ctx: Any, root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor) -> Tensor:
-        state_SNR = torch.cat([root_NR.unsqueeze(0), label_NUR.transpose(0, 1)])
-        for u in range(len(state_SNR) - 1):
-            state_SNR[u + 1].addmm_(F.hardswish(state_SNR[u]), carry_RR.T)
+    def forward(ctx: Any, told_SNR: Tensor, carry_RR: Tensor) -> Tensor:
+        state_SNR = told_SNR.clone(memory_format=torch.contiguous_format)
+        for before_NR, state_NR in pairwise(state_SNR.unbind()):
+            state_NR.addmm_(F.hardswish(before_NR), carry_RR.T)
         ctx.save_for_backward(state_SNR, carry_RR)
-        return state_SNR.transpose(0, 1).contiguous()
+        return state_SNR
 
     @staticmethod
-    def backward(ctx: Any, grad_NSR: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad_SNR: Tensor) -> tuple[Tensor, Tensor]:
         refuse_second_derivative()
         state_SNR, carry_RR = ctx.saved_tensors
-        grad_SNR = grad_NSR.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        for u in reversed(range(len(state_SNR) - 1)):
-            grad_SNR[u] += torch.ops.aten.hardswish_backward(grad_SNR[u + 1] @ carry_RR, state_SNR[u])
-        of_label_UNR, before_UNR = grad_SNR[1:], F.hardswish(state_SNR[:-1])
-        of_carry_RR = of_label_UNR.flatten(0, 1).T @ before_UNR.flatten(0, 1)
-        return grad_SNR[0], of_label_UNR.transpose(0, 1), of_carry_RR
+        grad_SNR = grad_SNR.clone(memory_format=torch.contiguous_format)
+        steps = zip(pairwise(grad_SNR.unbind()), state_SNR.unbind(), strict=False)
+        for (grad_NR, of_next_NR), state_NR in reversed([*steps]):
+            grad_NR += torch.ops.aten.hardswish_backward(of_next_NR @ carry_RR, state_NR)
+        return grad_SNR, grad_SNR[1:].flatten(0, 1).T @ F.hardswish(state_SNR[:-1]).flatten(0, 1)
 
 
 def refuse_second_derivative() -> None:

@@ -46,7 +46,7 @@ def forward(prefixes: Prefixes) -> tuple[Moved, tuple[Tensor, ...]]:
 def backward(prefixes: Prefixes, kept: tuple[Tensor, ...], of_moved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gradients of slot, context, token, blank, and of the logits of successors and likeliest tokens."""
     threads = use_torch_threads()
-    alone = [part.new_empty(part.shape) for part in (prefixes.slot_NTR, prefixes.context_NSR)]
+    alone = [part.new_empty(part.shape) for part in (prefixes.slot_NTR, prefixes.context_SNR)]
     shared = [part.new_zeros(threads, *part.shape) for part in (prefixes.token_VR, prefixes.blank_R)]
     logits = [part.new_empty(part.shape) for part in (prefixes.successor_NTWJ, prefixes.logits_NTK)]
     largest = max((float(part.abs().max()) for part in of_moved if part.numel()), default=0.0)
@@ -195,7 +195,7 @@ def _forward(
             for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     if s <= t:
-                        _gates(gate[t * W + w], slot[n, t], context[n, s])
+                        _gates(gate[t * W + w], slot[n, t], context[s, n])
                         of_blank[n, t, w] = _dot(gate[t * W + w], blank)
             for p in range(len(of_slots)):
                 t, a, b = of_slots[p, 0], of_slots[p, 1], of_slots[p, 2]
@@ -251,7 +251,7 @@ def _backward(
         zero = slot.dtype.type(0)
         chosen, weight = np.empty(J + K, np.int64), np.empty((2, J + K), slot.dtype)
         for n in range(N * chunk // threads, N * (chunk + 1) // threads):
-            grad_slot[n], grad_context[n], grad_logits[n], grad_successor[n, slots[n] :] = zero, zero, zero, zero
+            grad_slot[n], grad_context[:, n], grad_logits[n], grad_successor[n, slots[n] :] = zero, zero, zero, zero
             move[slots[n] * W :], gate[slots[n] * W :] = zero, zero  # of contexts whose second place is past them
             for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
@@ -270,7 +270,7 @@ def _backward(
                         grad[last_place[n, t, w]] += of_stay[n, t, w]
                     for x in range(J + K):
                         grad[x] = zero if abs(grad[x]) <= nothing else grad[x]  # NaN is something
-                    _gates(gate[t * W + w], slot[n, t], context[n, s])
+                    _gates(gate[t * W + w], slot[n, t], context[s, n])
                     by = zero if abs(of_blank[n, t, w]) <= nothing else of_blank[n, t, w]
                     for r in range(R):
                         back[t * W + w, r] = by * blank[r]
@@ -290,10 +290,10 @@ def _backward(
             for t in range(slots[n]):
                 for w, s in enumerate(window[t]):
                     if s <= t:
-                        _through_gates(back[t * W + w], slot[n, t], context[n, s])
+                        _through_gates(back[t * W + w], slot[n, t], context[s, n])
                         for r in range(R):
                             grad_slot[n, t, r] += back[t * W + w, r]
-                            grad_context[n, s, r] += back[t * W + w, r]
+                            grad_context[s, n, r] += back[t * W + w, r]
 
 
 @njit(cache=True)

@@ -81,12 +81,13 @@ def prefix_lattice(
     return log_psi, torch.logaddexp(log_pb, log_pn)
 
 
-def carried(root_NR: Tensor, label_NUR: Tensor, carry_RR: Tensor) -> Tensor:
-    """r(empty) = root, r(gu) = label(u) + C hardswish(r(g)): behind the root and behind each label, [N, S, R]."""
+def carried(told_SNR: Tensor, carry_RR: Tensor) -> Tensor:
+    """r(empty) = told(empty), r(gu) = told(gu) + C hardswish(r(g)): behind the root and behind each label [S, N, R]."""
+    root_NR, *labels = told_SNR.unbind()
     states = [root_NR]
-    for label_NR in label_NUR.unbind(1):
+    for label_NR in labels:
         states.append(label_NR + F.linear(F.hardswish(states[-1]), carry_RR))
-    return torch.stack(states, dim=1)
+    return torch.stack(states)
 
 
 class Prefixes(NamedTuple):
@@ -97,7 +98,7 @@ class Prefixes(NamedTuple):
     hold, NaN included, has no effect, and 0 comes out of them."""
 
     slot_NTR: Tensor
-    context_NSR: Tensor
+    context_SNR: Tensor
     token_VR: Tensor
     blank_R: Tensor
     window_TW: Tensor
@@ -183,9 +184,10 @@ def shortlist_deltas(prefixes: Prefixes) -> Tensor:
     transition"): delta = <P w_v, hardswish(A s_t + context_s)> [N, T, W, J + K + 1] of the prefix's J successors, of
     the slot's K likeliest tokens, and of the blank. 0 for successors that are none, and behind more labels than there
     are slots before."""
-    slot_NTR, context_NSR, token_VR, blank_R, window_TW, successor_NSJ, index_NTK = prefixes[:7]
+    slot_NTR, context_SNR, token_VR, blank_R, window_TW, successor_NSJ, index_NTK = prefixes[:7]
     (N, T, _), (_, S, J), W = slot_NTR.shape, successor_NSJ.shape, window_TW.shape[1]
-    gate_NTWR = F.hardswish(slot_NTR.unsqueeze(2) + context_NSR[:, window_TW]) * _reached(window_TW).unsqueeze(2)
+    context_NTWR = context_SNR.transpose(0, 1)[:, window_TW]
+    gate_NTWR = F.hardswish(slot_NTR.unsqueeze(2) + context_NTWR) * _reached(window_TW).unsqueeze(2)
     key_NSJR = F.embedding(successor_NSJ.clamp(min=0), token_VR) * (successor_NSJ >= 0).unsqueeze(3)
     delta_NTWSJ = (gate_NTWR.flatten(1, 2) @ key_NSJR.flatten(1, 2).transpose(1, 2)).view(N, T, W, S, J)
     own_NTW1J = window_TW.view(1, T, W, 1, 1).expand(N, T, W, 1, J)

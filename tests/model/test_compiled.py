@@ -10,13 +10,13 @@ from ctcdraft.model.kernels import Prefixes, moved_shortlist, prefix_lattice
 from ctcdraft.model.kernels.cpu_top import merge_top
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Mixed, Tables
+from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import search
 
 torch.set_num_threads(1)
 g = torch.Generator().manual_seed(0)
 N, T, U, K, J, R, V = 6, 8, 8, 16, 16, 64, 300
-floats = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, T, R), (N, U + 1, R), (V, R), (R,))]
+floats = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, T, R), (U + 1, N, R), (V, R), (R,))]
 index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
 window = Topology(False, 3).window(T, U)
 successor = torch.rand(V, V, generator=g).argsort(dim=1)[:, :J]
@@ -35,9 +35,8 @@ merge_top(top, where, torch.randn(5, V, generator=g), 0)
 
 context, token, lookup, match, carry = (torch.randn(n, R, generator=g).numpy() / 8 for n in (V, V, V, 3, R))
 tables = Tables(context, token, successor.int().numpy(), lookup, match, carry, floats[3].detach().numpy())
-mixed = Mixed(*(torch.randn(N, *shape, generator=g) for shape in ((T, R), (R,))))
 blank_NT, logits_NTV = torch.randn(N, T, generator=g), torch.randn(N, T, V, generator=g)
-given = logits_NTV, blank_NT, mixed, torch.arange(N), tables, K
+given = logits_NTV, blank_NT, floats[0].detach(), torch.arange(N), tables, K
 read = torch.randint(V, (2000,), generator=g).numpy()
 drafted = [movable_candidates_of(*given, topology) for topology in (CTC, Topology(merge=False, band=1))]
 trees = [search(one, 64, read=read) for both in drafted for one in both.lattices()]

@@ -15,7 +15,7 @@ from ctcdraft.model.kernels import Prefixes, carried, moved_shortlist
 from ctcdraft.model.kernels.reference import NO_TOKEN
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Known, LookedUp, Mixed, Transition
+from ctcdraft.model.transition import Known, LookedUp, Transition
 from ctcdraft.model.tree import search
 
 D, RANK = 6, 4
@@ -33,7 +33,7 @@ class Case:
         self.transition = Transition(5, D, RANK, successors, with_blank=with_blank).double()
         for p in self.transition.parameters():
             p.data.normal_()
-        self.mixed = Mixed(*(torch.randn(*s, dtype=torch.float64) for s in ((1, T, RANK), (1, RANK))))
+        self.slot_NTR = torch.randn(1, T, RANK, dtype=torch.float64)
         self.root = int(torch.randint(V, ()))
         table_VJ = torch.rand(V, V).argsort(dim=1)[:, :successors]
         self.transition.learn_successors(table_VJ.where(torch.rand(table_VJ.shape) > 0.2, -1))
@@ -41,23 +41,23 @@ class Case:
         self.token_VR = torch.randn(V, RANK, dtype=torch.float64, requires_grad=True)
 
     def loss(self, shortlist, objective="prefix_ctc", lengths=None, **options):
-        label_NUR = self.context_VR[self.labels]
-        successor_NSJ = self.transition.successors(torch.cat([torch.tensor([[self.root]]), self.labels], dim=1))
-        known = Known(self.transition, self.mixed, label_NUR, self.token_VR, successor_NSJ, shortlist)
+        token_NS = torch.cat([torch.tensor([[self.root]]), self.labels], dim=1)
+        told_SNR, successor_NSJ = self.context_VR[token_NS.T], self.transition.successors(token_NS)
+        known = Known(self.transition, self.slot_NTR, told_SNR, self.token_VR, successor_NSJ, shortlist)
         lengths = torch.tensor([self.labels.shape[1]]) if lengths is None else lengths
         arguments = (self.states, self.weight, self.blank, self.labels, lengths)
         return anchor_losses(*arguments, objective=objective, known=known, **options)
 
     def state(self, prefix):
         if not prefix:
-            return self.mixed.root_NR[0]
+            return self.context_VR[self.root]
         before = torch.nn.functional.hardswish(self.state(prefix[:-1]))
         return self.context_VR[prefix[-1]] + self.transition.carry.weight @ before
 
     def p(self, t, prefix, shortlist):
         """Slot t's distribution over tokens and blank behind a prefix, spelt out: [V (+ 1)]."""
         z = self.weight @ self.states[0, t]
-        gate = torch.nn.functional.hardswish(self.mixed.slot_NTR[0, t] + self.state(prefix))
+        gate = torch.nn.functional.hardswish(self.slot_NTR[0, t] + self.state(prefix))
         last = prefix[-1] if prefix else self.root
         held = {*z.topk(shortlist).indices.tolist(), *self.transition.successor_VJ[last].tolist()}
         moved = [z[v] + (gate @ self.token_VR[v] if v in held else 0.0) for v in range(self.V)]
@@ -164,7 +164,7 @@ def test_content_of_slots_and_labels_past_their_length_has_no_effect(options):
     """Nor of slots by which a band has all labels written."""
     case = Case(5, 4, [1, 2, 3], seed=5)
     clean = case.loss(2, lengths=torch.tensor([2]), **options)
-    case.mixed.slot_NTR[:, 3:] = torch.nan
+    case.slot_NTR[:, 3:] = torch.nan
     case.states.data[:, 3:] = torch.nan
     case.blank.data[:, 3:] = torch.nan
     dirty = case.loss(2, lengths=torch.tensor([2]), **options)
@@ -220,11 +220,10 @@ def test_the_tree_has_the_psi_that_training_computes(base, kind, topology, form,
 
 
 def training_psi(head, base, slots, n, read, path):
-    mixed = Mixed(*(part[n : n + 1] for part in slots.mixed))
     told = torch.tensor([[followed(read, path[:k]) for k in range(len(path) + 1)]])
     found = LookedUp(told[:, :, 0], told[:, :, 1]) if head.config.lookup else None
     given = torch.tensor([path]), torch.tensor(read[-1:]), found
-    known = head.transition.known(mixed, *given, base, head.shortlist(base.vocab_size))
+    known = head.transition.known(slots.slot_NTR[n : n + 1], *given, base, head.shortlist(base.vocab_size))
     blank = None if slots.blank_NT is None else slots.blank_NT[n : n + 1]
     out = anchor_losses(
         slots.states_NTD[n : n + 1],
@@ -251,7 +250,7 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
 @pytest.mark.parametrize("U", [0, 1, 6])
 def test_carried_states_and_their_gradients_equal_the_reference(U):
     torch.manual_seed(U)
-    given = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((3, RANK), (3, U, RANK), (RANK, RANK))]
+    given = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((U + 1, 3, RANK), (RANK, RANK))]
     want, got = (carried(*given, name) for name in ("reference", "chunked"))
     assert torch.allclose(want, got, atol=1e-12)
     weights = torch.randn_like(want)
@@ -380,7 +379,7 @@ def random_prefixes(N, T, U, K, J, seed, dtype=torch.float64, R=5, band=None):
     """Random prefixes, and those of their tensors that have gradients."""
     g = torch.Generator().manual_seed(seed)
     V, window_TW = 11, Topology(False, band).window(T, U)
-    floats = [(N, T, R), (N, U + 1, R), (V, R), (R,), (N, T, window_TW.shape[1], J), (N, T, K)]
+    floats = [(N, T, R), (U + 1, N, R), (V, R), (R,), (N, T, window_TW.shape[1], J), (N, T, K)]
     trained = [torch.randn(*shape, generator=g, dtype=dtype, requires_grad=True) for shape in floats]
     index = torch.rand(N, T, V, generator=g).argsort(dim=2)[:, :, :K]
     successor = torch.rand(N, U + 1, V, generator=g).argsort(dim=2)[:, :, :J]

@@ -10,7 +10,7 @@ from ctcdraft.model import best_first
 from ctcdraft.model.best_first import LOOKS_BACK, look_up
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Mixed, Tables
+from ctcdraft.model.transition import Tables
 from ctcdraft.model.tree import first_emissions, search
 
 TOPOLOGIES = st.sampled_from([CTC, *(Topology(False, band) for band in (None, 0, 1, 2))])
@@ -79,8 +79,8 @@ def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False, topology=CTC):
     context, token, carry = normal(V, R).numpy(), normal(V, R).numpy() / 2, normal(R, R).numpy() / 4
     looked_up = normal(V if lookup else 0, R).numpy() / 2
     tables = Tables(context, token, successor, looked_up, normal(3, R).numpy() / 2, carry, normal(R).numpy() / 2)
-    mixed, root = Mixed(normal(1, T, R), normal(1, R)), torch.tensor([int(rng.integers(V))])
-    drafted = movable_candidates_of(normal(1, T, V), normal(1, T), mixed, root, tables, min(K, V), topology)
+    root = torch.tensor([int(rng.integers(V))])
+    drafted = movable_candidates_of(normal(1, T, V), normal(1, T), normal(1, T, R), root, tables, min(K, V), topology)
     return drafted.lattices()[0]
 
 
@@ -98,7 +98,7 @@ def emitted(lattice, t, prefix, read):
         token, match = followed(read, prefix[:length])
         return tables.match_MR[match] + (tables.lookup_VR[token] if match else 0.0)
 
-    state = b.root + told(0)
+    state = tables.context_VR[b.root_token] + told(0)
     for k, token in enumerate(prefix):
         state = tables.context_VR[token] + told(k + 1) + tables.carry_RR.T.astype(float) @ hardswish(state)
     gate = hardswish(b.slot[t] + state)
