@@ -6,6 +6,7 @@ GEMMs with fused passes between them, and no logits at all where no gradient is 
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -111,7 +112,7 @@ def _compiles(parts: Iterable[Tensor]) -> bool:
 def _choose(implementation: str, tensor: Tensor) -> str:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown: choose one of {IMPLEMENTATIONS}")
-    installed = find_spec("triton") is not None
+    installed = _installed("triton")
     if implementation == "auto":
         return "triton" if tensor.is_cuda and installed else "chunked"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -121,6 +122,11 @@ def _choose(implementation: str, tensor: Tensor) -> str:
             "use 'auto' or 'chunked'"
         )
     return implementation
+
+
+@cache
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def _triton(module: str) -> ModuleType:

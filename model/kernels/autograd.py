@@ -5,7 +5,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ctcdraft.model.kernels import chunked
@@ -91,20 +90,22 @@ class Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, told_SNR: Tensor, carry_RR: Tensor) -> Tensor:
         state_SNR = told_SNR.clone(memory_format=torch.contiguous_format)
-        for before_NR, state_NR in pairwise(state_SNR.unbind()):
-            state_NR.addmm_(F.hardswish(before_NR), carry_RR.T)
-        ctx.save_for_backward(state_SNR, carry_RR)
+        gate_UNR = torch.empty_like(state_SNR[1:])
+        for (before_NR, state_NR), gate_NR in zip(pairwise(state_SNR.unbind()), gate_UNR.unbind(), strict=True):
+            torch.ops.aten.hardswish.out(before_NR, out=gate_NR)
+            state_NR.addmm_(gate_NR, carry_RR.T)
+        ctx.save_for_backward(state_SNR, gate_UNR, carry_RR)
         return state_SNR
 
     @staticmethod
     def backward(ctx: Any, grad_SNR: Tensor) -> tuple[Tensor, Tensor]:
         refuse_second_derivative()
-        state_SNR, carry_RR = ctx.saved_tensors
+        state_SNR, gate_UNR, carry_RR = ctx.saved_tensors
         grad_SNR = grad_SNR.clone(memory_format=torch.contiguous_format)
         steps = zip(pairwise(grad_SNR.unbind()), state_SNR.unbind(), strict=False)
         for (grad_NR, of_next_NR), state_NR in reversed([*steps]):
             grad_NR += torch.ops.aten.hardswish_backward(of_next_NR @ carry_RR, state_NR)
-        return grad_SNR, grad_SNR[1:].flatten(0, 1).T @ F.hardswish(state_SNR[:-1]).flatten(0, 1)
+        return grad_SNR, grad_SNR[1:].flatten(0, 1).T @ gate_UNR.flatten(0, 1)
 
 
 def refuse_second_derivative() -> None:
