@@ -228,11 +228,22 @@ def cell(sums):
     return f"{tau(sums, np.arange(len(sums))):.2f} [{low:.2f}, {high:.2f}]"
 
 
+def rate(sums, i):
+    return float(sums[i, 2].sum() / sums[i, 3].sum())
+
+
 def against(sums, first):
     """The paired difference from the default."""
     every = np.arange(len(sums))
     low, high = bootstrap(lambda i: tau(sums, i) - tau(first, i), len(sums), 0)
     return f"{tau(sums, every) - tau(first, every):+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def faster(sums, first):
+    """How much faster than the default it decodes the same questions."""
+    every = np.arange(len(sums))
+    low, high = bootstrap(lambda i: rate(sums, i) / rate(first, i) - 1, len(sums), 0)
+    return f"{rate(sums, every) / rate(first, every) - 1:+.1%} [{low:+.1%}, {high:+.1%}]"
 
 
 def table(study, runs, costs, given):
@@ -252,19 +263,19 @@ def table(study, runs, costs, given):
             for result in results:
                 same[0] += result["identical"]["identical"]
                 same[1] += result["identical"]["compared"]
-    taus, paired = [], []
+    taus, paired, paired_rates = [], [], []
     for variant, names in runs.items():
         config = study.config(variant, study.variants[variant])
         steps = int(names[0].split("-")[-2])
-        fast = {s: sums[:, 2].sum() / sums[:, 3].sum() for s, sums in figures[variant].items()}
-        cells = [cell(figures[variant][setting]) for setting in SETTINGS]
-        rates = [f"{fast[setting]:.0f}" for setting in SETTINGS]
+        every = [figures[variant][setting] for setting in SETTINGS]
+        cells, rates = [cell(sums) for sums in every], [f"{rate(sums, np.arange(len(sums))):.0f}" for sums in every]
         believed = " / ".join(f"{mean:.2f}" for mean in calibration[variant])
         size, cost = f"{study.parameters(config):,}", " / ".join(f"{cost[variant]:.2f}" for cost in costs)
         taus.append((variant, size, steps, cost, *cells, " / ".join(rates), believed))
         if variant != "default":
-            first = figures["default"]
-            paired.append((variant, *(against(figures[variant][s], first[s]) for s in SETTINGS)))
+            both = [*zip(every, (figures["default"][setting] for setting in SETTINGS), strict=True)]
+            paired.append((variant, *(against(*pair) for pair in both)))
+            paired_rates.append((variant, *(faster(*pair) for pair in both)))
     shown = ("variant", "parameters", "steps", "step, fresh / trained", *SETTINGS, "tokens/s", "psi / accepted, N=64")
     identical = f"Greedy output identical to plain decoding: {same[0]} of {same[1]}."
     return "\n\n".join(
@@ -273,6 +284,8 @@ def table(study, runs, costs, given):
             "psi / accepted: draft tokens per step expected (psi summed over a tree) and accepted, mean of the seeds.",
             "Differences from the default, on the same resampled questions:",
             markdown_table(("variant", *SETTINGS), paired),
+            "The same of tokens per second:",
+            markdown_table(("variant", *SETTINGS), paired_rates),
             identical,
         ]
     )
