@@ -12,6 +12,7 @@ from lookups import followed
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import Vocabulary, candidates
 from ctcdraft.model.kernels import Prefixes, carried, moved_shortlist
+from ctcdraft.model.kernels.cpu_shortlist import _shares as shares
 from ctcdraft.model.kernels.reference import NO_TOKEN
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, Topology
@@ -285,6 +286,23 @@ def test_the_compiled_shortlist_equals_the_reference(N, T, U, K, J, R, band, see
     gradients = (torch.autograd.grad(total, trained, materialize_grads=True) for total in sums)
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, atol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(1, 40), scale=st.sampled_from([0.1, 3.0, 30.0, 300.0]), seed=st.integers(0, 999))
+def test_shares_of_float32_are_those_of_float64(count, scale, seed):
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal(count) * scale).astype(np.float32)
+    values[1:][rng.random(count - 1) < 0.2] = -np.inf
+    found, peak = values.copy(), values.max().astype(float)
+    total = np.exp(values - peak, dtype=float)
+    lse = shares(found, np.empty(count, np.int32))
+    assert abs(lse - np.log(total.sum()) - peak) < 1e-6 * max(1.0, abs(peak))
+    assert np.allclose(found, total / total.sum(), rtol=1e-6 + 1e-7 * scale, atol=1e-37)
+    assert (found[values == -np.inf] == 0).all()
+    values[rng.integers(count)] = np.nan
+    shares(values, np.empty(count, np.int32))
+    assert np.isnan(values).all()
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-37, 1e-42])
