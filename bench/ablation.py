@@ -223,27 +223,28 @@ def tau(sums, i):
     return float(sums[i, 0].sum() / sums[i, 1].sum())
 
 
-def cell(sums):
-    low, high = bootstrap(lambda i: tau(sums, i), len(sums), 0)
-    return f"{tau(sums, np.arange(len(sums))):.2f} [{low:.2f}, {high:.2f}]"
-
-
 def rate(sums, i):
     return float(sums[i, 2].sum() / sums[i, 3].sum())
 
 
+def estimated(figure, sums, form):
+    """A figure of questions i, and its interval over resampled ones."""
+    low, high = bootstrap(figure, len(sums), 0)
+    return f"{figure(slice(None)):{form}} [{low:{form}}, {high:{form}}]"
+
+
+def cell(sums):
+    return estimated(lambda i: tau(sums, i), sums, ".2f")
+
+
 def against(sums, first):
     """The paired difference from the default."""
-    every = np.arange(len(sums))
-    low, high = bootstrap(lambda i: tau(sums, i) - tau(first, i), len(sums), 0)
-    return f"{tau(sums, every) - tau(first, every):+.2f} [{low:+.2f}, {high:+.2f}]"
+    return estimated(lambda i: tau(sums, i) - tau(first, i), sums, "+.2f")
 
 
 def faster(sums, first):
     """How much faster than the default it decodes the same questions."""
-    every = np.arange(len(sums))
-    low, high = bootstrap(lambda i: rate(sums, i) / rate(first, i) - 1, len(sums), 0)
-    return f"{rate(sums, every) / rate(first, every) - 1:+.1%} [{low:+.1%}, {high:+.1%}]"
+    return estimated(lambda i: rate(sums, i) / rate(first, i) - 1, sums, "+.1%")
 
 
 def table(study, runs, costs, given):
@@ -268,7 +269,7 @@ def table(study, runs, costs, given):
         config = study.config(variant, study.variants[variant])
         steps = int(names[0].split("-")[-2])
         every = [figures[variant][setting] for setting in SETTINGS]
-        cells, rates = [cell(sums) for sums in every], [f"{rate(sums, np.arange(len(sums))):.0f}" for sums in every]
+        cells, rates = [cell(sums) for sums in every], [f"{rate(sums, slice(None)):.0f}" for sums in every]
         believed = " / ".join(f"{mean:.2f}" for mean in calibration[variant])
         size, cost = f"{study.parameters(config):,}", " / ".join(f"{cost[variant]:.2f}" for cost in costs)
         taus.append((variant, size, steps, cost, *cells, " / ".join(rates), believed))

@@ -174,7 +174,7 @@ def _shares(values, powers):
         c, d = max(c, values[i + 2]), max(d, values[i + 3])
     for x in range(len(values) // 4 * 4, len(values)):
         a = max(a, values[x])
-    peak = max(max(a, b), max(c, d))
+    peak = max(a, b, c, d)
     _exponentials(values, peak, powers)
     total = _total(values)
     for x in range(len(values)):
