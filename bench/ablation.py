@@ -320,6 +320,7 @@ def main():
     parser.add_argument("--only", help="variants, separated by commas; all: " + ", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     given, overrides = parser.parse_known_args()
+    given.out.mkdir(parents=True, exist_ok=True)  # now, not behind hours of training
     study = Study(given, overrides)
     costs = [study.costs()]
     equal_time = {v: as_long(given.steps, costs[0][v]) for v in study.variants}
