@@ -344,5 +344,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
