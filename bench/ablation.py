@@ -88,15 +88,15 @@ class Study:
 
     def __init__(self, given, overrides):
         self.given, self.overrides = given, overrides
+        chosen = given.only.split(",") if given.only else list(VARIANTS)
+        if unknown := sorted(set(chosen) - set(VARIANTS)):
+            sys.exit(f"--only: no such variant: {unknown}; choose of {list(VARIANTS)}")
         config = self.config("default")
         self.environment = dict(os.environ)  # without the rank that this process becomes
         stages.ds.init_distributed()
         self.base = stages.get_base(config.base, Path(config.cache_dir))
         self.data = stages.get_data(config, self.base)
         self.every = {name: self._options(name) for name in VARIANTS}
-        chosen = given.only.split(",") if given.only else list(VARIANTS)
-        if unknown := sorted(set(chosen) - set(VARIANTS)):
-            sys.exit(f"--only: no such variant: {unknown}; choose of {list(VARIANTS)}")
         self.variants = {name: options for name, options in self.every.items() if name in {"default", *chosen}}
 
     def config(self, variant, options=None):
