@@ -320,7 +320,12 @@ def main():
     parser.add_argument("--only", help="variants, separated by commas; all: " + ", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     given, overrides = parser.parse_known_args()
-    given.out.mkdir(parents=True, exist_ok=True)  # now, not behind hours of training
+    if strange := [word for word in overrides if word.startswith("-")]:
+        parser.error(f"no such option: {' '.join(strange)} (see --help; options of train.py are key=value)")
+    try:  # now, not behind hours of training
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out={given.out}: no folder can be made there ({error.strerror}): name another")
     study = Study(given, overrides)
     costs = [study.costs()]
     equal_time = {v: as_long(given.steps, costs[0][v]) for v in study.variants}
@@ -344,5 +349,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")
