@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p .types/ctcdraft && for d in conf data eval launch model train; do ln -sfn ../../$$d .types/ctcdraft/$$d; done
 	@rm .venv/.begun && touch $@
 
-train: $(STAMP)  ## embedded base, data, head, export, eval; ends with a table
+train: $(STAMP)  ## toy base, data, head, export, eval; ends with a table
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LAUNCH) launch/train.py $(ARGS)
 
 eval: $(STAMP)  ## decode a benchmark with a run's head: ARGS="name=<run> bench=..."

@@ -2,7 +2,7 @@
 
 python bench/prepare.py [--conversations N] [--rounds N] [--tokenizer FOLDER]
 
-Synthetic conversations of the embedded corpus, joined to some 600 tokens each, go from a JSONL file to packed
+Synthetic conversations of the toy corpus, joined to some 600 tokens each, go from a JSONL file to packed
 rows on disk; every round also lets the tokenizer alone encode the same texts, already rendered, in the same batches.
 The peak is that of a process of its own that does the whole file once.
 """
@@ -22,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread of it on 
 
 from transformers import AutoTokenizer
 
-from ctcdraft.data import embedded
+from ctcdraft.data import toy
 from ctcdraft.data.packing import first_fit, padding_share
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import RowError, read_rows
@@ -35,8 +35,8 @@ ROW = 2048
 
 
 def write_conversations(path, count):
-    """`count` conversations of some 600 tokens, each of several of the embedded corpus; none twice."""
-    pool = [row["conversations"] for row in embedded.conversations(6000)]
+    """`count` conversations of some 600 tokens, each of several of the toy corpus; none twice."""
+    pool = [row["conversations"] for row in toy.conversations(6000)]
     with path.open("w") as stream:
         for number in range(count):
             turns = []
@@ -111,10 +111,10 @@ def main():
     parser.add_argument("--conversations", type=int, default=100_000)
     parser.add_argument("--sample", type=int, default=4096, help="conversations of each timed round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokenizer", help="a folder; default: the embedded base's, in .cache")
+    parser.add_argument("--tokenizer", help="a folder; default: the toy base's, in .cache")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    folder = options.tokenizer or str(max(Path(".cache").glob("embedded-*"), key=vocabulary))
+    folder = options.tokenizer or str(max(Path(".cache").glob("toy-*"), key=vocabulary))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as place:
         path, sample = Path(place) / "all.jsonl", Path(place) / "sample.jsonl"

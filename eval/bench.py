@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ctcdraft.data import embedded
+from ctcdraft.data import toy
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError
@@ -16,7 +16,7 @@ from ctcdraft.eval.rows import benchmark_rows, category_of, row_id, user_turns
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.sampling import Sampling
 
-KINDS = ("heldout", "embedded", "mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
+KINDS = ("heldout", "toy", "mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
 
@@ -100,7 +100,7 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
             raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
         source: Callable[[], Iterable[Any]] = partial(read_jsonl, data_folder / "heldout.jsonl")
     elif config.path is None:
-        source = embedded.questions
+        source = toy.questions
     else:
         source = partial(benchmark_rows, config.kind, config.path)
     rows = _spread(source, config.questions)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from ctcdraft.data import embedded
+from ctcdraft.data import toy
 from ctcdraft.data.records import Conversation, record_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_manifest
@@ -30,13 +30,13 @@ from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.head import head_on
 from ctcdraft.train import engine as ds
-from ctcdraft.train.embedded import embedded_folder
 from ctcdraft.train.files import free_bytes
 from ctcdraft.train.gate import GateConfig, overfit_gate
 from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.memory import memory_per_rank
 from ctcdraft.train.prepare import prepared_folder
+from ctcdraft.train.toy_base import toy_folder
 
 PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "numba", "numpy")
 NEEDED_GB = 5
@@ -166,11 +166,11 @@ def _wandb(report: Report, config: TrainEntry) -> None:
 
 
 def _base(report: Report, config: TrainEntry) -> Base | None:
-    if config.base.kind == "embedded" and not embedded_folder(Path(config.cache_dir), config.base.training).exists():
-        report.add("base", "the embedded base is not made yet: `make train` makes it, in under three minutes")
+    if config.base.kind == "toy" and not toy_folder(Path(config.cache_dir), config.base.training).exists():
+        report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
         return None
     with report.trying("base"):
-        made = embedded_folder(Path(config.cache_dir), config.base.training)
+        made = toy_folder(Path(config.cache_dir), config.base.training)
         trusted = config.base.trust_remote_code
         path, dtype = config.base.path or str(made), config.base.dtype
         base = load_base(path, dtype, template=config.base.template, trust_remote_code=trusted)
@@ -262,7 +262,7 @@ def _time(report: Report, config: TrainEntry, base: Base) -> None:
 def _gate(report: Report, config: TrainEntry, base: Base) -> None:
     """Train on one conversation until whole drafts are accepted."""
     settings = GateConfig(answer_tokens=min(config.data.max_new_tokens, 48))
-    data = config.data if config.data.kind == "sharegpt" else replace(config.data, kind="embedded", regenerate=True)
+    data = config.data if config.data.kind == "sharegpt" else replace(config.data, kind="toy", regenerate=True)
     found = overfit_gate(base, _conversation(config), config.head, config.objective, data, config.draft, settings)
     for stage, agrees, seen in found:
         report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
@@ -275,7 +275,7 @@ def _conversation(config: TrainEntry) -> list[dict[str, str]]:
     if config.data.kind == "text":
         return HELLO
     paths = config.data.paths
-    rows = (row for path in paths for row in read_rows(path)) if paths else embedded.conversations(1, config.seed)
+    rows = (row for path in paths for row in read_rows(path)) if paths else toy.conversations(1, config.seed)
     for index, row in enumerate(rows):
         try:
             record = record_of(row, str(index), "sharegpt")

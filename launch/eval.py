@@ -1,7 +1,7 @@
 """Decode a benchmark with an exported head, or with several side by side.
 
 python launch/eval.py name=<run> bench=mt_bench bench.path=question.jsonl
-python launch/eval.py head.path=<exported head> base.path=<model> bench=embedded "bench.temperatures=[0,1]"
+python launch/eval.py head.path=<exported head> base.path=<model> bench=toy "bench.temperatures=[0,1]"
 python launch/eval.py "heads=[<run>,<another run>,<exported head>]" bench=gsm8k
 
 Results go to runs/<name>/eval/<bench>/, of several heads to eval/<bench>-heads/ of the first.

@@ -7,12 +7,12 @@ from ctcdraft.model.base import DTYPES, TEMPLATES
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.model.sampling import Sampling
-from ctcdraft.train.embedded import EmbeddedBaseConfig
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.log import LoggerConfig
 from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig, check_fit
+from ctcdraft.train.toy_base import ToyBaseConfig
 
 
 def check_template(template: str | None) -> None:
@@ -23,22 +23,22 @@ def check_template(template: str | None) -> None:
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """kind: `embedded` (made on first use, as `training` says) or `local` (path: folder or Hub name).
+    """kind: `toy` (made on first use, as `training` says) or `local` (path: folder or Hub name).
 
     template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one. trust_remote_code: run
     Python code that a local base brings along.
     """
 
-    kind: str = "embedded"
+    kind: str = "toy"
     path: str | None = None
     dtype: str = "fp32"
     template: str | None = None
     trust_remote_code: bool = False
-    training: EmbeddedBaseConfig = field(default_factory=EmbeddedBaseConfig)
+    training: ToyBaseConfig = field(default_factory=ToyBaseConfig)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("embedded", "local"):
-            raise ValueError(f"base.kind={self.kind!r} is unknown: choose embedded or local")
+        if self.kind not in ("toy", "local"):
+            raise ValueError(f"base.kind={self.kind!r} is unknown: choose toy or local")
         if self.kind == "local" and self.path is None:
             raise ValueError("base=local needs base.path=<folder of a transformers model, or Hub name>")
         if self.dtype not in DTYPES:

@@ -23,11 +23,11 @@ from ctcdraft.model.head import HeadConfig, flops_per_draft, head_on, parameters
 from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best
-from ctcdraft.train.embedded import embedded_base
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
 from ctcdraft.train.prepare import FREE_REGENERATE, account_of, prepare, prepared_folder
+from ctcdraft.train.toy_base import toy_base
 
 LONGEST_NAME = 200
 # What may differ between two commands that continue one run.
@@ -60,13 +60,13 @@ def on_rank_zero_first(make: Callable[[], Path]) -> Path:
 
 
 def get_base(config: BaseConfig, cache: Path) -> Base:
-    """The base, trained first where it is the embedded one and not there yet."""
+    """The base, trained first where it is the toy one and not there yet."""
     if config.kind == "local":
         assert config.path is not None
         trusted = config.trust_remote_code
         return load_base(config.path, config.dtype, template=config.template, trust_remote_code=trusted)
-    before = set(cache.glob("embedded-*"))
-    folder = on_rank_zero_first(lambda: embedded_base(cache, config.training))
+    before = set(cache.glob("toy-*"))
+    folder = on_rank_zero_first(lambda: toy_base(cache, config.training))
     figures = json.loads((folder / "training.json").read_text())["held_out"]
     note = "reused" if folder in before else "trained"
     say(f"base: {folder} ({note}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token)")

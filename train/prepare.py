@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.data import embedded
+from ctcdraft.data import toy
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.records import Conversation, Record, Text
 from ctcdraft.data.secrets import masked
@@ -58,7 +58,7 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     options = {k: v for k, v in asdict(replace(config, regenerate=config.rewriting or False)).items() if k not in FREE}
     if config.rewriting:
         options["regenerate"] = {k: v for k, v in options["regenerate"].items() if k not in FREE_REGENERATE}
-    sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path] or embedded.fingerprint()
+    sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path] or toy.fingerprint()
     template = None if config.kind == "text" else base.tokenizer.chat_template
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
     key = [FORMAT, options, sources, template, identity, seed]
@@ -185,7 +185,7 @@ def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: Dat
         turns.update(account["turns"])
     write_jsonl(fresh / "rejects.jsonl", (row for shard in shards for row in read_jsonl(shard / "rejects.jsonl")))
     heldout = [row for shard in shards for row in read_jsonl(shard / "heldout.jsonl")]
-    questions = embedded.questions() if config.kind == "embedded" else heldout
+    questions = toy.questions() if config.kind == "toy" else heldout
     write_jsonl(fresh / "heldout.jsonl", questions)
     for split in SPLITS[:2]:
         join_corpora(fresh / f"{split}.safetensors", [shard / f"{split}.safetensors" for shard in shards])

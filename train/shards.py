@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ctcdraft.data import embedded
+from ctcdraft.data import toy
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.features import FORMATS
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
 from ctcdraft.train.regenerate import RegenerateConfig
 
-KINDS = ("embedded", "sharegpt", "text", "mixed")
-EMBEDDED_ROWS = 1800
+KINDS = ("toy", "sharegpt", "text", "mixed")
+TOY_ROWS = 1800
 SPLITS = ("train", "dev", "heldout")
 ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the evaluation questions
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """kind: `embedded`, `sharegpt` (conversations, any form), `text`, or `mixed` (both); path: file, glob or Hub
+    """kind: `toy`, `sharegpt` (conversations, any form), `text`, or `mixed` (both); path: file, glob or Hub
     name, or a list of them, with `weights` mixed row by row in these shares until one ends.
 
     limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
@@ -34,7 +34,7 @@ class DataConfig:
     show: so many sequences are printed after preparing.
     """
 
-    kind: str = "embedded"
+    kind: str = "toy"
     path: str | list[str] | None = None
     weights: list[float] | None = None
     limit: int | None = None
@@ -55,7 +55,7 @@ class DataConfig:
         low_high = self.prompt_tokens
         if self.kind not in KINDS:
             raise ValueError(f"data.kind={self.kind!r} is unknown: choose one of {KINDS}")
-        if self.kind != "embedded" and not self.paths:
+        if self.kind != "toy" and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
         if self.weights is not None and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
             raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
@@ -107,7 +107,7 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
             shard = _empty(shard.number + 1)
         shard = shard._replace(read=shard.read + 1)
         try:
-            record = record_of(row, name, config.kind if config.kind != "embedded" else "sharegpt")
+            record = record_of(row, name, config.kind if config.kind != "toy" else "sharegpt")
             if config.dedupe and (first := seen.setdefault(record.digest, name)) != name:
                 raise RowError(f"the same as row {first}")
             near = keep_out.of(asked_text(record)) if keep_out else None
@@ -123,7 +123,7 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
 def _rows(config: DataConfig, seed: int) -> Iterator[tuple[str, Any]]:
     if config.paths:
         return read_mixture(config.paths, config.weights)
-    made = embedded.conversations(config.limit or EMBEDDED_ROWS, seed)
+    made = toy.conversations(config.limit or TOY_ROWS, seed)
     return ((str(number), row) for number, row in enumerate(made))
 
 

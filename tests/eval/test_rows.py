@@ -53,12 +53,12 @@ def test_spec_bench_counts_the_eight_categories_of_mt_bench_as_one_task(chat_bas
 
 def test_a_few_questions_are_of_all_categories(chat_base, tmp_path):
     """A benchmark lists one category after the other."""
-    every = load_questions(BenchConfig("embedded", questions=None), chat_base, None, 0)
+    every = load_questions(BenchConfig("toy", questions=None), chat_base, None, 0)
     for few in (8, 24, 40):
-        found = load_questions(BenchConfig("embedded", questions=few), chat_base, None, 0)
+        found = load_questions(BenchConfig("toy", questions=few), chat_base, None, 0)
         assert found == [every[place * 80 // few] for place in range(few)]
         assert len({question.category for question in found}) == 8
-    assert load_questions(BenchConfig("embedded", questions=100), chat_base, None, 0) == every
+    assert load_questions(BenchConfig("toy", questions=100), chat_base, None, 0) == every
     rows = [{"turns": ["good"]} for _ in range(9)] + [{"turns": []}]
     path = written(tmp_path / "question.jsonl", rows)
     assert [q.id for q in load(chat_base, "mt_bench", path, 3)] == ["0", "3", "6"]

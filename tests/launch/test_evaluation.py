@@ -15,7 +15,7 @@ from ctcdraft.model import HeadConfig, build_head, export_head, load_base
 from ctcdraft.model.decoder import Decoder
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
-SMALL = ["bench=embedded", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
+SMALL = ["bench=toy", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
     words = [f"heads=[a,{place}/shipped/b]", "logger=offline", "bench.temperatures=[0,1]", "bench.seeds=2"]
     assert start(place, *words) == 0
     out = capsys.readouterr().out
-    folder = place / "runs" / "a" / "eval" / "embedded-heads"
+    folder = place / "runs" / "a" / "eval" / "toy-heads"
     assert f"lies in {folder}" in out
     assert "temperature 1:" in out
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
@@ -68,7 +68,7 @@ def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
 
 def test_one_head_keeps_its_place_and_logs_a_row_per_question(place):
     assert start(place, "name=a", "logger=offline") == 0
-    folder = place / "runs" / "a" / "eval" / "embedded"
+    folder = place / "runs" / "a" / "eval" / "toy"
     assert (folder / "results.json").is_file()
     (table,) = [path for path in folder.rglob("*.table.json") if path.name.startswith("questions")]
     assert len(json.loads(table.read_text())["data"]) == 2

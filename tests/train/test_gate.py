@@ -13,13 +13,13 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.train import gate as gates
 from ctcdraft.train import task
-from ctcdraft.train.embedded import EmbeddedBaseConfig, embedded_base
 from ctcdraft.train.gate import GateConfig, overfit_gate
 from ctcdraft.train.regenerate import Dialogue
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig
+from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
 
-SMALL = EmbeddedBaseConfig(
+SMALL = ToyBaseConfig(
     batch_tokens=384,
     conversations=300,
     held_out_conversations=8,
@@ -36,7 +36,7 @@ STAGES = ["tokenizer", "mask", "features", "positions", "labels", "attention", "
 @pytest.fixture(scope="module")
 def trained_base(tmp_path_factory):
     """Small, but with a language of its own: a random base would take any tokenizer for its own."""
-    return load_base(str(embedded_base(tmp_path_factory.mktemp("cache"), SMALL)))
+    return load_base(str(toy_base(tmp_path_factory.mktemp("cache"), SMALL)))
 
 
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):

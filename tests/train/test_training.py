@@ -215,17 +215,17 @@ def test_export_writes_the_head_elsewhere_and_it_evaluates_there(workplace, one_
     assert done.returncode == 0, done.stderr
     shipped = load_file(workplace / "shipped" / "head" / "model.safetensors")
     assert all(torch.equal(weight, shipped[name]) for name, weight in weights(workplace, "one").items())
-    bench = ("bench=embedded", "bench.questions=1", "bench.max_new_tokens=4", "logger=none")
+    bench = ("bench=toy", "bench.questions=1", "bench.max_new_tokens=4", "logger=none")
     done = entry(workplace, "eval.py", "head.path=shipped/head", f"base.path={workplace}/base", *bench)
     assert done.returncode == 0, done.stderr
-    assert (workplace / "shipped" / "eval" / "embedded" / "results.json").is_file()
+    assert (workplace / "shipped" / "eval" / "toy" / "results.json").is_file()
 
 
 def test_a_truncated_head_is_one_sentence_and_writes_nothing(workplace, one_process):
     entry(workplace, "export.py", "name=one", "output=cut/head")
     path = workplace / "cut" / "head" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    done = entry(workplace, "eval.py", "head.path=cut/head", f"base.path={workplace}/base", "bench=embedded")
+    done = entry(workplace, "eval.py", "head.path=cut/head", f"base.path={workplace}/base", "bench=toy")
     assert done.returncode == 1
     assert done.stderr == "error: cut/head/model.safetensors is damaged (checksum differs): export the head again\n"
     assert not (workplace / "cut" / "eval").exists()

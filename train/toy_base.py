@@ -1,4 +1,4 @@
-"""The embedded base: a small Llama trained on the embedded corpus on first use, then kept in a cache.
+"""The toy base: a small Llama trained on the toy corpus on first use, then kept in a cache.
 
 It makes everything runnable with no download: an ordinary transformers folder with its tokenizer and
 chat template, trained in under three minutes on one CPU core.
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctcdraft.data import embedded
+from ctcdraft.data import toy
 from ctcdraft.data.store import new_folder
 from ctcdraft.train.muon import Muon, matrices_of
 
@@ -37,8 +37,8 @@ POOL_BATCHES = 32  # batches that are sorted by length together, so that little 
 
 
 @dataclass(frozen=True)
-class EmbeddedBaseConfig:
-    """How the embedded base is built; the defaults are the real one, smaller values serve tests."""
+class ToyBaseConfig:
+    """How the toy base is built; the defaults are the real one, smaller values serve tests."""
 
     seed: int = 0
     conversations: int = 12_000
@@ -65,19 +65,19 @@ class Document(NamedTuple):
     spoken_L: Tensor
 
 
-def embedded_folder(cache: Path, config: EmbeddedBaseConfig) -> Path:
-    """Where the embedded base of that config lies in `cache`, made or not."""
-    return cache / f"embedded-{_key(config)}"
+def toy_folder(cache: Path, config: ToyBaseConfig) -> Path:
+    """Where the toy base of that config lies in `cache`, made or not."""
+    return cache / f"toy-{_key(config)}"
 
 
-def embedded_base(cache: Path, config: EmbeddedBaseConfig = EmbeddedBaseConfig()) -> Path:
-    """Return the folder of the embedded base in `cache`, training it first when it is not there.
+def toy_base(cache: Path, config: ToyBaseConfig = ToyBaseConfig()) -> Path:
+    """Return the folder of the toy base in `cache`, training it first when it is not there.
 
     The folder's name holds a hash of everything that shapes the base. It appears in one rename, so a
     training that was killed leaves nothing that could be taken for a base. The same config gives the
     same weights.
     """
-    folder = embedded_folder(cache, config)
+    folder = toy_folder(cache, config)
     if folder.exists():
         return folder
     with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]), _threads(config.threads):
@@ -96,15 +96,15 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _key(config: EmbeddedBaseConfig) -> str:
-    parts = [asdict(config), embedded.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
+def _key(config: ToyBaseConfig) -> str:
+    parts = [asdict(config), toy.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _build(folder: Path, config: EmbeddedBaseConfig) -> None:
+def _build(folder: Path, config: ToyBaseConfig) -> None:
     start = time.perf_counter()
-    train = list(_read(embedded.conversations(config.conversations, config.seed), config.conversations))
-    held_out = list(embedded.conversations(config.held_out_conversations, config.seed, held_out=True))
+    train = list(_read(toy.conversations(config.conversations, config.seed), config.conversations))
+    held_out = list(toy.conversations(config.held_out_conversations, config.seed, held_out=True))
     tokenizer = _train_tokenizer(train, config)
     documents = _encode(train, tokenizer)
     torch.manual_seed(config.seed)
@@ -125,10 +125,10 @@ def _build(folder: Path, config: EmbeddedBaseConfig) -> None:
 
 
 def _read(conversations: Iterable[Mapping[str, Any]], count: int) -> Iterable[Mapping[str, Any]]:
-    return tqdm(conversations, total=count, desc="embedded corpus", unit="conv")
+    return tqdm(conversations, total=count, desc="toy corpus", unit="conv")
 
 
-def _train_tokenizer(conversations: list[Mapping[str, Any]], config: EmbeddedBaseConfig) -> PreTrainedTokenizerFast:
+def _train_tokenizer(conversations: list[Mapping[str, Any]], config: ToyBaseConfig) -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -142,7 +142,7 @@ def _train_tokenizer(conversations: list[Mapping[str, Any]], config: EmbeddedBas
         show_progress=False,
     )
     texts = [turn["value"] for conversation in conversations for turn in conversation["conversations"]]
-    tokenizer.train_from_iterator(tqdm(texts, desc="embedded tokenizer", unit="text"), trainer)
+    tokenizer.train_from_iterator(tqdm(texts, desc="toy tokenizer", unit="text"), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -171,7 +171,7 @@ def _document(turns: list[Mapping[str, str]], tokenizer: PreTrainedTokenizerFast
     return Document(torch.tensor(ids), torch.tensor(spoken))
 
 
-def _llama_config(tokenizer: PreTrainedTokenizerFast, config: EmbeddedBaseConfig) -> LlamaConfig:
+def _llama_config(tokenizer: PreTrainedTokenizerFast, config: ToyBaseConfig) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -186,14 +186,14 @@ def _llama_config(tokenizer: PreTrainedTokenizerFast, config: EmbeddedBaseConfig
     )
 
 
-def _train(model: LlamaForCausalLM, documents: list[Document], config: EmbeddedBaseConfig) -> int:
+def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> int:
     """Train in place; return how many tokens were read."""
     model.train()
     optimizer = _optimizer(model, config)
     schedule = _schedule(optimizer, config)
     batches = _batches(documents, config)
     tokens = 0
-    progress = tqdm(range(config.steps), desc="embedded base", unit="step")
+    progress = tqdm(range(config.steps), desc="toy base", unit="step")
     for _ in progress:
         ids_BL, spoken_BL = next(batches)
         loss_BL = _next_token_loss(model, ids_BL)
@@ -210,7 +210,7 @@ def _train(model: LlamaForCausalLM, documents: list[Document], config: EmbeddedB
     return tokens
 
 
-def _optimizer(model: LlamaForCausalLM, config: EmbeddedBaseConfig) -> Muon:
+def _optimizer(model: LlamaForCausalLM, config: ToyBaseConfig) -> Muon:
     matrices = matrices_of(model.model.layers)
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices.values())]
     return Muon(
@@ -223,7 +223,7 @@ def _optimizer(model: LlamaForCausalLM, config: EmbeddedBaseConfig) -> Muon:
     )
 
 
-def _schedule(optimizer: torch.optim.Optimizer, config: EmbeddedBaseConfig) -> torch.optim.lr_scheduler.OneCycleLR:
+def _schedule(optimizer: torch.optim.Optimizer, config: ToyBaseConfig) -> torch.optim.lr_scheduler.OneCycleLR:
     """A short warmup, then a cosine down to a hundredth."""
     return torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
@@ -243,7 +243,7 @@ def _next_token_loss(model: LlamaForCausalLM, ids_BL: Tensor) -> Tensor:
     return loss.view(ids_BL.shape[0], -1)
 
 
-def _batches(documents: list[Document], config: EmbeddedBaseConfig) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(documents: list[Document], config: ToyBaseConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless padded batches of about `batch_tokens`, of documents of similar length."""
     while True:
         order = torch.randperm(len(documents)).tolist()

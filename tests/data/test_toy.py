@@ -1,4 +1,4 @@
-"""The embedded corpus is deterministic, its splits are disjoint, and what it says is true."""
+"""The toy corpus is deterministic, its splits are disjoint, and what it says is true."""
 
 import csv
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 
 from ctcdraft.data.corpus.template import fill
 from ctcdraft.data.corpus.words import GROUPS
-from ctcdraft.data.embedded import CATEGORIES, TEMPLATES, conversations, fingerprint, questions
+from ctcdraft.data.toy import CATEGORIES, TEMPLATES, conversations, fingerprint, questions
 
 FIXED_SHOPPING = {"name": "Anna", "thing": "map", "count": 3, "price": 4, "paid": 20}
 SAMPLE = list(conversations(2400, seed=3))

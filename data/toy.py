@@ -1,4 +1,4 @@
-"""The embedded corpus: generated ShareGPT-form conversations and MT-Bench-form questions.
+"""The toy corpus: generated ShareGPT-form conversations and MT-Bench-form questions.
 
 It needs no network, is the same everywhere for a seed, and its training and held-out splits cannot
 share a first question (see `ctcdraft.data.corpus.template.Item`).
@@ -51,7 +51,7 @@ def conversations(count: int, seed: int = 0, *, held_out: bool = False) -> Itera
         item = next(fresh[category])
         exchanges = (item.first, *item.follow_ups)[: rng.choice(EXCHANGES)]
         yield {
-            "id": f"embedded-{split}-{seed}-{number}",
+            "id": f"toy-{split}-{seed}-{number}",
             "category": category,
             "conversations": [
                 {"from": speaker, "value": value}
@@ -91,6 +91,6 @@ def _distinct(category: str, rng: random.Random, held_out: bool) -> Iterator[Ite
             if item.held_out == held_out and item.first.ask not in seen:
                 break
         else:
-            raise ValueError(f"the embedded corpus has only {len(seen)} conversations of category {category!r}")
+            raise ValueError(f"the toy corpus has only {len(seen)} conversations of category {category!r}")
         seen.add(item.first.ask)
         yield item

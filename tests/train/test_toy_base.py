@@ -1,4 +1,4 @@
-"""The embedded base is an ordinary transformers folder with a right chat template, built once."""
+"""The toy base is an ordinary transformers folder with a right chat template, built once."""
 
 import json
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ctcdraft.data.embedded import conversations, questions
-from ctcdraft.train import embedded
-from ctcdraft.train.embedded import ASSISTANT, BOS, END, USER, EmbeddedBaseConfig, embedded_base
+from ctcdraft.data.toy import conversations, questions
+from ctcdraft.train import toy_base as training
+from ctcdraft.train.toy_base import ASSISTANT, BOS, END, USER, ToyBaseConfig, toy_base
 
-TINY = EmbeddedBaseConfig(
+TINY = ToyBaseConfig(
     conversations=50, held_out_conversations=8, vocab_size=400, hidden_size=32, layers=1, heads=2, steps=20,
     batch_tokens=512, warmup_steps=5,
 )  # fmt: skip
@@ -29,7 +29,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(cache):
-    return embedded_base(cache, TINY)
+    return toy_base(cache, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(tokenizer):
 
 def test_training_sees_what_the_chat_template_gives(tokenizer):
     for row in conversations(16):
-        document = embedded._document(row["conversations"], tokenizer)
+        document = training._document(row["conversations"], tokenizer)
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
         encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -83,29 +83,29 @@ def test_training_sees_what_the_chat_template_gives(tokenizer):
 
 
 def test_a_finished_base_is_reused(cache, folder, monkeypatch):
-    monkeypatch.setattr(embedded, "_build", lambda *_: pytest.fail("trained again"))
-    assert embedded_base(cache, TINY) == folder
+    monkeypatch.setattr(training, "_build", lambda *_: pytest.fail("trained again"))
+    assert toy_base(cache, TINY) == folder
 
 
 def test_same_config_gives_the_same_weights(folder, tmp_path):
-    again = embedded_base(tmp_path, TINY)
+    again = toy_base(tmp_path, TINY)
     assert again.name == folder.name
     for name in ("model.safetensors", "tokenizer.json"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_another_config_is_another_base(cache, folder):
-    assert embedded._key(TINY) != embedded._key(EmbeddedBaseConfig())
+    assert training._key(TINY) != training._key(ToyBaseConfig())
 
 
 def test_a_killed_training_leaves_no_base(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(embedded, "_train", killed)
+    monkeypatch.setattr(training, "_train", killed)
     monkeypatch.setattr("ctcdraft.data.store.shutil.rmtree", lambda *_, **__: None)  # a kill -9 cleans nothing up
     with pytest.raises(KeyboardInterrupt):
-        embedded_base(tmp_path, TINY)
-    assert not list(tmp_path.glob("embedded-*"))
+        toy_base(tmp_path, TINY)
+    assert not list(tmp_path.glob("toy-*"))
     monkeypatch.undo()
-    assert (embedded_base(tmp_path, TINY) / "model.safetensors").exists()
+    assert (toy_base(tmp_path, TINY) / "model.safetensors").exists()
