@@ -23,8 +23,8 @@ class Batch(NamedTuple):
     positions up to it, the root follows, and labels_NU[n, : lengths_N[n]] follow the root.
 
     Where a row holds several documents, document_BL says which (from 0; -1 on padding), and place_BL counts
-    each document's positions from 0. Both are None where a row is one document. stored_BLD: the base's hidden states
-    and stored_scale_BL their scale, where they were stored.
+    each document's positions from 0. Both are None where a row is one document. stored_BLX: the base's hidden states
+    with the attended layers' keys and values behind them, and stored_scale_BL their scale, where they were stored.
     """
 
     ids_BL: Tensor
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     lengths_N: Tensor
     document_BL: Tensor | None = None
     place_BL: Tensor | None = None
-    stored_BLD: Tensor | None = None
+    stored_BLX: Tensor | None = None
     stored_scale_BL: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
@@ -135,7 +135,7 @@ class Sampler:
         batch = Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
         if self.features:
             stored = self.features.rows([row.tolist() for row in rows], self.max_length)
-            batch = batch._replace(stored_BLD=stored.values, stored_scale_BL=stored.scale)
+            batch = batch._replace(stored_BLX=stored.values, stored_scale_BL=stored.scale)
         if not self.pack:
             return batch
         return batch._replace(document_BL=torch.from_numpy(document_BL), place_BL=torch.from_numpy(place_BL))

@@ -1,8 +1,9 @@
 """The base's hidden states on disk, so that a training step needs no forward of the base's layers.
 
 A folder holds shards `NNNNN.safetensors` of whole sequences and manifest.json, which is written last and says what
-they belong to. A shard has `hidden` [P, D] of its P positions in bfloat16, or in float8-e4m3 with a power of two
-`scale` [P] per position, and a `checksum` per sequence that every reading is held against.
+they belong to. A shard has `hidden` [P, X] of its P positions in bfloat16, or in float8-e4m3 with a power of two
+`scale` [P] per position, and a `checksum` per sequence that every reading is held against. X: a hidden state, and
+behind it the keys and values of the layers that the head attends to (`Base.hidden(layers=...)`).
 """
 
 import bisect
@@ -26,7 +27,7 @@ SHARD_POSITIONS = 32768
 
 
 class Hidden(NamedTuple):
-    """Hidden states [..., D] as they are stored; fp8 ones with the scale [...] that their positions are divided by."""
+    """Hidden states [..., X] as they are stored; fp8 ones with the scale [...] that their positions are divided by."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -80,7 +81,7 @@ def shard_tensors(sequences: Sequence[Hidden]) -> dict[str, Tensor]:
 
 
 def bytes_of(lengths: NDArray[np.int64], size: int, kind: str) -> int:
-    """What sequences of these lengths take on a disk, hidden states of `size` numbers each."""
+    """What sequences of these lengths take on a disk, `size` numbers per position."""
     per_position = size * FORMATS[kind].itemsize + (4 if kind == "fp8" else 0)
     return int(lengths.sum()) * per_position + 8 * len(lengths)
 
@@ -135,7 +136,7 @@ class Features:
         return found
 
     def rows(self, rows: Sequence[Sequence[int]], longest: int) -> Hidden:
-        """Sequences end to end in their rows, each cut after `longest` positions: [B, L, D], 0 on padding."""
+        """Sequences end to end in their rows, each cut after `longest` positions: [B, L, X], 0 on padding."""
         pieces = [[self[number] for number in row] for row in rows]
         values = [torch.cat([piece.values[:longest] for piece in row]) for row in pieces]
         padded = pad_sequence(values, batch_first=True)

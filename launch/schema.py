@@ -1,6 +1,6 @@
 """The typed shape of each entry's configuration; below launch/ nobody sees anything else."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base import DTYPES, TEMPLATES
@@ -74,13 +74,6 @@ class TrainEntry:
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
         check_seed(self.seed)
-        if self.head.base_layers is None and self.data.features is not None:
-            object.__setattr__(self, "head", replace(self.head, base_layers=0))
-        if self.head.base_layers and self.data.features is not None:
-            raise ValueError(
-                f"data.features={self.data.features} stores no keys and values: leave it at null, or "
-                "head.base_layers at 0"
-            )
         if self.head.kind == "eagle" and self.train.pack:
             raise ValueError("head=eagle drafts in rows of one document: leave train.pack at false")
 

@@ -19,7 +19,7 @@ from ctcdraft.data.store import claimed, load_corpus, read_manifest, read_object
 from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
-from ctcdraft.model.head import HeadConfig, flops_per_draft, head_on, parameters_of
+from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_on, parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best
@@ -99,10 +99,12 @@ def get_data(config: TrainEntry, base: Base) -> Path:
 
 
 def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features | None:
-    """The base's hidden states of the training sequences, stored first where they are asked for and not there yet."""
+    """The base's hidden states of the training sequences, with the keys and values that the head attends to; stored
+    first where they are asked for and not there yet."""
     if config.data.features is None:
         return None
-    store = FeatureStore(base, data_folder, config.data.features, Path(config.cache_dir))
+    attended = attended_on(base, config.head)
+    store = FeatureStore(base, data_folder, config.data.features, Path(config.cache_dir), attended)
     there = store.done
     if not there:
         say(f"features: storing {store.check_room()}")

@@ -342,9 +342,14 @@ def build_head(config: HeadConfig, hidden_size: int, attended: Attended | None =
 def head_on(base: Base, config: HeadConfig) -> Head:
     """A freshly initialised head for that base; of base_layers=None it makes the number that the base allows. Raises
     ValueError where it has no such layers to attend to."""
-    if config.base_layers is None:
-        config = replace(config, base_layers=int(base.can_be_attended))
-    return build_head(config, base.hidden_size, base.attended(config.base_layers))
+    attended = attended_on(base, config)
+    layers = 0 if attended is None else len(attended.layers)
+    return build_head(replace(config, base_layers=layers), base.hidden_size, attended)
+
+
+def attended_on(base: Base, config: HeadConfig) -> Attended | None:
+    """The layers whose keys and values a head of that config attends to. Raises ValueError as `head_on` does."""
+    return base.attended(int(base.can_be_attended) if config.base_layers is None else config.base_layers)
 
 
 def parameters_of(module: nn.Module) -> int:

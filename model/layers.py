@@ -148,6 +148,11 @@ class Attended(NamedTuple):
     width: int
     frequency: tuple[float, ...]
 
+    @property
+    def size(self) -> int:
+        """Numbers of a position: keys and values of all layers."""
+        return 2 * len(self.layers) * self.heads * self.width
+
     def apart(self, states_BLX: Tensor, hidden_size: int) -> tuple[Tensor, list[Memory]]:
         """Hidden states [B, L, D], and the keys and values of all layers as those of as many heads."""
         B, L, _ = states_BLX.shape

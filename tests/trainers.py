@@ -12,6 +12,7 @@ from bases import write_base
 from ctcdraft.launch.door import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
+from ctcdraft.model.head import attended_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.log import LoggerConfig, RunLog
@@ -44,7 +45,8 @@ class Trainers:
         config = typed(compose("train", words), TrainEntry)
         data, features = prepare(self.base, config.data, config.seed, self.work / "cache"), None
         if config.data.features:
-            store = FeatureStore(self.base, data, config.data.features, self.work / "cache")
+            attended = attended_on(self.base, config.head)
+            store = FeatureStore(self.base, data, config.data.features, self.work / "cache", attended)
             store.fill()
             features = store.open()
         return Trainer(config.plan, self.base, data, folder, features)

@@ -1,4 +1,5 @@
-"""Prepared sequences -> the base's hidden states at all of their positions, stored once per (base, sequences, format).
+"""Prepared sequences -> the base's hidden states at all of their positions, and the keys and values of the layers that
+a head attends to; stored once per (base, layers, sequences, format).
 
 Shards are shared out like those of preparing: a process claims one, writes it, renames it. Every shard is a function of
 base and sequences alone, so whoever dies leaves nothing but its claim.
@@ -30,20 +31,34 @@ from ctcdraft.data.features import (
 from ctcdraft.data.store import claimed, load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import batches_by_length
+from ctcdraft.model.layers import Attended
 from ctcdraft.train.files import free_bytes, size_of, write_atomically
 
-FORMAT = 1
+FORMAT = 2
 SPLIT = "train"  # development sequences are few, and read by the base itself at every evaluation
 BATCH = 8  # sequences per forward: part of what decides the bits
 
 
 class FeatureStore:
-    """Where the hidden states of a prepared folder's training sequences lie, and how they come there."""
+    """Where the hidden states of a prepared folder's training sequences lie, and how they come there.
 
-    def __init__(self, base: Base, data_folder: Path, kind: str, cache: Path, positions: int = SHARD_POSITIONS) -> None:
-        self.base, self.kind = base, kind
+    attended: the layers whose keys and values are kept with them, if any (`attended_on`).
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        data_folder: Path,
+        kind: str,
+        cache: Path,
+        attended: Attended | None = None,
+        positions: int = SHARD_POSITIONS,
+    ) -> None:
+        self.base, self.kind, self.attended = base, kind, attended
+        self.layers = () if attended is None else attended.layers
+        self.size = base.hidden_size + (0 if attended is None else attended.size)
         self.corpus = load_corpus(data_folder, SPLIT)
-        self.facts = _facts(base, data_folder / f"{SPLIT}.safetensors", kind)
+        self.facts = self._facts(data_folder / f"{SPLIT}.safetensors")
         digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:12]
         self.folder = cache / f"features-{kind}-{digest}"
         self._work = self.folder.with_name(f"{self.folder.name}.work")
@@ -56,15 +71,17 @@ class FeatureStore:
     @property
     def bytes_left(self) -> int:
         """An estimate of what is still to be written."""
-        whole = bytes_of(self.corpus.lengths, self.base.hidden_size, self.kind)
+        whole = bytes_of(self.corpus.lengths, self.size, self.kind)
         return max(0, whole - (size_of(self.folder) if self.folder.is_dir() else 0))
 
     def check_room(self) -> str:
         """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         left, free = self.bytes_left, free_bytes(self.folder)
-        count, size = len(self.corpus.ids), self.base.hidden_size
-        needed = f"{_gigabytes(left)} for hidden states of {size} numbers at {count:,} positions in {self.kind}"
+        what = f"hidden states of {self.base.hidden_size} numbers"
+        if self.attended is not None:
+            what += f" and keys and values of {self.attended.size}"
+        needed = f"{_gigabytes(left)} for {what} at {len(self.corpus.ids):,} positions in {self.kind}"
         if left > free:
             smaller = ", take data.features=fp8 (half of it)" if self.kind == "bf16" else ""
             raise ValueError(
@@ -80,10 +97,13 @@ class FeatureStore:
             shutil.rmtree(self._work, ignore_errors=True)  # what a process left that was killed at the very end
             return
         self.check_room()
-        for number in tqdm(range(len(self._shards)), "base states", unit="shard", mininterval=1):
-            self._store(number, wait=False)
-        for number in range(len(self._shards)):  # what another process was at, or may have left
-            self._store(number, wait=True)
+        with tqdm(total=len(self.corpus.ids), desc="base states", unit="token", unit_scale=True, mininterval=1) as bar:
+            for number in range(len(self._shards)):
+                self._store(number, bar, wait=False)
+                bar.n = self._positions_stored()  # whoever stored them
+                bar.refresh()
+            for number in range(len(self._shards)):  # what another process was at, or may have left
+                self._store(number, bar, wait=True)
         with claimed(self.folder.with_name(f"{self.folder.name}.lock"), wait=True):
             if not self.done:
                 self._write_manifest()
@@ -93,24 +113,29 @@ class FeatureStore:
         """The stored hidden states. Raises ValueError where they are damaged, or not this base's on this data."""
         return Features(self.folder, self.corpus.lengths, self.facts)
 
-    def _store(self, number: int, *, wait: bool) -> None:
+    def _positions_stored(self) -> int:
+        there = (shard for number, shard in enumerate(self._shards) if (self.folder / shard_name(number)).is_file())
+        return sum(int(self.corpus.lengths[shard].sum()) for shard in there)
+
+    def _store(self, number: int, bar: tqdm, *, wait: bool) -> None:
         path = self.folder / shard_name(number)
         if path.is_file():
             return
         with claimed(self._work / f"{number:05}.lock", wait=wait) as ours:
             if ours and not path.is_file():
-                found = dict(self._hidden(self._shards[number]))
+                found = dict(self._hidden(self._shards[number], bar))
                 tensors = shard_tensors([found[sequence] for sequence in self._shards[number]])
                 write_atomically(path, save(tensors))
 
-    def _hidden(self, sequences: range) -> Iterator[tuple[int, Hidden]]:
+    def _hidden(self, sequences: range, bar: tqdm) -> Iterator[tuple[int, Hidden]]:
         """(sequence, its hidden states) of a shard, in batches of like length."""
         rows = [torch.from_numpy(np.asarray(self.corpus[sequence].ids, np.int64)) for sequence in sequences]
         for batch in batches_by_length(rows, BATCH):
             ids_BL = pad_sequence([rows[i] for i in batch], batch_first=True)  # padded behind: no effect
-            hidden_BLD = self.base.hidden(ids_BL.to(self.base.device))
+            hidden_BLX = self.base.hidden(ids_BL.to(self.base.device), layers=self.layers)
             for b, i in enumerate(batch):
-                yield sequences[i], encoded(hidden_BLD[b, : len(rows[i])], self.kind).cpu()
+                yield sequences[i], encoded(hidden_BLX[b, : len(rows[i])], self.kind).cpu()
+                bar.update(len(rows[i]))
 
     def _write_manifest(self) -> None:
         shards = [
@@ -119,21 +144,22 @@ class FeatureStore:
         ]
         write_atomically(self.folder / "manifest.json", json.dumps({**self.facts, "shards": shards}, indent=1).encode())
 
+    def _facts(self, corpus: Path) -> dict[str, Any]:
+        """What stored hidden states belong to: any other base, layers, tokenizer or sequences have others."""
+        base = self.base
+        shape = (base.identity["config"], base.identity["lm_head"], base.weights, str(base.dtype))
+        with corpus.open("rb") as stream:
+            sequences = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "size": self.size,
+            "base": " ".join(shape),
+            "layers": " ".join(map(str, self.layers)),
+            "tokenizer": base.identity["tokenizer"],
+            "data": sequences,
+        }
+
 
 def _gigabytes(count: int) -> str:
     return f"{count / 2**30:.2f} GB"
-
-
-def _facts(base: Base, corpus: Path, kind: str) -> dict[str, Any]:
-    """What stored hidden states belong to: any other base, tokenizer or sequences have others."""
-    shape = (base.identity["config"], base.identity["lm_head"], base.weights, str(base.dtype))
-    with corpus.open("rb") as stream:
-        sequences = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {
-        "format": FORMAT,
-        "kind": kind,
-        "size": base.hidden_size,
-        "base": " ".join(shape),
-        "tokenizer": base.identity["tokenizer"],
-        "data": sequences,
-    }

@@ -43,7 +43,7 @@ def memory_per_rank(
     recalled = micro * length * 3 * config.mixer_width * width
     attended, attends = head.attended, head.attended is not None
     seen_of_base = 0 if attended is None else len(attended.layers) * attended.heads * attended.width
-    features = base.hidden_size + 2 * seen_of_base  # keys and values
+    features = base.hidden_size + (0 if attended is None else attended.size)
     mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_OF_FOUND * (config.recall + attends)
     per_draft = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
     per_draft += asking * (KEPT_BY_RECALL * config.recall * config.mixer_width + KEPT_OF_BASE * seen_of_base)

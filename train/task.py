@@ -170,23 +170,24 @@ def draft_losses(
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | None = None) -> tuple[Tensor, Tensor]:
-    """(hidden states, embedded roots), both [B, L, D]; the root of position t is the token at t + 1. Behind the hidden
-    states come the keys and values of the layers that `head` attends to, where it does.
+    """(hidden states [B, L, X], embedded roots [B, L, D]); the root of position t is the token at t + 1. X: behind the
+    hidden states come the keys and values of the layers that `head` attends to, where it does.
 
     Documents that share a row know nothing of each other: positions and attention start anew in each. Where the
-    hidden states were stored, the base's layers do not run.
+    hidden states were stored, for a head that attends to the same layers, the base's layers do not run.
     """
-    layers = () if head is None else head.attended_layers
-    if batch.stored_BLD is not None:
-        assert not layers, "hidden states are stored without keys and values"
-        hidden_BLD = decoded(Hidden(batch.stored_BLD, batch.stored_scale_BL))
+    attended = None if head is None else head.attended
+    if batch.stored_BLX is not None:
+        hidden_BLX = decoded(Hidden(batch.stored_BLX, batch.stored_scale_BL))
+        assert hidden_BLX.shape[2] == base.hidden_size + (0 if attended is None else attended.size)
     else:
         sight = document_sight(batch)
         mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
-        hidden_BLD = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions, layers=layers)
+        layers = () if attended is None else attended.layers
+        hidden_BLX = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions, layers=layers)
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
-    return hidden_BLD.to(dtype), root_BLD.to(dtype)
+    return hidden_BLX.to(dtype), root_BLD.to(dtype)
 
 
 def read_at(batch: Batch) -> Iterator[NDArray[np.int64]]:

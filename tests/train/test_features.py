@@ -15,7 +15,8 @@ from bases import tiny_tokenizer, write_base
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features, decoded
 from ctcdraft.data.store import Example, load_corpus, save_corpus
-from ctcdraft.model import HeadConfig, build_head, load_base
+from ctcdraft.model import HeadConfig, load_base
+from ctcdraft.model.head import head_on
 from ctcdraft.train import features as stage
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
@@ -48,8 +49,8 @@ def sequences(folder, count=60, seed=0):
     return folder
 
 
-def store_of(base, data, cache, kind="bf16", positions=POSITIONS):
-    return FeatureStore(base, data, kind, cache, positions)
+def store_of(base, data, cache, kind="bf16", layers=0, positions=POSITIONS):
+    return FeatureStore(base, data, kind, cache, base.attended(layers), positions)
 
 
 def stored(*given, **options):
@@ -73,22 +74,23 @@ def outcome(base, task, sampler, steps):
     losses = []
     for step in range(steps):
         batch = sampler.collate(step, slice(None))
-        loss, sums = task(*base_features(base, batch, torch.float32), batch)
+        loss, sums = task(*base_features(base, batch, torch.float32, task.head), batch)
         (loss / sums.anchors).backward()
         losses.append(float(loss.detach() / sums.anchors))
     return np.array(losses), torch.cat([p.grad.flatten() for p in task.parameters()])
 
 
-def task_on(base):
+def task_on(base, layers=0):
     torch.manual_seed(0)
-    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16, heads=2, mixer_heads=2), 32)
+    head = head_on(base, HeadConfig(slots=4, width=32, mixer_width=16, heads=2, mixer_heads=2, base_layers=layers))
     return DraftTask(head, ObjectiveConfig(labels=4), base)
 
 
+@pytest.mark.parametrize("layers", [0, 2])
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("kind", TOLERANCES)
-def test_stored_and_online_losses_and_gradients_are_equal_within_rounding(base, data, tmp_path, kind, pack):
-    features, task = stored(base, data, tmp_path, kind).open(), task_on(base)
+def test_stored_and_online_losses_and_gradients_are_equal_within_rounding(base, data, tmp_path, kind, pack, layers):
+    features, task = stored(base, data, tmp_path, kind, layers).open(), task_on(base, layers)
     corpus = load_corpus(data, "train")
     options = {"batch": 3, "anchors": 6, "labels": 4, "max_length": 64 if pack else 24, "seed": 0, "pack": pack}
     online, reading = Sampler(corpus, **options), Sampler(corpus, features=features, **options)
@@ -100,13 +102,33 @@ def test_stored_and_online_losses_and_gradients_are_equal_within_rounding(base, 
     assert 0 < off_gradient < TOLERANCES[kind][1]
 
 
-def test_the_states_of_another_sequence_would_not_do(base, data, tmp_path):
-    features, task = stored(base, data, tmp_path).open(), task_on(base)
+def test_a_half_precision_base_loses_nothing(base, data, tmp_path):
+    half = load_base(base.path, "bf16")
+    features, task = stored(half, data, tmp_path, layers=1).open(), task_on(half, 1)
+    corpus, options = load_corpus(data, "train"), {"batch": 1, "anchors": 6, "labels": 4, "max_length": 64, "seed": 0}
+    steps = 12  # of one row each, as they were not stored: another batch may round the base's sums in another way
+    loss, gradient = outcome(half, task, Sampler(corpus, **options), steps)
+    got, got_gradient = outcome(half, task, Sampler(corpus, features=features, **options), steps)
+    assert np.abs(got / loss - 1).max() < TOLERANCES["bf16"][0]
+    assert (got_gradient - gradient).norm() < TOLERANCES["bf16"][1] * gradient.norm()
+    assert (got == loss).mean() > 0.5
+
+
+@pytest.mark.parametrize("part", ["hidden states", "keys and values"])
+def test_the_states_of_another_sequence_would_not_do(base, data, tmp_path, part):
+    features, task = stored(base, data, tmp_path, layers=2).open(), task_on(base, 2)
     options = {"batch": 3, "anchors": 6, "labels": 4, "max_length": 24, "seed": 0}
     sampler = Sampler(load_corpus(data, "train"), features=features, **options)
     _, gradient = outcome(base, task, sampler, 1)
-    honest = sampler.collate
-    sampler.collate = lambda *given: (batch := honest(*given))._replace(stored_BLD=batch.stored_BLD.flip(0))
+    honest, columns = sampler.collate, slice(32) if part == "hidden states" else slice(32, None)
+
+    def swapped(*given):
+        batch = honest(*given)
+        stored_BLX = batch.stored_BLX.clone()
+        stored_BLX[..., columns] = batch.stored_BLX.flip(0)[..., columns]
+        return batch._replace(stored_BLX=stored_BLX)
+
+    sampler.collate = swapped
     _, other = outcome(base, task, sampler, 1)
     assert (other - gradient).norm() > 3 * TOLERANCES["fp8"][1] * gradient.norm()
 
@@ -135,7 +157,7 @@ def test_a_step_from_stored_states_runs_no_layer_of_the_base(small, tmp_path, mo
     assert losses[0] != losses[1]
 
 
-RUNS = {"online": ("head.base_layers=0",), "stored": ("data.features=bf16",)}
+RUNS = {"online": ("head.base_layers=1",), "stored": ("head.base_layers=1", "data.features=bf16")}
 
 
 def steps_of(trainer):
@@ -201,12 +223,12 @@ def test_a_full_disk_is_refused_before_anything_is_read(base, data, tmp_path, mo
 
 
 def test_the_estimate_is_what_the_files_take(base, data, tmp_path):
-    store = store_of(base, data, tmp_path)
+    store = store_of(base, data, tmp_path, layers=1)
     estimate = store.bytes_left
     store.fill()
     assert estimate <= store.open().bytes < 1.1 * estimate + 4096  # headers, on shards of 120 positions
     assert store.bytes_left == 0
-    assert "0.00 GB for hidden states of 32 numbers at" in store.check_room()
+    assert "0.00 GB for hidden states of 32 numbers and keys and values of 32 at" in store.check_room()
 
 
 def test_what_is_stored_is_not_stored_again(base, data, tmp_path, monkeypatch):
@@ -240,6 +262,13 @@ def test_another_base_or_tokenizer_has_a_folder_of_its_own_and_refuses_this_one(
         other.open()
 
 
+def test_other_layers_have_a_folder_of_their_own_and_refuse_this_one(base, data, tmp_path):
+    store, other = stored(base, data, tmp_path, layers=1), store_of(base, data, tmp_path, layers=2)
+    assert len({store.folder, other.folder, store_of(base, data, tmp_path).folder}) == 3
+    with pytest.raises(ValueError, match="of another size"):
+        Features(store.folder, store.corpus.lengths, other.facts)
+
+
 def test_other_sequences_have_a_folder_of_their_own(base, data, tmp_path):
     (tmp_path / "d").mkdir()
     store, other = stored(base, data, tmp_path), store_of(base, sequences(tmp_path / "d", seed=1), tmp_path)
@@ -249,9 +278,9 @@ def test_other_sequences_have_a_folder_of_their_own(base, data, tmp_path):
 
 
 def test_every_position_is_stored(base, data, tmp_path):
-    store = stored(base, data, tmp_path)
+    store = stored(base, data, tmp_path, layers=1)
     features = store.open()
     for number in range(len(store.corpus)):
         ids = torch.from_numpy(store.corpus[number].ids.astype(int)).unsqueeze(0)
-        hidden = base.hidden(ids)[0]
+        hidden = base.hidden(ids, layers=(1,))[0]
         assert (decoded(features[number]).float() - hidden).norm() < 2**-8 * hidden.norm()
