@@ -1,7 +1,7 @@
-"""The toy corpus: generated ShareGPT-form conversations and MT-Bench-form questions.
+"""The toy corpus: generated conversations in ShareGPT form and two-turn questions in MT-Bench's form.
 
-It needs no network, is the same everywhere for a seed, and its training and held-out splits cannot
-share a first question (see `ctcdraft.data.corpus.template.Item`).
+For tests, and for machines that reach no registry. A seed gives the same text everywhere, and no first question stands
+in both splits. What is said in it: `ctcdraft.data.toy_scenarios`.
 """
 
 import hashlib
@@ -12,44 +12,29 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ctcdraft.data.corpus.coding import CODING
-from ctcdraft.data.corpus.extraction import EXTRACTION
-from ctcdraft.data.corpus.lessons import HUMANITIES, STEM
-from ctcdraft.data.corpus.maths import MATH
-from ctcdraft.data.corpus.reasoning import REASONING
-from ctcdraft.data.corpus.roleplay import ROLEPLAY
-from ctcdraft.data.corpus.template import Item
-from ctcdraft.data.corpus.writing import WRITING
+from ctcdraft.data.toy_scenarios import SCENARIOS, Scenario
 
-TEMPLATES = {
-    "writing": WRITING,
-    "roleplay": ROLEPLAY,
-    "reasoning": REASONING,
-    "math": MATH,
-    "coding": CODING,
-    "extraction": EXTRACTION,
-    "stem": STEM,
-    "humanities": HUMANITIES,
-}
-CATEGORIES: tuple[str, ...] = tuple(TEMPLATES)
+CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 QUESTIONS_PER_CATEGORY = 10
-FIRST_QUESTION_ID = 81  # MT-Bench counts from here
+FIRST_QUESTION_ID = 81  # as in MT-Bench
+HELD_OUT_SHARE = 1 / 16
 EXCHANGES = (1, 2, 2, 2, 2, 2, 3, 3)  # how many a conversation has, drawn evenly from these
-PATIENCE = 1000  # draws without a new item after which a category counts as exhausted
+PATIENCE = 1000  # draws without anything new, after which a category is exhausted
+
+Exchange = tuple[str, str]  # what the user asks, what the assistant answers
 
 
 def conversations(count: int, seed: int = 0, *, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """Yield `count` conversations of the training split (or of the held-out one), the categories in turn.
 
-    Each is `{"id", "category", "conversations": [{"from": "human" | "gpt", "value"}, ...]}` with one to
-    three exchanges. No two start with the same question. Raises ValueError when a category has no more.
+    Each is `{"id", "category", "conversations": [{"from": "human" | "gpt", "value"}, ...]}` of one to three
+    exchanges. No two start with the same question. Raises ValueError when a category has no more.
     """
     split = "held-out" if held_out else "train"
     rng = random.Random(f"{split} {seed}")
-    fresh = {category: _distinct(category, rng, held_out) for category in CATEGORIES}
+    sources = {category: _distinct(category, rng, held_out) for category in CATEGORIES}
     for number, category in zip(range(count), itertools.cycle(CATEGORIES)):
-        item = next(fresh[category])
-        exchanges = (item.first, *item.follow_ups)[: rng.choice(EXCHANGES)]
+        exchanges = next(sources[category])[: rng.choice(EXCHANGES)]
         yield {
             "id": f"toy-{split}-{seed}-{number}",
             "category": category,
@@ -65,13 +50,13 @@ def questions() -> list[dict[str, Any]]:
     """The 80 held-out questions, ten per category: `{"question_id", "category", "turns": [str, str]}`."""
     rng = random.Random("questions")
     drawn = [
-        (category, item)
+        (category, exchanges)
         for category in CATEGORIES
-        for item in itertools.islice(_distinct(category, rng, held_out=True), QUESTIONS_PER_CATEGORY)
+        for exchanges in itertools.islice(_distinct(category, rng, held_out=True), QUESTIONS_PER_CATEGORY)
     ]
     return [
-        {"question_id": number, "category": category, "turns": [item.first.ask, item.follow_ups[0].ask]}
-        for number, (category, item) in enumerate(drawn, FIRST_QUESTION_ID)
+        {"question_id": number, "category": category, "turns": [first, second]}
+        for number, (category, ((first, _), (second, _), *_)) in enumerate(drawn, FIRST_QUESTION_ID)
     ]
 
 
@@ -82,15 +67,30 @@ def fingerprint() -> str:
     return hashlib.sha256(json.dumps(sample, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _distinct(category: str, rng: random.Random, held_out: bool) -> Iterator[Item]:
-    """Items of one split, the templates in turn, until nothing new is found."""
+def _distinct(category: str, rng: random.Random, held_out: bool) -> Iterator[list[Exchange]]:
+    """Whole conversations of one split, its scenarios in turn, until nothing new is found."""
     seen: set[str] = set()
-    for template in itertools.cycle(TEMPLATES[category]):
+    for scenario in itertools.cycle(s for s in SCENARIOS if s.category == category):
         for _ in range(PATIENCE):
-            item = template.item(rng)
-            if item.held_out == held_out and item.first.ask not in seen:
+            slots = scenario.draw(rng)
+            exchanges = _converse(scenario, slots, rng)
+            if _is_held_out(scenario, slots) == held_out and exchanges[0][0] not in seen:
                 break
         else:
             raise ValueError(f"the toy corpus has only {len(seen)} conversations of category {category!r}")
-        seen.add(item.first.ask)
-        yield item
+        seen.add(exchanges[0][0])
+        yield exchanges
+
+
+def _converse(scenario: Scenario, slots: dict[str, Any], rng: random.Random) -> list[Exchange]:
+    """One opening and every follow-up, these in a random order: each refers to the slots alone."""
+    talk = scenario.write(**slots)
+    follow_ups = list(talk.follow_ups.items())
+    rng.shuffle(follow_ups)
+    return [rng.choice(list(talk.openings.items())), *follow_ups]
+
+
+def _is_held_out(scenario: Scenario, slots: dict[str, Any]) -> bool:
+    """A stable function of the slots, all of which every opening mentions: its rewordings are in the same split."""
+    digest = hashlib.sha256(f"{scenario.name} {slots}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32

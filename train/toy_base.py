@@ -1,17 +1,17 @@
 """The toy base: a small Llama trained on the toy corpus on first use, then kept in a cache.
 
-It makes everything runnable with no download: an ordinary transformers folder with its tokenizer and
-chat template, trained in under three minutes on one CPU core.
+For tests, and for machines that reach no registry: an ordinary transformers folder with its tokenizer and chat
+template, made in minutes on one CPU core.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '" + USER + "' + message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
 )
-FORMAT_VERSION = 2  # of the tokenizer and the training recipe: a change makes cached bases stale
-POOL_BATCHES = 32  # batches that are sorted by length together, so that little padding is needed
+FORMAT_VERSION = 3  # of the tokenizer and the training recipe: a change makes cached bases stale
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,23 @@ class ToyBaseConfig:
     seed: int = 0
     conversations: int = 12_000
     held_out_conversations: int = 160
-    vocab_size: int = 2048
+    vocab_size: int = 1024
     hidden_size: int = 128
     layers: int = 4
     heads: int = 4
     max_positions: int = 1024
-    steps: int = 1100
+    steps: int = 600
     batch_tokens: int = 768
     lr: float = 3e-3  # of embeddings and norms
     matrix_lr: float = 4.5e-3
-    warmup_steps: int = 60
+    warmup_steps: int = 40
     weight_decay: float = 0.1
     threads: int = 1  # two are faster on idle cores, but stall by a factor of ten when one is busy
     user_weight: float = 0.1  # of a user token in the loss; an assistant token has 1
 
 
-class Document(NamedTuple):
+@dataclass(frozen=True)
+class Document:
     """A conversation as tokens; `spoken_L` marks the assistant's, each end of turn included."""
 
     ids_L: Tensor
@@ -66,22 +66,21 @@ class Document(NamedTuple):
 
 
 def toy_folder(cache: Path, config: ToyBaseConfig) -> Path:
-    """Where the toy base of that config lies in `cache`, made or not."""
-    return cache / f"toy-{_key(config)}"
+    """Where the toy base of that config lies in `cache`, made or not: its name hashes everything that shapes it."""
+    parts = [asdict(config), toy.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
+    return cache / f"toy-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def toy_base(cache: Path, config: ToyBaseConfig = ToyBaseConfig()) -> Path:
     """Return the folder of the toy base in `cache`, training it first when it is not there.
 
-    The folder's name holds a hash of everything that shapes the base. It appears in one rename, so a
-    training that was killed leaves nothing that could be taken for a base. The same config gives the
-    same weights.
+    It appears in one rename, so a training that was killed leaves nothing that could be taken for a base. The same
+    config gives the same weights.
     """
     folder = toy_folder(cache, config)
-    if folder.exists():
-        return folder
-    with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]), _threads(config.threads):
-        _build(unfinished, config)
+    if not folder.exists():
+        with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]), _threads(config.threads):
+            _build(unfinished, config)
     return folder
 
 
@@ -96,40 +95,40 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _key(config: ToyBaseConfig) -> str:
-    parts = [asdict(config), toy.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def _build(folder: Path, config: ToyBaseConfig) -> None:
     start = time.perf_counter()
-    train = list(_read(toy.conversations(config.conversations, config.seed), config.conversations))
-    held_out = list(toy.conversations(config.held_out_conversations, config.seed, held_out=True))
-    tokenizer = _train_tokenizer(train, config)
-    documents = _encode(train, tokenizer)
+    rows = [row["conversations"] for row in toy.conversations(config.conversations, config.seed)]
+    tokenizer = _train_tokenizer([turn["value"] for turns in rows for turn in turns], config)
+    held_out = toy.conversations(config.held_out_conversations, config.seed, held_out=True)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(_llama_config(tokenizer, config))
-    tokens = _train(model, documents, config)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.hidden_size * 3,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            max_position_embeddings=config.max_positions,
+            tie_word_embeddings=True,
+            **ids,
+        )
+    )
+    _train(model, [_encode(turns, tokenizer) for turns in rows], config)
     measured = {
-        "held_out": _held_out_loss(model, _encode(held_out, tokenizer)),
-        "tokens": tokens,
+        "held_out": _held_out_loss(model, [_encode(row["conversations"], tokenizer) for row in held_out]),
         "parameters": model.num_parameters(),
         "seconds": round(time.perf_counter() - start, 1),
         "config": asdict(config),
     }
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
-def _read(conversations: Iterable[Mapping[str, Any]], count: int) -> Iterable[Mapping[str, Any]]:
-    return tqdm(conversations, total=count, desc="toy corpus", unit="conv")
-
-
-def _train_tokenizer(conversations: list[Mapping[str, Any]], config: ToyBaseConfig) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own."""
+def _train_tokenizer(texts: list[str], config: ToyBaseConfig) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every digit is a token of its own. The pad token has id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -141,8 +140,7 @@ def _train_tokenizer(conversations: list[Mapping[str, Any]], config: ToyBaseConf
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [turn["value"] for conversation in conversations for turn in conversation["conversations"]]
-    tokenizer.train_from_iterator(tqdm(texts, desc="toy tokenizer", unit="text"), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -155,12 +153,8 @@ def _train_tokenizer(conversations: list[Mapping[str, Any]], config: ToyBaseConf
     )
 
 
-def _encode(conversations: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast) -> list[Document]:
+def _encode(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> Document:
     """The tokens that the chat template gives, without the cost of rendering it."""
-    return [_document(conversation["conversations"], tokenizer) for conversation in conversations]
-
-
-def _document(turns: list[Mapping[str, str]], tokenizer: PreTrainedTokenizerFast) -> Document:
     ids, spoken = [tokenizer.bos_token_id], [False]
     user, assistant = (tokenizer.convert_tokens_to_ids(role) for role in (USER, ASSISTANT))
     for turn, text in zip(turns, tokenizer.backend_tokenizer.encode_batch([t["value"] for t in turns]), strict=True):
@@ -171,61 +165,14 @@ def _document(turns: list[Mapping[str, str]], tokenizer: PreTrainedTokenizerFast
     return Document(torch.tensor(ids), torch.tensor(spoken))
 
 
-def _llama_config(tokenizer: PreTrainedTokenizerFast, config: ToyBaseConfig) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.hidden_size * 3,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> int:
-    """Train in place; return how many tokens were read."""
-    model.train()
-    optimizer = _optimizer(model, config)
-    schedule = _schedule(optimizer, config)
-    batches = _batches(documents, config)
-    tokens = 0
-    progress = tqdm(range(config.steps), desc="toy base", unit="step")
-    for _ in progress:
-        ids_BL, spoken_BL = next(batches)
-        loss_BL = _next_token_loss(model, ids_BL)
-        read_BL = ids_BL.ne(model.config.pad_token_id or 0)
-        weight_BL = spoken_BL.float().clamp(min=config.user_weight) * read_BL
-        loss = (loss_BL * weight_BL[:, 1:]).sum() / weight_BL[:, 1:].sum()
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        tokens += int(read_BL.sum())
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    return tokens
-
-
-def _optimizer(model: LlamaForCausalLM, config: ToyBaseConfig) -> Muon:
+def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> None:
+    """Train in place: matrices by Muon, a short warmup, then a cosine down to a hundredth."""
     matrices = matrices_of(model.model.layers)
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices.values())]
-    return Muon(
-        matrices,
-        others,
-        config.lr,
-        matrix_lr=config.matrix_lr,
-        betas=(0.9, 0.98),
-        weight_decay=config.weight_decay,
+    optimizer = Muon(
+        matrices, others, config.lr, matrix_lr=config.matrix_lr, betas=(0.9, 0.98), weight_decay=config.weight_decay
     )
-
-
-def _schedule(optimizer: torch.optim.Optimizer, config: ToyBaseConfig) -> torch.optim.lr_scheduler.OneCycleLR:
-    """A short warmup, then a cosine down to a hundredth."""
-    return torch.optim.lr_scheduler.OneCycleLR(
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=[group["lr"] for group in optimizer.param_groups],
         total_steps=config.steps,
@@ -234,53 +181,44 @@ def _schedule(optimizer: torch.optim.Optimizer, config: ToyBaseConfig) -> torch.
         final_div_factor=1,
         cycle_momentum=False,
     )
+    batches = _batches(documents, config.batch_tokens)
+    model.train()
+    progress = tqdm(range(config.steps), desc="toy base", unit="step")
+    for _ in progress:
+        ids_BL, spoken_BL = next(batches)
+        weight_BL = spoken_BL.float().clamp(min=config.user_weight)[:, 1:] * ids_BL[:, 1:].ne(0)
+        loss = (_next_token_loss(model, ids_BL) * weight_BL).sum() / weight_BL.sum()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
 def _next_token_loss(model: LlamaForCausalLM, ids_BL: Tensor) -> Tensor:
     """[B, L-1] in nats. Padding stands on the right, where causal attention keeps it out of sight."""
-    logits_BLV = model(input_ids=ids_BL[:, :-1], use_cache=False).logits
-    loss = F.cross_entropy(logits_BLV.flatten(0, 1), ids_BL[:, 1:].flatten(), reduction="none")
-    return loss.view(ids_BL.shape[0], -1)
+    logits_BLV: Any = model(input_ids=ids_BL[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits_BLV.transpose(1, 2), ids_BL[:, 1:], reduction="none")
 
 
-def _batches(documents: list[Document], config: ToyBaseConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless padded batches of about `batch_tokens`, of documents of similar length."""
-    while True:
-        order = torch.randperm(len(documents)).tolist()
-        mean_length = sum(len(document.ids_L) for document in documents) / len(documents)
-        size = max(1, round(config.batch_tokens / mean_length))
-        for start in range(0, len(order), size * POOL_BATCHES):
-            pool = [documents[i] for i in order[start : start + size * POOL_BATCHES]]
-            yield from _shuffled(_cut(pool, config.batch_tokens))
-
-
-def _cut(pool: list[Document], batch_tokens: int) -> list[list[Document]]:
+def _batches(documents: list[Document], batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches (ids, spoken), both [B, L] and padded, of documents of equal length or nearly so."""
     batches: list[list[Document]] = [[]]
-    for document in sorted(pool, key=lambda document: len(document.ids_L)):
+    for document in sorted(documents, key=lambda document: len(document.ids_L)):
         if batches[-1] and (len(batches[-1]) + 1) * len(document.ids_L) > batch_tokens:
             batches.append([])
         batches[-1].append(document)
-    return batches
-
-
-def _shuffled(batches: list[list[Document]]) -> Iterator[tuple[Tensor, Tensor]]:
-    for i in torch.randperm(len(batches)).tolist():
-        yield _pad(batches[i])
-
-
-def _pad(documents: list[Document]) -> tuple[Tensor, Tensor]:
-    """Token ids and spoken marks, both [B, L]; the pad token has id 0."""
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad([d.ids_L for d in documents], True), pad([d.spoken_L for d in documents], True)
+    while True:
+        for i in torch.randperm(len(batches)).tolist():
+            yield pad([d.ids_L for d in batches[i]], True), pad([d.spoken_L for d in batches[i]], True)
 
 
 @torch.no_grad()
 def _held_out_loss(model: LlamaForCausalLM, documents: list[Document]) -> dict[str, float]:
     """Mean negative log-likelihood in nats, of every token and of the assistant's tokens."""
     model.eval()
-    losses, spoken = [], []
-    for document in documents:
-        losses.append(_next_token_loss(model, document.ids_L[None])[0])
-        spoken.append(document.spoken_L[1:])
-    loss, mask = torch.cat(losses), torch.cat(spoken)
-    return {"nats_per_token": loss.mean().item(), "nats_per_assistant_token": loss[mask].mean().item()}
+    loss = torch.cat([_next_token_loss(model, document.ids_L[None])[0] for document in documents])
+    spoken = torch.cat([document.spoken_L[1:] for document in documents])
+    return {"nats_per_token": loss.mean().item(), "nats_per_assistant_token": loss[spoken].mean().item()}

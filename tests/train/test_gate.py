@@ -23,13 +23,13 @@ SMALL = ToyBaseConfig(
     batch_tokens=384,
     conversations=300,
     held_out_conversations=8,
-    vocab_size=400,
+    vocab_size=768,
     hidden_size=64,
     layers=2,
     heads=2,
-    steps=160,
+    steps=400,
 )
-MESSAGES = [{"role": "user", "content": "Put this sentence in the future tense: Jack runs to the bakery."}]
+MESSAGES = [{"role": "user", "content": "Pretend that you are a gardener in London. Mia asks you about your day."}]
 STAGES = ["tokenizer", "mask", "features", "positions", "labels", "attention", "blank", "loss", "tree", "verification"]
 
 

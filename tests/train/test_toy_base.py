@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctcdraft.data.toy import conversations, questions
 from ctcdraft.train import toy_base as training
-from ctcdraft.train.toy_base import ASSISTANT, BOS, END, USER, ToyBaseConfig, toy_base
+from ctcdraft.train.toy_base import ASSISTANT, BOS, END, USER, ToyBaseConfig, toy_base, toy_folder
 
 TINY = ToyBaseConfig(
     conversations=50, held_out_conversations=8, vocab_size=400, hidden_size=32, layers=1, heads=2, steps=20,
@@ -74,7 +74,7 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(tokenizer):
 
 def test_training_sees_what_the_chat_template_gives(tokenizer):
     for row in conversations(16):
-        document = training._document(row["conversations"], tokenizer)
+        document = training._encode(row["conversations"], tokenizer)
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
         encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -95,7 +95,8 @@ def test_same_config_gives_the_same_weights(folder, tmp_path):
 
 
 def test_another_config_is_another_base(cache, folder):
-    assert training._key(TINY) != training._key(ToyBaseConfig())
+    assert toy_folder(cache, TINY) == folder
+    assert toy_folder(cache, ToyBaseConfig()) != folder
 
 
 def test_a_killed_training_leaves_no_base(tmp_path, monkeypatch):
