@@ -53,7 +53,7 @@ class StepShape:
 
 
 SHAPES = {
-    "tiny": StepShape(128, 4, 352, 4, 2048, 128, 128, 4, 256, anchors=(32, 64, 128)),  # the toy base
+    "tiny": StepShape(128, 4, 352, 4, 2048, 128, 128, 4, 256, anchors=(32, 64, 128)),  # about the toy base
     "small": StepShape(512, 8, 1408, 8, 32000, 512, 256, 2, 256, anchors=(64, 128)),
     "vicuna_7b": StepShape(4096, 32, 11008, 32, 32000, 4096, 1024, 1, 2048, "bfloat16", anchors=(512, 2039)),
 }
