@@ -28,8 +28,9 @@ from ctcdraft.data.features import (
     shard_tensors,
     shards_of,
 )
-from ctcdraft.data.store import claimed, load_corpus
+from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
+from ctcdraft.model.folders import claimed
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.model.layers import Attended
 from ctcdraft.train.files import free_bytes, size_of, write_atomically

@@ -25,10 +25,8 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import source_hash
 from ctcdraft.data.store import (
     Journal,
-    claimed,
     join_corpora,
     load_corpus,
-    new_folder,
     read_jsonl,
     read_manifest,
     read_object,
@@ -36,6 +34,7 @@ from ctcdraft.data.store import (
     write_jsonl,
 )
 from ctcdraft.model.base import Base, warn_if_plain
+from ctcdraft.model.folders import claimed, new_folder
 from ctcdraft.train.examples import ExampleMaker
 from ctcdraft.train.regenerate import Turns
 from ctcdraft.train.shards import SPLITS, DataConfig, Shard, asked_text, read_shards

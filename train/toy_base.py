@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctcdraft.data import toy
-from ctcdraft.data.store import new_folder
+from ctcdraft.model.folders import new_folder
 from ctcdraft.train.muon import Muon, matrices_of
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
