@@ -25,9 +25,10 @@ from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_manifest
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.report import markdown_table
+from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
-from ctcdraft.model.base import Base, load_base
+from ctcdraft.model.base import Base
 from ctcdraft.model.head import head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.files import free_bytes
@@ -69,7 +70,7 @@ class Report:
 
 
 def main(config: TrainEntry, as_json: bool) -> int:
-    report = Report()
+    config, report = stages.with_resolved_dtype(config), Report()
     _machine(report, config)
     _compile_traps(report, config)
     _wandb(report, config)
@@ -170,13 +171,11 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
         report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
         return None
     with report.trying("base"):
-        made = toy_folder(Path(config.cache_dir), config.base.training)
-        trusted = config.base.trust_remote_code
-        path, dtype = config.base.path or str(made), config.base.dtype
-        base = load_base(path, dtype, template=config.base.template, trust_remote_code=trusted)
+        path, note = stages.base_path(config.base, Path(config.cache_dir))
+        base = stages.load_at(path, config.base, Path(config.cache_dir))
         whole = sum(p.numel() for p in base.model.parameters())
         sizes = f"{whole:,} parameters, {base.vocab_size:,} tokens"
-        report.add("base", f"{base.name}: {sizes}, {base.dtype} on {base.device}")
+        report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
         return base
     return None
 

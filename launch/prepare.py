@@ -14,6 +14,7 @@ from ctcdraft.train import engine as ds
 
 
 def main(config: TrainEntry) -> int:
+    config = stages.with_resolved_dtype(config)
     stages.check_inputs(config)
     with ds.together():
         base = stages.get_base(config.base, Path(config.cache_dir))

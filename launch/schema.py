@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ctcdraft.eval.bench import BenchConfig
-from ctcdraft.model.base import DTYPES, TEMPLATES
+from ctcdraft.model.base import TEMPLATES, check_dtype
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.model.sampling import Sampling
@@ -23,7 +23,8 @@ def check_template(template: str | None) -> None:
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """kind: `toy` (made on first use, as `training` says) or `local` (path: folder or Hub name).
+    """kind: `toy` (made on first use, as `training` says), `smollm2` (fetched on first use; or path, where that is
+    given) or `local` (path: folder, Hub name or GGUF file).
 
     template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one. trust_remote_code: run
     Python code that a local base brings along.
@@ -37,12 +38,11 @@ class BaseConfig:
     training: ToyBaseConfig = field(default_factory=ToyBaseConfig)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("toy", "local"):
-            raise ValueError(f"base.kind={self.kind!r} is unknown: choose toy or local")
+        if self.kind not in ("toy", "smollm2", "local"):
+            raise ValueError(f"base.kind={self.kind!r} is unknown: choose toy, smollm2 or local")
         if self.kind == "local" and self.path is None:
-            raise ValueError("base=local needs base.path=<folder of a transformers model, or Hub name>")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"base.dtype={self.dtype!r} is unknown: choose one of {tuple(DTYPES)}")
+            raise ValueError("base=local needs base.path=<folder of a transformers model, Hub name, or .gguf file>")
+        check_dtype(self.dtype)
         check_template(self.template)
 
 

@@ -15,11 +15,15 @@ from ctcdraft.data.features import Features
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
-from ctcdraft.data.store import claimed, load_corpus, read_manifest, read_object
+from ctcdraft.data.store import load_corpus, read_manifest, read_object
 from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head
+from ctcdraft.model.folders import claimed
+from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_on, parameters_of
+from ctcdraft.model.precision import resolve_dtype
+from ctcdraft.model.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate
 from ctcdraft.train.checkpoint import TrainState, load_best
@@ -59,18 +63,40 @@ def on_rank_zero_first(make: Callable[[], Path]) -> Path:
     return make()
 
 
+def with_resolved_dtype(config: TrainEntry) -> TrainEntry:
+    """base.dtype=auto as what it comes to here, so that the run's name, keys and records hold that."""
+    dtype = resolve_dtype(config.base.dtype, Path(config.cache_dir))
+    return replace(config, base=replace(config.base, dtype=dtype))
+
+
 def get_base(config: BaseConfig, cache: Path) -> Base:
-    """The base, trained first where it is the toy one and not there yet."""
-    if config.kind == "local":
-        assert config.path is not None
-        trusted = config.trust_remote_code
-        return load_base(config.path, config.dtype, template=config.template, trust_remote_code=trusted)
+    """The base, trained, fetched or converted first where it is not there yet."""
+    path, note = base_path(config, cache)
+    say(f"base: {path} ({note}{config.dtype})")
+    return load_at(path, config, cache)
+
+
+def load_at(path: str, config: BaseConfig, cache: Path) -> Base:
+    """The base that lies at `path`, as the configuration wants it."""
+    trusted = config.trust_remote_code
+    return load_base(path, config.dtype, template=config.template, trust_remote_code=trusted, cache=cache)
+
+
+def base_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
+    """Where the base lies once it is there, and a note on what it is, which ends in a semicolon or is empty."""
+    if config.path is not None:
+        file = Path(config.path).expanduser()
+        if not is_gguf(config.path):
+            return config.path, ""
+        return str(on_rank_zero_first(lambda: convert_gguf(file, cache))), f"dequantised from {file}; "
+    if config.kind == "smollm2":
+        folder = on_rank_zero_first(lambda: smollm2_folder(cache))
+        return str(folder), f"{describe_smollm2(folder)}; "
     before = set(cache.glob("toy-*"))
     folder = on_rank_zero_first(lambda: toy_base(cache, config.training))
     figures = json.loads((folder / "training.json").read_text())["held_out"]
-    note = "reused" if folder in before else "trained"
-    say(f"base: {folder} ({note}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token)")
-    return load_base(str(folder), config.dtype, template=config.template)
+    made = "reused" if folder in before else "trained"
+    return str(folder), f"{made}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token; "
 
 
 def get_data(config: TrainEntry, base: Base) -> Path:

@@ -23,6 +23,7 @@ INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 
 def main(config: TrainEntry) -> int:
+    config = stages.with_resolved_dtype(config)
     folder = stages.check_inputs(config)
     if config.train.deterministic:
         ds.make_deterministic(config.seed)

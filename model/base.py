@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache,
 from transformers import logging as hf_logging
 
 from ctcdraft.model.cache import Watched
+from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.layers import Attended, turned_by
+from ctcdraft.model.precision import resolve_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SHAPE_KEYS = (
@@ -106,7 +108,9 @@ class Base:
 
     @property
     def name(self) -> str:
-        return Path(self.path).name
+        """The folder's; of a snapshot in the Hub's cache, whose folder is a commit, the model's."""
+        folder = Path(self.path)
+        return folder.parents[1].name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, as the base's first layer gets them: [..., D]."""
@@ -210,27 +214,37 @@ class Base:
         return _short_hash(json.dumps(sums).encode())
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError on a dtype that a base cannot be loaded in."""
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {('auto', *DTYPES)}")
+
+
 def load_base(
     path: str,
     dtype: str = "fp32",
     device: str = "auto",
     template: str | None = None,
     trust_remote_code: bool = False,
+    cache: str | Path = ".cache",
 ) -> Base:
     """Load a frozen base and its tokenizer from a local folder or the Hub: safetensors alone, never pickles, and none
-    of its Python code unless trust_remote_code asks for it.
+    of its Python code unless trust_remote_code asks for it. A GGUF file is converted in `cache` first (gguf.py).
 
+    dtype: fp32, bf16, fp64, or auto, which is bf16 where the machine is faster in it (precision.py).
     template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
     another; None keeps the tokenizer's own, and gives one that has none the plain format.
     Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
     makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {tuple(DTYPES)}")
+    check_dtype(dtype)
     if device == "auto":
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    dtype = resolve_dtype(dtype, Path(cache), device)
     if template is not None and template not in TEMPLATES:
         raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
+    if is_gguf(path):
+        path = str(convert_gguf(Path(path).expanduser(), Path(cache)))
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if looks_local and not folder.is_dir():

@@ -12,12 +12,14 @@ import torch
 from bases import write_base
 
 from ctcdraft.model import load_base
+from ctcdraft.model.smollm2 import cached_smollm2
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test imports a kernel
 
 torch.set_num_threads(1)  # for what fixtures make before the first test
-SHARED = Path(__file__).parents[2] / "shared"
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +51,14 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip("shared/ is not on this machine")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def smollm2_base():
+    """SmolLM2 in float32: the folder that CTCDRAFT_SMOLLM2 names, or what the cache has."""
+    path = os.environ.get("CTCDRAFT_SMOLLM2") or cached_smollm2(ROOT / ".cache")
+    if path is None:
+        pytest.skip(
+            "SmolLM2 is neither in .cache (launch/doctor.py base=smollm2 fetches it) nor named by CTCDRAFT_SMOLLM2"
+        )
+    return load_base(str(path), "fp32")

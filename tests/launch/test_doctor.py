@@ -35,7 +35,7 @@ def test_a_machine_with_nothing_on_it_yet_is_told_what_comes(folder):
 
 def test_an_untrained_base_is_an_error_that_names_the_stage(folder):
     write_base(folder / "base")
-    done = doctor(folder, "--json", "base=local", "base.path=base", "logger=none")
+    done = doctor(folder, "--json", "base=local", "base.path=base", "base.dtype=fp32", "logger=none")
     assert done.returncode == 1
     found = json.loads(done.stdout)
     rows = dict(found["rows"])

@@ -7,7 +7,7 @@ import torch
 
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import read_rows
-from ctcdraft.data.template import render
+from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
 
@@ -22,6 +22,17 @@ def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stor
         want = stories_base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
         assert Decoder(stories_base).generate(prompt, 60).tokens == want[0, 40:].tolist()
         assert speculative.generate(prompt, 60).tokens == want[0, 40:].tolist()
+
+
+def test_smollm2_writes_what_transformers_writes(smollm2_base):
+    questions = ("Name three rivers of Europe.", "What is 17 + 25?", "Write a haiku about rain.")
+    for question in questions:
+        prompt = prompt_ids(smollm2_base.tokenizer, [{"role": "user", "content": question}])
+        ids = torch.tensor([prompt])
+        want = smollm2_base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
+        tokens = want[0, len(prompt) :].tolist()
+        assert Decoder(smollm2_base).generate(prompt, 32).tokens == tokens
+        assert len(set(tokens)) > 3
 
 
 def test_real_conversations_parse_and_are_masked(stories_base, shared):
