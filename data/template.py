@@ -20,7 +20,7 @@ Messages = Sequence[Message]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
-    "data.regenerate=true without a server, which needs no mask"
+    "data.labels=rewrite without a server, which needs no mask"
 )
 
 

@@ -186,9 +186,9 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
     try:
         ids, mask = render(tokenizer, [*HELLO, {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}])
     except ValueError:
-        if not config.data.regenerate:
+        if config.data.labels != "rewrite":
             raise
-        report.add("template", "does not mark answers; with data.regenerate=true none is needed")
+        report.add("template", "does not mark answers; with data.labels=rewrite none is needed")
         report.pieces = [(tokenizer.decode(prompt), False), ("<the base's own answer and its end>", True)]
         return
     ended = [i for i, token in enumerate(ids) if token in base.eos_ids and i >= len(prompt)]
@@ -198,7 +198,7 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
     if not supervised:
         report.warnings.append(
             "the template's answers end without a supervised end-of-sequence token: put eos_token inside "
-            "{% generation %}, or keep data.regenerate=true"
+            "{% generation %}, or keep data.labels=rewrite"
         )
     for token, marked in zip(ids, mask, strict=True):
         text = tokenizer.decode([token])
@@ -261,18 +261,19 @@ def _time(report: Report, config: TrainEntry, base: Base) -> None:
 def _gate(report: Report, config: TrainEntry, base: Base) -> None:
     """Train on one conversation until whole drafts are accepted."""
     settings = GateConfig(answer_tokens=min(config.data.max_new_tokens, 48))
-    data = config.data if config.data.kind == "sharegpt" else replace(config.data, kind="toy", regenerate=True)
-    found = overfit_gate(base, _conversation(config), config.head, config.objective, data, config.draft, settings)
+    messages = _conversation(config)
+    data = config.data if messages else replace(config.data, labels="rewrite")
+    found = overfit_gate(base, messages or HELLO, config.head, config.objective, data, config.draft, settings)
     for stage, agrees, seen in found:
         report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
     if not found[-1].agrees:
         report.errors.append(f"one conversation is not learnt; the first stage that disagrees is {found[-1].stage}")
 
 
-def _conversation(config: TrainEntry) -> list[dict[str, str]]:
-    """The first of the configured conversations that can be used."""
+def _conversation(config: TrainEntry) -> list[dict[str, str]] | None:
+    """The first of the configured conversations that can be used; None where the data is texts or tokens."""
     if config.data.kind == "text":
-        return HELLO
+        return None
     paths = config.data.paths
     rows = (row for path in paths for row in read_rows(path)) if paths else toy.conversations(1, config.seed)
     for index, row in enumerate(rows):
@@ -280,8 +281,7 @@ def _conversation(config: TrainEntry) -> list[dict[str, str]]:
             record = record_of(row, str(index), "sharegpt")
         except RowError:
             continue
-        if isinstance(record, Conversation):
-            return list(record.messages)
+        return list(record.messages) if isinstance(record, Conversation) else None
     raise ValueError(f"data.path={config.data.path} holds no conversation")
 
 

@@ -1,6 +1,9 @@
 """The typed shape of each entry's configuration; below launch/ nobody sees anything else."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base import TEMPLATES, check_dtype
@@ -52,6 +55,16 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
 
 
+def check_regenerate(data: Any) -> Any:
+    """Raises ValueError where data.regenerate is a switch: it says how, and data.labels whether."""
+    if isinstance(data, dict) and isinstance(data.get("regenerate"), bool):
+        word = str(data["regenerate"]).lower()
+        raise ValueError(
+            f"data.regenerate={word}: it says how, not whether: use data.labels=argmax to keep the answers"
+        )
+    return data
+
+
 @dataclass(frozen=True)
 class TrainEntry:
     """launch/train.py and launch/prepare.py (conf/train.yaml)."""
@@ -59,7 +72,7 @@ class TrainEntry:
     base: BaseConfig
     head: HeadConfig
     objective: ObjectiveConfig
-    data: DataConfig
+    data: Annotated[DataConfig, BeforeValidator(check_regenerate)]
     optim: OptimConfig
     zero: ZeroConfig
     draft: DraftConfig

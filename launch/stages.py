@@ -228,10 +228,8 @@ def run_settings(config: TrainEntry) -> dict[str, Any]:
     settings = {key: value for key, value in asdict(config).items() if key not in FREE}
     for name in FREE_DATA:
         settings["data"].pop(name)
-    if isinstance(settings["data"]["regenerate"], dict):
-        settings["data"]["regenerate"] = {
-            k: v for k, v in settings["data"]["regenerate"].items() if k not in FREE_REGENERATE
-        }
+    for name in FREE_REGENERATE:
+        settings["data"]["regenerate"].pop(name)
     settings["train"] = {k: v for k, v in settings["train"].items() if k not in FREE_TRAIN}
     return json.loads(json.dumps(settings))
 

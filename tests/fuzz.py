@@ -209,7 +209,7 @@ class Edges:
         config = DataConfig(
             kind=rng.choice(["sharegpt", "mixed"]),
             path=str(path),
-            regenerate=rng.random() < 0.3,
+            labels=rng.choice(["rewrite", "argmax", "given"]),
             max_new_tokens=4,
             holdout=0.3,
         )

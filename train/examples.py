@@ -17,8 +17,13 @@ from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import Rendered, render_all
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import batches_by_length
-from ctcdraft.train.regenerate import LEAST_ROOM, RegenerateConfig, continued, rewrite
+from ctcdraft.train.regenerate import LEAST_ROOM, continued, rewrite
 from ctcdraft.train.shards import DataConfig
+
+TOKENS_STAY = (
+    "tokens cannot be rewritten: data.labels=given takes them as the base's own words, "
+    "data.labels=argmax asks the base for its choice at each"
+)
 
 
 def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Example:
@@ -54,22 +59,25 @@ class ExampleMaker:
         self.errors: list[str] = []
 
     def examples(self, records: Sequence[Record]) -> list[Example]:
-        found: dict[str, list[Example]] = {}
         chats = [r for r in records if isinstance(r, Conversation)]
-        if self.config.rewriting:
-            found |= self._rewritten(chats, self.config.rewriting)
+        tokens = [r for r in records if isinstance(r, Tokens)]
+        if self.config.labels == "rewrite":
+            found = self._rewritten(chats)
+            for row in tokens:
+                self._reject(row.id, TOKENS_STAY)
         else:
-            found |= self._labelled(self._given(chats))
-        found |= self._labelled([(r.id, Rendered(r.ids, r.mask)) for r in records if isinstance(r, Tokens)])
+            rendered = [*self._given(chats), *((r.id, Rendered(r.ids, r.mask)) for r in tokens)]
+            fitting = self._fitting(rendered)
+            found = self._labelled(fitting) if self.config.labels == "argmax" else _as_given(fitting)
         found |= self._continued([r for r in records if isinstance(r, Text)])
         return [example for record in records for example in found.get(record.id, [])]
 
     def _reject(self, row: str, reason: str) -> None:
         self.rejects.append({"row": row, "reason": reason})
 
-    def _rewritten(self, chats: list[Conversation], rewriting: RegenerateConfig) -> dict[str, list[Example]]:
+    def _rewritten(self, chats: list[Conversation]) -> dict[str, list[Example]]:
         """Every assistant turn rewritten by the base."""
-        config = self.config
+        config, rewriting = self.config, self.config.regenerate
         sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
         dialogues, turns = rewrite(self.base, chats, rewriting, self.journal, title=self.title, **sizes)  # type: ignore[arg-type]
         self.turns.update(turns._asdict())
@@ -98,8 +106,8 @@ class ExampleMaker:
             else:
                 yield chat.id, found
 
-    def _labelled(self, rendered: Iterator[tuple[str, Rendered]] | list[tuple[str, Rendered]]) -> dict[str, Any]:
-        """Given sequences, with what the base would have put at each position as labels."""
+    def _fitting(self, rendered: Sequence[tuple[str, Rendered]]) -> list[tuple[str, Rendered]]:
+        """The sequences that the base can read."""
         fitting = []
         for name, found in rendered:
             problem = _misfit(found, self.base)
@@ -107,6 +115,10 @@ class ExampleMaker:
                 self._reject(name, problem)
             else:
                 fitting.append((name, found))
+        return fitting
+
+    def _labelled(self, fitting: list[tuple[str, Rendered]]) -> dict[str, list[Example]]:
+        """Given sequences, with what the base would have put at each position as labels."""
         made: dict[str, list[Example]] = {}
         batches = batches_by_length([found.ids for _, found in fitting], self.config.batch_size)
         for batch in tqdm(batches, self.title, unit="batch", mininterval=1, disable=not batches):
@@ -127,7 +139,7 @@ class ExampleMaker:
             )
         work: list[tuple[list[int], float, str]] = []
         owners: list[str] = []
-        temperatures = (config.rewriting or RegenerateConfig()).temperatures
+        temperatures, top_p = config.regenerate.temperatures, config.regenerate.top_p
         for text in texts:
             key = (self.seed, *hashlib.sha256(text.id.encode()).digest()[:4])
             cuts = list(cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, key))
@@ -137,7 +149,6 @@ class ExampleMaker:
             if not cuts:
                 self._reject(text.id, f"fewer than {low} tokens")
         sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
-        top_p = (config.rewriting or RegenerateConfig()).top_p
         answers = tqdm(
             continued(base, work, top_p, self.journal, **sizes),
             f"{self.title} (texts)",
@@ -152,6 +163,11 @@ class ExampleMaker:
             ids = [*prompt, *found[number]]
             made[owner].append(Example(ids, [0] * len(prompt) + [1] * len(found[number]), ids))
         return made
+
+
+def _as_given(fitting: list[tuple[str, Rendered]]) -> dict[str, list[Example]]:
+    """Given sequences in the base's own words: their tokens are their labels."""
+    return {name: [Example(ids, mask, ids)] for name, (ids, mask) in fitting}
 
 
 def _misfit(found: Rendered, base: Base) -> str | None:

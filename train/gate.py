@@ -113,7 +113,7 @@ class _Gate:
         self.base, self.objective, self.draft, self.config = base, objective, draft, config
         asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
         self.messages = messages[: asked + 1]
-        answered = messages[: asked + 2] if not data.regenerate else self.messages
+        answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
         chat = replace(data, kind="sharegpt", path="-", max_new_tokens=config.answer_tokens)
         self.example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
         self.prompt = prompt_ids(base.tokenizer, self.messages)

@@ -11,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,8 @@ class Unanswered(ValueError):
 
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
-    options = {k: v for k, v in asdict(replace(config, regenerate=config.rewriting or False)).items() if k not in FREE}
-    if config.rewriting:
-        options["regenerate"] = {k: v for k, v in options["regenerate"].items() if k not in FREE_REGENERATE}
+    options = {k: v for k, v in asdict(config).items() if k not in FREE}
+    options["regenerate"] = {k: v for k, v in options["regenerate"].items() if k not in FREE_REGENERATE}
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path] or toy.fingerprint()
     template = None if config.kind == "text" else base.tokenizer.chat_template
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
@@ -118,9 +117,8 @@ def _unanswered(shards: list[Path], unanswered: dict[int, Unanswered], config: D
         account = shard / "account.json"
         found = read_object(account, "turns")["turns"] if account.is_file() else {}
         turns.update(unanswered[number].turns if number in unanswered else found)
-    assert config.rewriting is not None
     return ValueError(
-        f"data.regenerate.url={config.rewriting.url}: {turns['errors']} turns got no answer (the first: "
+        f"data.regenerate.url={config.regenerate.url}: {turns['errors']} turns got no answer (the first: "
         f"{next(iter(unanswered.values()))}); {account_of(turns)} so far; the same command asks for these again and "
         "keeps the others (data.regenerate.reject_errors=true rejects them)"
     )
@@ -153,7 +151,7 @@ def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int,
         examples = maker.examples(shard.splits[split])
         save_corpus(folder / f"{split}.safetensors", examples)
         errors += maker.errors
-    if errors and config.rewriting and not config.rewriting.reject_errors:
+    if errors and not config.regenerate.reject_errors:
         raise Unanswered(turns, errors[0])
     write_jsonl(folder / "rejects.jsonl", rejects)
     write_jsonl(folder / "heldout.jsonl", _questions(shard.splits["heldout"]))

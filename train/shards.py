@@ -16,6 +16,7 @@ from ctcdraft.train.regenerate import RegenerateConfig
 
 KINDS = ("toy", "sharegpt", "text", "mixed")
 TOY_ROWS = 1800
+LABELS = ("rewrite", "argmax", "given")
 SPLITS = ("train", "dev", "heldout")
 ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the evaluation questions
 
@@ -25,24 +26,26 @@ class DataConfig:
     """kind: `toy`, `sharegpt` (conversations, any form), `text`, or `mixed` (both); path: file, glob or Hub
     name, or a list of them, with `weights` mixed row by row in these shares until one ends.
 
+    labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with the
+    base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
     limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
     and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
-    regenerate: how the base rewrites every answer (true: as by default); false: the given answers stay, with the
-    base's argmax as labels. last_turn: only last answers are labels. prompt_tokens and samples_per_text: how
-    texts are cut. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time. features: the
-    base's hidden states are stored, in this format, and training reads them; None: the base makes them at each step.
-    show: so many sequences are printed after preparing.
+    last_turn: only last answers are labels. prompt_tokens and samples_per_text: how texts are cut, which the base
+    always continues. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time.
+    features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
+    at each step. show: so many sequences are printed after preparing.
     """
 
     kind: str = "toy"
     path: str | list[str] | None = None
+    labels: str = "rewrite"
     weights: list[float] | None = None
     limit: int | None = None
     holdout: float = 0.1
     dedupe: bool = True
     keep_out: str | None = None
     last_turn: bool = False
-    regenerate: RegenerateConfig | bool = field(default_factory=RegenerateConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
     samples_per_text: int = 4
     max_new_tokens: int = 192
@@ -57,6 +60,12 @@ class DataConfig:
             raise ValueError(f"data.kind={self.kind!r} is unknown: choose one of {KINDS}")
         if self.kind != "toy" and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
+        if self.labels not in LABELS:
+            raise ValueError(f"data.labels={self.labels!r} is unknown: choose one of {LABELS}")
+        if self.kind == "text" and self.labels != "rewrite":
+            raise ValueError(
+                f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
+            )
         if self.weights is not None and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
             raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
         if len(low_high) != 2 or not 1 <= low_high[0] <= low_high[1]:
@@ -74,14 +83,6 @@ class DataConfig:
     @property
     def paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path or [])
-
-    @property
-    def rewriting(self) -> RegenerateConfig | None:
-        """How answers are rewritten; None where the given ones stay."""
-        return self.regenerate if isinstance(self.regenerate, RegenerateConfig) else _REWRITING[self.regenerate]
-
-
-_REWRITING = {True: RegenerateConfig(), False: None}
 
 
 class Shard(NamedTuple):

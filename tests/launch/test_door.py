@@ -55,13 +55,11 @@ def test_every_choice_composes():
     assert compose("prepare", ["data=text"]).data.kind == "text"
 
 
-def test_regeneration_is_a_group_of_options_or_off():
+def test_answers_are_rewritten_by_default_and_regenerate_says_how():
     config = typed(compose("train", []), TrainEntry)
-    assert config.data.rewriting == RegenerateConfig()
+    assert (config.data.labels, config.data.regenerate) == ("rewrite", RegenerateConfig())
     words = ["data.regenerate.url=http://127.0.0.1:1/v1", "data.regenerate.temperatures=[0,0.7]"]
-    assert typed(compose("train", words), TrainEntry).data.rewriting.temperatures == [0.0, 0.7]
-    assert typed(compose("train", ["data.regenerate=false"]), TrainEntry).data.rewriting is None
-    assert typed(compose("train", ["data.regenerate=true"]), TrainEntry).data.rewriting == RegenerateConfig()
+    assert typed(compose("train", words), TrainEntry).data.regenerate.temperatures == [0.0, 0.7]
 
 
 def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
@@ -76,6 +74,9 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
     ("words", "sentence"),
     [
         (["+data.regenerate.hurl=x"], "error: data.regenerate.hurl: there is no such option"),
+        (["data.regenerate=false"], "error: data.regenerate=false: it says how, not whether: use data.labels=argmax"),
+        (["data.labels=keep"], "error: data.labels='keep' is unknown: choose one of ('rewrite', 'argmax', 'given')"),
+        (["data=text", "data.path=x", "data.labels=given"], "error: data.labels=given: the base continues every text"),
         (["data.regenerate.temperatures=[]"], "error: data.regenerate.temperatures=[]"),
         (["data=sharegpt", "data.path=[a,b]", "data.weights=[1]"], "error: data.weights=[1.0]: give one above 0"),
         (["optim.lr=abc"], "error: optim.lr=abc: input should be a valid number"),

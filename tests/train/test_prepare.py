@@ -1,3 +1,4 @@
+import gzip
 import json
 from itertools import pairwise
 from unittest.mock import Mock
@@ -110,7 +111,7 @@ def test_texts_are_cut_and_continued(chat_base, tmp_path):
 
 
 def test_given_answers_get_the_bases_argmax_as_labels(chat_base, tmp_path):
-    folder = prepared(chat_base, tmp_path, conversations(8), regenerate=False)
+    folder = prepared(chat_base, tmp_path, conversations(8), labels="argmax")
     corpus = load_corpus(folder, "train")
     ids, mask, labels = (list(map(int, column)) for column in corpus[0])
     assert "gpt" in chat_base.tokenizer.decode(ids)
@@ -133,10 +134,37 @@ def test_equal_rows_are_used_once(chat_base, tmp_path):
     assert read_manifest(both)["rejected"] == 0
 
 
-def test_tokens_are_taken_as_they_are_with_the_bases_argmax_as_labels(chat_base, tmp_path):
-    rows = [{"input_ids": [i % 200 + 4, 5, 6, 7, 8, i % 100 + 9], "loss_mask": [0, 0, 1, 1, 1, 1]} for i in range(30)]
-    rows.append({"input_ids": [5, 900], "loss_mask": [0, 1]})
-    folder = prepared(chat_base, tmp_path, rows)
+TOKEN_ROWS = [{"input_ids": [i % 200 + 4, 5, 6, 7, 8, i % 100 + 9], "loss_mask": [0, 0, 1, 1, 1, 1]} for i in range(30)]
+
+
+def test_given_answers_are_the_labels_and_the_base_does_not_run(chat_base, tmp_path, monkeypatch):
+    for module in (chat_base.model, chat_base.model.model):
+        monkeypatch.setattr(module, "forward", Mock(side_effect=AssertionError("the base ran")))
+    rows = tmp_path / "rows.jsonl.gz"
+    rows.write_bytes(gzip.compress("\n".join(map(json.dumps, [*conversations(12), *TOKEN_ROWS])).encode()))
+    config = DataConfig(kind="sharegpt", path=str(rows), labels="given", holdout=0.3)
+    folder = prepare(chat_base, config, 0, tmp_path / "cache")
+    manifest = read_manifest(folder)
+    assert (manifest["read"], manifest["rejected"]) == (42, 0)
+    corpus = load_corpus(folder, "train")
+    forms = set()
+    for i in range(len(corpus)):
+        ids, mask, labels = (list(map(int, column)) for column in corpus[i])
+        assert ids == labels
+        forms.add(tuple(mask) == (0, 0, 1, 1, 1, 1))
+    assert forms == {True, False}
+
+
+def test_tokens_cannot_be_rewritten(chat_base, tmp_path):
+    folder = prepared(chat_base, tmp_path, [*TOKEN_ROWS[:2], *conversations(12)])
+    assert {row["row"] for row in read_jsonl(folder / "rejects.jsonl")} <= {"0", "1"}
+    with pytest.raises(ValueError, match=r"none gave a train .*cannot be rewritten: data.labels=given takes them"):
+        prepared(chat_base, tmp_path, TOKEN_ROWS)
+
+
+def test_tokens_get_the_bases_argmax_as_labels_where_asked(chat_base, tmp_path):
+    rows = [*TOKEN_ROWS, {"input_ids": [5, 900], "loss_mask": [0, 1]}]
+    folder = prepared(chat_base, tmp_path, rows, labels="argmax")
     corpus = load_corpus(folder, "train")
     ids, mask, labels = (list(map(int, column)) for column in corpus[0])
     assert mask == [0, 0, 1, 1, 1, 1]
@@ -170,7 +198,7 @@ def test_texts_and_conversations_mix_in_the_shares_asked_for(chat_base, tmp_path
 
 
 def test_only_last_answers_are_labels_where_asked(chat_base, tmp_path):
-    folder = prepared(chat_base, tmp_path, conversations(8), regenerate=False, last_turn=True)
+    folder = prepared(chat_base, tmp_path, conversations(8), labels="argmax", last_turn=True)
     for i in range(len(corpus := load_corpus(folder, "train"))):
         mask = corpus[i].mask.tolist()
         assert sum(b > a for a, b in pairwise(mask)) == 1
@@ -233,7 +261,7 @@ def test_the_malformed_rows_of_a_file_are_counted_and_cost_no_other(chat_base, t
         for i, row in enumerate(conversations(24, turns=1)):
             stream.write(json.dumps(row).encode() + b"\n")
             stream.write(BAD[i // 3] if i % 3 == 0 else b"")
-    options = {"kind": "sharegpt", "max_new_tokens": 4, "holdout": 0.3, "regenerate": False}
+    options = {"kind": "sharegpt", "max_new_tokens": 4, "holdout": 0.3, "labels": "argmax"}
     folder = prepare(chat_base, DataConfig(path=str(path), **options), 0, tmp_path / "cache")
     manifest = read_manifest(folder)
     assert (manifest["read"], manifest["used"], manifest["rejected"]) == (32, 24, 8)
@@ -257,7 +285,7 @@ def test_real_files_prepare_with_every_row_accounted_for(stories_base, shared, t
     config = DataConfig(
         kind=kind,
         path=str(shared / "data" / name),
-        regenerate=kind == "text",
+        labels="rewrite" if kind == "text" else "argmax",
         limit=limit,
         samples_per_text=1,
         max_new_tokens=2,
