@@ -17,6 +17,8 @@ from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
 from ctcdraft.model.best_first import look_up_each
 from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
+from ctcdraft.model.kernels import cpu_mixed
+from ctcdraft.model.kernels.cpu_mixed import cpu_multiplies_bf16
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.transition import LookedUp
@@ -150,7 +152,7 @@ def draft_losses(
     head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch, psi_U: Sequence[float] = ()
 ) -> AnchorLoss:
     """The loss of a batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
-    dtype, known = slots.states_NTD.dtype, None
+    lm_weight, dtype, known = base.lm_weight, slots.states_NTD.dtype, None
     if head.transition is not None and slots.slot_NTR is not None:
         root_N = roots_of(batch)[batch.batch_N, batch.position_N]
         found = looked_up(batch) if head.config.lookup else None
@@ -158,7 +160,7 @@ def draft_losses(
         known = head.transition.known(slots.slot_NTR, batch.labels_NU, root_N, found, base, shortlist)
     return anchor_losses(
         slots.states_NTD,
-        base.lm_weight.to(dtype),
+        lm_weight if cpu_mixed.suits(slots.states_NTD, lm_weight) and cpu_multiplies_bf16() else lm_weight.to(dtype),
         slots.blank_NT,
         batch.labels_NU,
         batch.lengths_N,

@@ -14,8 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_shortlist, cpu_top, reference
-from ctcdraft.model.kernels.autograd import Carried, LinearLseGather, MovedShortlist, PrefixLattice
+from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_mixed, cpu_shortlist, cpu_top, reference
+from ctcdraft.model.kernels.autograd import Carried, LinearLseGather, MixedLseGather, MovedShortlist, PrefixLattice
 from ctcdraft.model.kernels.reference import Moved, Prefixes
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
@@ -41,18 +41,21 @@ def linear_lse_top(
     """`linear_lse_gather`, and from the same pass the `top_k` largest logits of each row.
 
     Returns lse [M], logits [M, K], top logits [M, top_k], largest first and as differentiable as the others,
-    and their indices [M, top_k] int64. Raises as linear_lse_gather does, and ValueError on top_k > V.
+    and their indices [M, top_k] int64. On a CPU float32 states may meet a frozen weight in bfloat16: the GEMMs are
+    then bfloat16's (`cpu_mixed`). Raises as linear_lse_gather does, and ValueError on top_k > V.
     """
     name = _choose(implementation, hidden_MD)
     _check(hidden_MD, weight_VD, index_MK, top_k)
     if name == "reference":
-        return reference.linear_lse_top(hidden_MD, weight_VD, index_MK, top_k)
+        return reference.linear_lse_top(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK, top_k)
     trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
     if name == "triton" and not trains and not top_k:
         lse_M, logits_MK = _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
         return lse_M, logits_MK, logits_MK[:, :0], index_MK[:, :0]
     if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
+    if cpu_mixed.suits(hidden_MD, weight_VD):
+        return MixedLseGather.apply(hidden_MD, weight_VD, index_MK, top_k)
     ops = chunked if name == "chunked" else _triton("triton_rows")
     return LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
 
@@ -140,7 +143,7 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
             "linear_lse_gather takes hidden [M, D], weight [V, D] and index [M, K], "
             f"got {[*hidden_MD.shape]}, {[*weight_VD.shape]} and {[*index_MK.shape]}"
         )
-    if hidden_MD.dtype != weight_VD.dtype:
+    if hidden_MD.dtype != weight_VD.dtype and not cpu_mixed.suits(hidden_MD, weight_VD):
         raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
     if not 0 <= top_k <= len(weight_VD):
         raise ValueError(f"top_k={top_k} must lie in [0, {len(weight_VD)}]")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked
+from ctcdraft.model.kernels import chunked, cpu_mixed
 from ctcdraft.model.kernels.reference import LatticeInputs, Moved, Prefixes
 
 
@@ -45,6 +45,28 @@ class LinearLseGather(torch.autograd.Function):
                 hidden_MD, weight_VD, index_MX, lse_M, grad_lse_M, grad_logits_MX, ctx.ops
             )
         return grad_hidden, grad_weight, None, None, None
+
+
+class MixedLseGather(torch.autograd.Function):
+    """The same in mixed precision, for a frozen weight (`cpu_mixed`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out = cpu_mixed.forward(hidden_MD, weight_VD, index_MK, top_k, ctx.needs_input_grad[0])
+        ctx.save_for_backward(weight_VD, torch.cat([index_MK, out.top_index_MS], dim=1), out.slope_MD)
+        ctx.mark_non_differentiable(out.top_index_MS)
+        return out.lse_M, out.logits_MK, out.top_MS, out.top_index_MS
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_lse_M: Tensor, grad_logits_MK: Tensor, grad_top_MS: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        weight_VD, index_MX, slope_MD = ctx.saved_tensors
+        grad_logits_MX = torch.cat([grad_logits_MK, grad_top_MS], dim=1)
+        return cpu_mixed.hidden_gradient(weight_VD, index_MX, slope_MD, grad_lse_M, grad_logits_MX), None, None, None
 
 
 class PrefixLattice(torch.autograd.Function):
