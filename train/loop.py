@@ -47,7 +47,7 @@ class TrainConfig:
     anchors: int = 32
     max_length: int = 2048
     pack: bool = False
-    precision: str = "fp32"
+    precision: str = "auto"
     max_minutes: float | None = None
     log_every: int = 10
     eval_every: int = 400
@@ -59,8 +59,11 @@ class TrainConfig:
     hang_minutes: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.precision == "auto":
+            half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            object.__setattr__(self, "precision", "bf16" if half else "fp32")
         if self.precision not in ds.PRECISIONS:
-            raise ValueError(f"train.precision={self.precision!r}: choose one of {tuple(ds.PRECISIONS)}")
+            raise ValueError(f"train.precision={self.precision!r}: choose one of {('auto', *ds.PRECISIONS)}")
         counts = (
             "steps",
             "batch",
