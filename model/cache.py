@@ -46,17 +46,26 @@ class Watched(Cache):
 class TreeCache(Cache):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
 
+    in_use: sequences that are there from the beginning, of the `batch` that have room (None: all); `add` takes another.
     of_base: behind a head's cache, that of the base with the same positions, for slots that attend to it.
 
     The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
     not move, about rows `at` places that only the device knows.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, of_base: "TreeCache | None" = None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        of_base: "TreeCache | None" = None,
+        *,
+        in_use: int | None = None,
+    ) -> None:
         super().__init__(layers=[])
         self.of_base = of_base
         self.lengths = np.zeros(batch, np.int64)
-        self.batch, self.capacity = batch, capacity
+        self.batch, self.capacity = batch if in_use is None else in_use, capacity
         self._layers_left = layers
         self._blocks: list[Tensor] = []
         self._place: list[tuple[int, int]] = []  # of each layer: which block, which row of it
@@ -146,6 +155,23 @@ class TreeCache(Cache):
                 block[:, :, sequence, :, :length] = block[:, :, last, :, :length]
             self.lengths[sequence] = length
         self.batch, self._index = last, None
+
+    def add(self) -> int:
+        """Another sequence, with nothing committed yet, behind those in use; its number."""
+        self.lengths[self.batch] = 0
+        self.batch, self._index = self.batch + 1, None
+        return self.batch - 1
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many entries per sequence; what is committed is copied where it was less."""
+        if capacity <= self.capacity:
+            return
+        end = self.get_seq_length()
+        for number, block in enumerate(self._blocks):
+            grown = block.new_zeros(*block.shape[:4], capacity, block.shape[5])
+            grown[:, :, : self.batch, :, :end] = block[:, :, : self.batch, :, :end]
+            self._blocks[number] = grown
+        self.capacity = capacity
 
     def clear(self) -> None:
         """Forget every sequence, keep the memory."""

@@ -1,13 +1,21 @@
-"""The base's own continuations of many prompts: transformers' `generate`, batched by length."""
+"""The base's own continuations of many prompts, decoded together: continuous batching over one cache.
 
-from collections.abc import Sequence, Sized
+A row that ends is taken at once by the next prompt that waits (Yu et al., Orca, OSDI 2022), and keys and values are
+written in place. Shape suffixes: B rows in flight, V vocabulary.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ctcdraft.model.base import Base
+from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.sampling import Sampling, gumbel
+
+CAPACITY_STEP = 256  # cache entries per row are a multiple of this
 
 
 def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
@@ -16,65 +24,101 @@ def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def continue_batch(
-    base: Base,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seeds: Sequence[int] = (),
-) -> list[list[int]]:
-    """The base's continuations of a few prompts at once: greedy at temperature 0, else sampled, one seed per prompt.
+@dataclass(eq=False)
+class Continuation:
+    """A prompt and at most `max_new_tokens` behind it; `tokens` are those so far, an end-of-sequence token included.
 
-    A sample is what `Decoder.generate` draws from that seed: which prompts share the batch changes a token only where
-    rounding does. Raises ValueError on an empty prompt or one that leaves no room in the context.
+    seed: of the noise, at a temperature above 0.
     """
-    for number, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < base.context_length:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; {base.name} takes 1 to {base.context_length - 1}"
-            )
-    longest = max(map(len, prompts))
-    pad = base.eos_ids[0] if base.eos_ids else 0
-    ids = torch.full((len(prompts), longest), pad)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, base.context_length - longest),
-        eos_token_id=list(base.eos_ids) or None,
-        pad_token_id=pad,
-        do_sample=False,
-    )
-    padding = [longest - len(prompt) for prompt in prompts]
-    drawn = [_Drawn(Sampling(temperature, top_p=top_p), seeds, padding)] if temperature else []
-    with torch.no_grad():
-        out = base.model.generate(
-            ids.to(base.device),
-            attention_mask=mask.to(base.device),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList(drawn),
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far: the position of the next one."""
+        return len(self.prompt) + len(self.tokens)
+
+
+def continue_all(base: Base, waiting: deque[Continuation], rows: int) -> Iterator[Continuation]:
+    """Take continuations from the left of `waiting`, at most `rows` of them in flight, and yield each when it is done.
+
+    More may be appended to `waiting` whenever one is yielded. Greedy tokens are those of transformers' `generate`,
+    sampled ones those that `Decoder.generate` draws from the same seed; what else is in flight changes a token only
+    where rounding does. The cache grows with the longest row in flight. Raises ValueError on an empty prompt, or one
+    that leaves no room in the context.
+    """
+    layers = base.model.config.get_text_config().num_hidden_layers
+    cache = TreeCache(layers, rows, CAPACITY_STEP, in_use=0)
+    active: list[Continuation] = []
+    while waiting or active:
+        while waiting and len(active) < rows:
+            one = waiting.popleft()
+            _check(base, one)
+            cache.reserve(-(-(len(one.prompt) + one.max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP)
+            _prefill(base, cache, one)
+            active.append(one)
+        for row in reversed(range(len(active))):
+            if _is_done(base, active[row]):
+                done, last = active[row], active.pop()
+                if last is not done:  # as the cache moves its last row
+                    active[row] = last
+                cache.drop(row)
+                yield done
+        if active and not (waiting and len(active) < rows):
+            _step(base, cache, active)
+
+
+def _check(base: Base, one: Continuation) -> None:
+    if not 0 < len(one.prompt) < base.context_length:
+        raise ValueError(
+            f"a prompt has {len(one.prompt)} tokens; {base.name} takes 1 to {base.context_length - 1} of them"
         )
-    return [_until_eos(row, base.eos_ids) for row in out[:, longest:].tolist()]
+    one.max_new_tokens = min(one.max_new_tokens, base.context_length - len(one.prompt))
 
 
-class _Drawn(LogitsProcessor):
-    """Leaves each row the one token that its seed draws at its position, for argmax to find."""
-
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], padding: Sequence[int]) -> None:
-        self.sampling, self.rows = sampling, list(zip(seeds, padding, strict=True))
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        at, (_, V) = input_ids.shape[1], scores.shape
-        noise_BV = torch.stack([gumbel(seed, at - padding, V, scores.device) for seed, padding in self.rows])
-        chosen_B = self.sampling.choose(scores, None, noise_BV)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen_B.unsqueeze(1), 0.0)
+def _is_done(base: Base, one: Continuation) -> bool:
+    return len(one.tokens) >= one.max_new_tokens or one.tokens[-1] in base.eos_ids
 
 
-def _until_eos(tokens: list[int], eos_ids: tuple[int, ...]) -> list[int]:
-    for i, token in enumerate(tokens):
-        if token in eos_ids:
-            return tokens[: i + 1]
-    return tokens
+@torch.no_grad()
+def _prefill(base: Base, cache: TreeCache, one: Continuation) -> None:
+    """Read a prompt into a new row, and choose its first token."""
+    row = cache.add()
+    ids = torch.tensor([one.prompt], device=base.device)
+    positions = torch.arange(len(one.prompt), device=base.device).unsqueeze(0)
+    cache.alone(row)
+    hidden = base.hidden(ids, position_ids=positions, cache=cache)
+    cache.alone(None)
+    cache.lengths[row] = len(one.prompt)
+    one.tokens += _choose(base.logits(hidden[:, -1]), [one])
+
+
+@torch.no_grad()
+def _step(base: Base, cache: TreeCache, active: list[Continuation]) -> None:
+    """One more token for every row."""
+    ids = torch.tensor([[one.tokens[-1]] for one in active], device=base.device)
+    sight = cache.sight(1, base.device)
+    mask = sight.additive(base.dtype)
+    hidden = base.hidden(ids, attention_mask=mask, position_ids=sight.positions_BL, cache=cache)
+    cache.keep([[0]] * len(active))
+    chosen = _choose(base.logits(hidden[:, 0]), active)
+    for one, token in zip(active, chosen, strict=True):
+        one.tokens.append(token)
+
+
+def _choose(logits_BV: Tensor, active: list[Continuation]) -> list[int]:
+    """The next token of each row, rows of one kind of sampling together."""
+    V, chosen = logits_BV.shape[1], [0] * len(active)
+    for sampling in {one.sampling for one in active}:
+        rows = [row for row, one in enumerate(active) if one.sampling == sampling]
+        noise_BV = None
+        if sampling.temperature:
+            noise_BV = torch.stack([gumbel(active[r].seed, active[r].length, V, logits_BV.device) for r in rows])
+        found = sampling.choose(logits_BV if len(rows) == len(active) else logits_BV[rows], None, noise_BV)
+        for row, token in zip(rows, found.tolist(), strict=True):
+            chosen[row] = token
+    return chosen

@@ -14,8 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from ctcdraft.data.template import prompt_ids
-from ctcdraft.model import load_base
-from ctcdraft.model.generate import continue_batch
+from ctcdraft.model import Decoder, load_base
 
 FAULTS = ("error", "busy", "half", "nothing", "hangup", "unfinished", "rubbish", "slow")
 
@@ -63,12 +62,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body, finish=True):
         base = self.server.base
-        options = {"temperature": body.get("temperature", 0.0), "seeds": [body.get("seed", 0)]}
+        options = {"temperature": body.get("temperature", 0.0), "seed": body.get("seed", 0)}
         with self.server.lock:
             torch.set_num_threads(1)
-            (tokens,) = continue_batch(
-                base, [prompt_ids(base.tokenizer, body["messages"])], body["max_tokens"], **options
-            )
+            prompt = prompt_ids(base.tokenizer, body["messages"])
+            tokens = Decoder(base).generate(prompt, body["max_tokens"], **options).tokens
         message = {"role": "assistant", "content": base.tokenizer.decode(tokens, skip_special_tokens=True)}
         reason = "stop" if tokens[-1] in base.eos_ids else "length"
         return json.dumps({"choices": [{"message": message, "finish_reason": reason if finish else None}]}).encode()

@@ -1,7 +1,7 @@
 """Records -> training sequences with the base's own words as labels."""
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -149,8 +149,9 @@ class ExampleMaker:
             if not cuts:
                 self._reject(text.id, f"fewer than {low} tokens")
         sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
+        queue = deque((i, *work[i]) for i in sorted(range(len(work)), key=lambda i: len(work[i][0])))
         answers = tqdm(
-            continued(base, work, top_p, self.journal, **sizes),
+            continued(base, queue, top_p, self.journal, **sizes),
             f"{self.title} (texts)",
             len(work),
             unit="prompt",

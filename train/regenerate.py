@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -18,8 +19,10 @@ from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import prompt_ids, render_all
 from ctcdraft.model.base import Base
-from ctcdraft.model.generate import batches_by_length, continue_batch
+from ctcdraft.model.generate import Continuation, continue_all
+from ctcdraft.model.sampling import Sampling
 
+T = TypeVar("T")
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 
 
@@ -189,12 +192,17 @@ def rewrite(
     asked = sum(d.left for d in dialogues)
     with tqdm(total=asked, desc=title, unit="turn", mininterval=1, disable=not asked) as bar:
         if config.url is None:
-            while active := [d for d in dialogues if d.next_prompt()]:
-                work = [(d.prompt, d.temperature, d.name) for d in active]
-                options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
-                for number, tokens in continued(base, work, config.top_p, journal, **options):
-                    active[number].answer(tokens)
-                    bar.update()
+            ready = sorted((d for d in dialogues if d.next_prompt()), key=lambda d: len(d.prompt))
+            work = deque((d, d.prompt, d.temperature, d.name) for d in ready)
+            tokens_so_far = 0
+            options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
+            for dialogue, tokens in continued(base, work, config.top_p, journal, **options):
+                dialogue.answer(tokens)
+                if dialogue.next_prompt():
+                    work.append((dialogue, dialogue.prompt, dialogue.temperature, dialogue.name))
+                tokens_so_far += len(tokens)
+                bar.set_postfix_str(f"{tokens_so_far / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", False)
+                bar.update()
         else:
             asyncio.run(_ask_server(dialogues, config, journal, max_new_tokens, seed, bar))
         bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
@@ -211,33 +219,42 @@ def rewrite(
 
 def continued(
     base: Base,
-    work: Sequence[tuple[list[int], float, str]],
+    work: deque[tuple[T, list[int], float, str]],
     top_p: float,
     journal: Journal,
     *,
     max_new_tokens: int,
     batch_size: int,
     seed: int,
-) -> Iterator[tuple[int, list[int]]]:
-    """(number, continuation) of each (prompt, temperature, name), in batches of one temperature and like length.
+) -> Iterator[tuple[T, list[int]]]:
+    """(owner, continuation) of each (owner, prompt, temperature, name), as they are done, `batch_size` in flight.
 
-    The noise of a sample goes by its prompt and name. A batch is known by its content; its answers are in the journal
-    before they are given.
+    More may be appended to `work` whenever one is given. The noise of a sample goes by its prompt and name. An answer
+    is in the journal before it is given, known by what was asked: one that was in flight when a process was killed is
+    decoded again beside others, and may then differ where rounding decides (in bf16 it does now and then).
     """
-    room = {i: min(max_new_tokens, base.context_length - len(prompt)) for i, (prompt, _, _) in enumerate(work)}
-    for temperature, most in sorted({(t, room[i]) for i, (_, t, _) in enumerate(work)}):  # no prompt cuts another's
-        members = [i for i, (_, t, _) in enumerate(work) if (t, room[i]) == (temperature, most)]
-        for batch in batches_by_length([work[i][0] for i in members], batch_size):
-            numbers = [members[i] for i in batch]
-            prompts = [work[i][0] for i in numbers]
-            names = [work[i][2] for i in numbers] if temperature else []  # greedy answers depend on prompts alone
-            seeds = [_key(prompt, name, temperature, seed)[1] for prompt, name in zip(prompts, names, strict=False)]
-            key, _ = _key(prompts, names, temperature, top_p, most, seed)
-            answers = journal.get(key)
-            if answers is None:
-                answers = continue_batch(base, prompts, most, temperature=temperature, top_p=top_p, seeds=seeds)
-                journal.put(key, answers)
-            yield from zip(numbers, answers, strict=True)
+    waiting: deque[Continuation] = deque()
+    asked: dict[Continuation, tuple[T, str]] = {}
+
+    def already_known() -> Iterator[tuple[T, list[int]]]:
+        while work:
+            owner, prompt, temperature, name = work.popleft()
+            most = min(max_new_tokens, base.context_length - len(prompt))
+            key, _ = _key(prompt, name if temperature else "", temperature, top_p, most, seed)
+            answer = journal.get(key)
+            if answer is not None:
+                yield owner, answer
+                continue
+            noise = _key(prompt, name, temperature, seed)[1]
+            waiting.append(Continuation(prompt, most, Sampling(temperature, top_p=top_p), noise))
+            asked[waiting[-1]] = owner, key
+
+    yield from already_known()
+    for done in continue_all(base, waiting, batch_size):
+        owner, key = asked.pop(done)
+        journal.put(key, done.tokens)
+        yield owner, done.tokens
+        yield from already_known()
 
 
 async def _ask_server(

@@ -20,7 +20,6 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration, chain_of
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.decoder import Generation
-from ctcdraft.model.generate import continue_batch
 from ctcdraft.model.tree import Tree
 
 
@@ -227,14 +226,6 @@ def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):
     for prompt in prompts(4, seed=2):
         want = Decoder(plain).generate(prompt, 25).tokens
         assert Decoder(base).generate(prompt, 25).tokens == want
-        assert continue_batch(base, [prompt], 25) == [want]
-
-
-def test_a_batch_samples_what_the_decoder_draws_from_the_same_seeds(base):
-    asked, options = prompts(5, seed=3), {"temperature": 0.9, "top_p": 0.8}
-    together = continue_batch(base, asked, 20, seeds=[7, 8, 9, 10, 7], **options)
-    for prompt, seed, tokens in zip(asked, (7, 8, 9, 10, 7), together, strict=True):
-        assert Decoder(base).generate(prompt, 20, seed=seed, **options).tokens == tokens
 
 
 def test_an_empty_lattice_still_decodes(base):

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import time
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -27,25 +28,25 @@ def base(talking_base):
 @pytest.mark.parametrize("temperatures", [[0.0], [0.0, 0.8, 0.8]])
 def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, tmp_path, temperatures, monkeypatch):
     config = config_of(tmp_path, regenerate={"temperatures": temperatures})
-    log = tmp_path / "batches"
-    honest = stage.continue_batch
+    log = tmp_path / "answers"
+    honest = stage.continue_all
 
-    def logged(base, prompts, *rest, **options):
-        answers = honest(base, prompts, *rest, **options)
-        time.sleep(0.02)
-        with log.open("a") as stream:
-            stream.write(json.dumps([prompts, options]) + "\n")
-        return answers
+    def logged(*options):
+        for done in honest(*options):
+            time.sleep(0.005)
+            with log.open("a") as stream:
+                stream.write(json.dumps(done.prompt) + "\n")
+            yield done
 
-    monkeypatch.setattr(stage, "continue_batch", logged)
+    monkeypatch.setattr(stage, "continue_all", logged)
     want = prepare(base, config, 0, tmp_path / "whole")
-    batches = len(log.read_text().splitlines())
+    answers = len(log.read_text().splitlines())
     log.unlink()
     rng, cache = random.Random(7), tmp_path / "cut"
     for kill in range(5):
         process = FORK.Process(target=work_of, args=(base, config, cache))
         process.start()
-        enough = (kill + rng.random()) * batches / 6
+        enough = (kill + rng.random()) * answers / 6
         while process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < enough):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.05))
@@ -54,7 +55,7 @@ def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, tmp_pat
         assert process.exitcode == -signal.SIGKILL
     folder = prepare(base, config, 0, cache)
     assert all_equal(folder, want)
-    assert len(log.read_text().splitlines()) <= batches + 5  # what was in flight, and no more, is done again
+    assert len(log.read_text().splitlines()) <= answers + 5  # none that is in the journal is decoded again
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [folder.name]
 
 
@@ -109,7 +110,7 @@ def test_samples_do_not_depend_on_their_batch(base, tmp_path):
 def test_a_long_prompt_cuts_no_answer_but_its_own(base, tmp_path):
     journal, most = Journal(tmp_path / "journal"), 40
     prompts = [[5 + i % 200 for i in range(n)] for n in (30, 200, 230, 250)]
-    work = [(prompt, 0.0, str(i)) for i, prompt in enumerate(prompts)]
+    work = deque((i, prompt, 0.0, str(i)) for i, prompt in enumerate(prompts))
     together = dict(stage.continued(base, work, 1.0, journal, max_new_tokens=most, batch_size=4, seed=0))
     for number, prompt in enumerate(prompts):
         room = min(most, base.context_length - len(prompt))
