@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import torch
 
-from ctcdraft.data import toy
 from ctcdraft.data.records import Conversation, record_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_manifest
@@ -37,6 +36,7 @@ from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.memory import memory_per_rank
 from ctcdraft.train.prepare import prepared_folder
+from ctcdraft.train.shards import GENERATED
 from ctcdraft.train.toy_base import toy_folder
 
 PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "numba", "numpy")
@@ -275,7 +275,8 @@ def _conversation(config: TrainEntry) -> list[dict[str, str]] | None:
     if config.data.kind == "text":
         return None
     paths = config.data.paths
-    rows = (row for path in paths for row in read_rows(path)) if paths else toy.conversations(1, config.seed)
+    made = GENERATED[config.data.kind].conversations(1, config.seed) if not paths else ()
+    rows = (row for path in paths for row in read_rows(path)) if paths else made
     for index, row in enumerate(rows):
         try:
             record = record_of(row, str(index), "sharegpt")

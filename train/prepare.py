@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.data import toy
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.records import Conversation, Record, Text
 from ctcdraft.data.secrets import masked
@@ -37,7 +36,7 @@ from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.folders import claimed, new_folder
 from ctcdraft.train.examples import ExampleMaker
 from ctcdraft.train.regenerate import Turns
-from ctcdraft.train.shards import SPLITS, DataConfig, Shard, asked_text, read_shards
+from ctcdraft.train.shards import GENERATED, SPLITS, DataConfig, Shard, asked_text, read_shards
 
 FORMAT = 3
 FREE = ("path", "batch_size", "features", "show")  # options that do not change what is prepared (a path's content does)
@@ -56,7 +55,8 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
     options = {k: v for k, v in asdict(config).items() if k not in FREE}
     options["regenerate"] = {k: v for k, v in options["regenerate"].items() if k not in FREE_REGENERATE}
-    sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path] or toy.fingerprint()
+    sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
+    sources = sources or GENERATED[config.kind].fingerprint()
     template = None if config.kind == "text" else base.tokenizer.chat_template
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
     key = [FORMAT, options, sources, template, identity, seed]
@@ -182,7 +182,7 @@ def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: Dat
         turns.update(account["turns"])
     write_jsonl(fresh / "rejects.jsonl", (row for shard in shards for row in read_jsonl(shard / "rejects.jsonl")))
     heldout = [row for shard in shards for row in read_jsonl(shard / "heldout.jsonl")]
-    questions = toy.questions() if config.kind == "toy" else heldout
+    questions = GENERATED[config.kind].questions() if config.kind in GENERATED else heldout
     write_jsonl(fresh / "heldout.jsonl", questions)
     for split in SPLITS[:2]:
         join_corpora(fresh / f"{split}.safetensors", [shard / f"{split}.safetensors" for shard in shards])

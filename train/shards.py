@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ctcdraft.data import toy
+from ctcdraft.data import questions, toy
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.features import FORMATS
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
 from ctcdraft.train.regenerate import RegenerateConfig
 
-KINDS = ("toy", "sharegpt", "text", "mixed")
-TOY_ROWS = 1800
+KINDS = ("toy", "prompts", "sharegpt", "text", "mixed")
+GENERATED = {"toy": toy, "prompts": questions}
+GENERATED_ROWS = 1800
 LABELS = ("rewrite", "argmax", "given")
 SPLITS = ("train", "dev", "heldout")
 ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the evaluation questions
@@ -23,8 +24,8 @@ ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the e
 
 @dataclass(frozen=True)
 class DataConfig:
-    """kind: `toy`, `sharegpt` (conversations, any form), `text`, or `mixed` (both); path: file, glob or Hub
-    name, or a list of them, with `weights` mixed row by row in these shares until one ends.
+    """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both);
+    path: file, glob or Hub name, or a list of them, with `weights` mixed row by row in these shares until one ends.
 
     labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with the
     base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
@@ -58,7 +59,7 @@ class DataConfig:
         low_high = self.prompt_tokens
         if self.kind not in KINDS:
             raise ValueError(f"data.kind={self.kind!r} is unknown: choose one of {KINDS}")
-        if self.kind != "toy" and not self.paths:
+        if self.kind not in GENERATED and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
         if self.labels not in LABELS:
             raise ValueError(f"data.labels={self.labels!r} is unknown: choose one of {LABELS}")
@@ -108,7 +109,7 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
             shard = _empty(shard.number + 1)
         shard = shard._replace(read=shard.read + 1)
         try:
-            record = record_of(row, name, config.kind if config.kind != "toy" else "sharegpt")
+            record = record_of(row, name, "sharegpt" if config.kind in GENERATED else config.kind)
             if config.dedupe and (first := seen.setdefault(record.digest, name)) != name:
                 raise RowError(f"the same as row {first}")
             near = keep_out.of(asked_text(record)) if keep_out else None
@@ -124,7 +125,7 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
 def _rows(config: DataConfig, seed: int) -> Iterator[tuple[str, Any]]:
     if config.paths:
         return read_mixture(config.paths, config.weights)
-    made = toy.conversations(config.limit or TOY_ROWS, seed)
+    made = GENERATED[config.kind].conversations(config.limit or GENERATED_ROWS, seed)
     return ((str(number), row) for number, row in enumerate(made))
 
 

@@ -1,0 +1,23 @@
+from collections import Counter
+
+from ctcdraft.data.questions import CATEGORIES, SLOT, conversations, questions
+from ctcdraft.data.records import conversation_of
+
+
+def test_thousands_of_different_questions_are_drawn_alike_for_a_seed():
+    rows = list(conversations(3000, seed=1))
+    assert rows == list(conversations(3000, seed=1))
+    assert len({row["turns"][0] for row in rows}) == 3000
+    assert set(Counter(row["category"] for row in rows).values()) == {375}
+    assert {len(row["turns"]) for row in rows} == {1, 2, 3}
+    for row in rows:
+        assert len(conversation_of(row, 0).messages) == len(row["turns"])
+        assert not any(SLOT.search(turn) for turn in row["turns"])
+
+
+def test_held_out_questions_of_two_turns_come_from_every_category_and_are_never_trained_on():
+    asked = questions()
+    assert Counter(row["category"] for row in asked) == dict.fromkeys(CATEGORIES, 10)
+    assert all(len(row["turns"]) == 2 for row in asked)
+    trained = {row["turns"][0] for seed in range(3) for row in conversations(2000, seed)}
+    assert not trained & {row["turns"][0] for row in asked}
