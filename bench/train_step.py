@@ -1,7 +1,9 @@
 """Tokens per second of a whole training step beside the base's bare forward on the same batch, split by part, and
 beside the same step from hidden states that were stored before (read from disk, checksums and all).
 
-python bench/train_step.py [--shape tiny|small|vicuna_7b] [--anchors N] [--rounds N]
+python bench/train_step.py [--shape tiny|small|vicuna_7b|smollm2] [--anchors N] [--rounds N]
+python bench/train_step.py --whole [--threads N] [--dtype bfloat16|float32]: a step of SmolLM2's shape with the base's
+forward in it and float32 GEMMs beside steps from stored states, with the same anchors and fewer slots
 
 Base and head have random weights. A trained head's step is a little shorter: its alignments leave out most prefixes
 (kernels/cpu_shortlist.py). No DeepSpeed: the step of one process.
@@ -12,8 +14,9 @@ import json
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,12 +30,13 @@ from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import head_on
+from ctcdraft.model.precision import cpu_has_bf16
+from ctcdraft.train import task
 from ctcdraft.train.engine import OptimConfig, build_optimizer
 from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = HeadConfig().slots
-OBJECTIVE = ObjectiveConfig(labels=LABELS)
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,14 @@ class StepShape:
     batch: int
     length: int
     dtype: str = "float32"
+    key_heads: int | None = None
     anchors: tuple[int, ...] = field(default=(128,))  # per sequence
 
 
 SHAPES = {
     "tiny": StepShape(128, 4, 352, 4, 2048, 128, 128, 4, 256, anchors=(32, 64, 128)),  # about the toy base
     "small": StepShape(512, 8, 1408, 8, 32000, 512, 256, 2, 256, anchors=(64, 128)),
+    "smollm2": StepShape(576, 30, 1536, 9, 49152, 128, 128, 4, 320, "bfloat16", key_heads=3, anchors=(32,)),
     "vicuna_7b": StepShape(4096, 32, 11008, 32, 32000, 4096, 1024, 1, 2048, "bfloat16", anchors=(512, 2039)),
 }
 
@@ -72,6 +78,7 @@ def random_base(shape):
         num_hidden_layers=shape.layers,
         intermediate_size=shape.inner,
         num_attention_heads=shape.attention_heads,
+        num_key_value_heads=shape.key_heads or shape.attention_heads,
         vocab_size=shape.vocab,
         max_position_embeddings=4096,
     )
@@ -94,21 +101,21 @@ def random_batch(shape, anchors):
 
 def stored_states(base, batch, kind, folder):
     """The batch's hidden states on disk, as training reads them."""
-    path, size = folder / shard_name(0), base.hidden_size
-    save_file(shard_tensors([encoded(hidden, kind).cpu() for hidden in base.hidden(batch.ids_BL)]), path)
-    facts = {"kind": kind, "size": size}
+    path, states_BLX = folder / shard_name(0), base.hidden(batch.ids_BL, layers=base.attended(1).layers)
+    save_file(shard_tensors([encoded(states, kind).cpu() for states in states_BLX]), path)
+    facts = {"kind": kind, "size": states_BLX.shape[2]}
     shards = [{"first": 0, "bytes": path.stat().st_size}]
     (folder / "manifest.json").write_text(json.dumps({**facts, "shards": shards}))
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
-def random_head(base, shape, transition, base_layers=1):
+def random_head(base, shape, transition, slots):
     """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
     alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16, "lookup": True}
-    looks = {"base_layers": base_layers, "slots_per_query": 4}
-    config = HeadConfig(**sizes, **alignments, transition=transition, **moved, **looks)
+    looks = {"base_layers": 1, "slots_per_query": 4}
+    config = HeadConfig(slots=slots, **sizes, **alignments, transition=transition, **moved, **looks)
     head = head_on(base, config)
     if head.transition is not None:
         head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
@@ -118,11 +125,13 @@ def random_head(base, shape, transition, base_layers=1):
 class Step:
     """One optimizer step, and the seconds that its parts took."""
 
-    def __init__(self, base, shape, anchors, features=None, transition="shortlist"):
+    def __init__(self, base, shape, anchors, features=None, transition="shortlist", slots=LABELS, mixed=True):
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
-        self.dtype = getattr(torch, shape.dtype)
-        base_layers = 0 if features else 1  # stored hidden states have no keys and values behind them
-        self.head = random_head(base, shape, transition, base_layers).to(self.dtype)
+        labels_NU, lengths_N = self.batch.labels_NU[:, :slots], self.batch.lengths_N.clamp(max=slots)
+        self.batch = self.batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
+        self.objective, self.mixed = ObjectiveConfig(labels=slots), mixed
+        self.dtype = torch.float32 if DEVICE == "cpu" else getattr(torch, shape.dtype)
+        self.head = random_head(base, shape, transition, slots).to(self.dtype)
         self.optimizer = build_optimizer(self.head, OptimConfig(lr=1e-4))
         self.seconds = {part: [] for part in PARTS}
 
@@ -131,12 +140,12 @@ class Step:
         with self.timed("base"):
             if self.features:
                 values, scale = self.features.rows([[row] for row in range(len(batch.ids_BL))], batch.ids_BL.shape[1])
-                batch = batch._replace(stored_BLD=values, stored_scale_BL=scale).to(torch.device(DEVICE))
+                batch = batch._replace(stored_BLX=values, stored_scale_BL=scale).to(torch.device(DEVICE))
             hidden, root = base_features(self.base, batch, self.dtype, self.head)
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
-        with self.timed("loss"):
-            out = draft_losses(self.head, OBJECTIVE, self.base, slots, batch)
+        with self.timed("loss"), mock.patch.object(task, "cpu_has_bf16", cpu_has_bf16 if self.mixed else bool):
+            out = draft_losses(self.head, self.objective, self.base, slots, batch)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):
@@ -161,6 +170,25 @@ def measured(name, anchors, rounds):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compared(name, base, shape, count, rounds, Path(folder)))
     return rows
+
+
+def whole_steps(dtype, rounds):
+    """Seconds of a step as it was before states were stored, and of those from stored states, interleaved."""
+    shape = replace(SHAPES["smollm2"], dtype=dtype)
+    base, anchors = random_base(shape), shape.anchors[0]
+    with tempfile.TemporaryDirectory() as folder:
+        stored = stored_states(base, random_batch(shape, anchors), "bf16", Path(folder))
+        calls = {"forward in the step, float32 GEMMs, 20 slots": Step(base, shape, anchors, mixed=False)}
+        for slots in (20, 10, 8):
+            calls[f"stored states, {slots} slots"] = Step(base, shape, anchors, stored, slots=slots)
+        seconds = interleaved(calls, rounds)
+    before = spread(next(iter(seconds.values())))["median"]
+    rows = []
+    for name, found in seconds.items():
+        parts = {part: f"{np.median(times[1:]):.2f}" for part, times in calls[name].seconds.items()}
+        middle = spread(found)["median"]
+        rows.append((name, f"{middle:.2f}", f"{before / middle:.1f}", *parts.values()))
+    return markdown_table(("step", "seconds", "times as fast", *PARTS), rows)
 
 
 def compared(name, base, shape, anchors, rounds, folder):
@@ -221,7 +249,13 @@ def main():
     parser.add_argument("--anchors", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.whole:
+        return print(whole_steps(options.dtype, options.rounds))
     rows = [row for name in options.shape for row in measured(name, options.anchors, options.rounds)]
     told("", table(rows), rows, options.out)
 

@@ -18,9 +18,9 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.best_first import look_up_each
 from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
 from ctcdraft.model.kernels import cpu_mixed
-from ctcdraft.model.kernels.cpu_mixed import cpu_multiplies_bf16
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
+from ctcdraft.model.precision import cpu_has_bf16
 from ctcdraft.model.transition import LookedUp
 
 MEMORY = 0.9  # of the mean psi of earlier steps, per step
@@ -160,7 +160,7 @@ def draft_losses(
         known = head.transition.known(slots.slot_NTR, batch.labels_NU, root_N, found, base, shortlist)
     return anchor_losses(
         slots.states_NTD,
-        lm_weight if cpu_mixed.suits(slots.states_NTD, lm_weight) and cpu_multiplies_bf16() else lm_weight.to(dtype),
+        lm_weight if cpu_mixed.suits(slots.states_NTD, lm_weight) and cpu_has_bf16() else lm_weight.to(dtype),
         slots.blank_NT,
         batch.labels_NU,
         batch.lengths_N,

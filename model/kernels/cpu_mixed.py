@@ -26,12 +26,6 @@ def suits(hidden_MD: Tensor, weight_VD: Tensor) -> bool:
     return kinds == (torch.float32, torch.bfloat16) and not hidden_MD.is_cuda and not weight_VD.requires_grad
 
 
-def cpu_multiplies_bf16() -> bool:
-    """Has this CPU units for bfloat16 (AVX512-BF16 or AMX)? Others emulate it slowly."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public: they may be gone one day
-    return any(getattr(torch.cpu, name, bool)() for name in probes)
-
-
 def forward(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool) -> Forward:
     """Every row, all of it in float32."""
     (M, D), V = hidden_MD.shape, len(weight_VD)
