@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+LOG_NOTHING = np.float32(-1e30)  # a log-probability of 0 whose differences are numbers
+CANCELS = np.float32(0.02)  # float32 keeps too little of a sum of probabilities that is 1 but for less than this
 UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follows a prefix are not looked at
 
 
@@ -191,10 +193,11 @@ class _Anchor(NamedTuple):
 
 class _Slots(NamedTuple):
     """What slots emit from, in few arrays, since every one of an argument costs time: see `Behind`. fixed [T, R + K +
-    2]: a slot's vector, log_p of its shortlist, log_blank and rest; key [T, R, K + 1]: P w_v of the shortlist, the
-    blank's vector; where [T, K + columns + 1]: place, then 1 where the slot holds a column; next [I, 2, J]: tokens and
-    columns of the anchor's; then room."""
+    2]: a slot's vector, log_p of its shortlist, log_blank and log_p of all else; key [T, R, K + 1]: P w_v of those,
+    the blank's vector; where [T, K + columns + 1]: place, then 1 where the slot holds a column; next [I, 2, J]: tokens
+    and columns of the anchor's; then room."""
 
+    tokens: Any
     emission: Any
     fixed: Any
     where: Any
@@ -209,8 +212,8 @@ class _Slots(NamedTuple):
 
 @njit(cache=True)
 def _anchor(tokens, emission, read, grown, behind):
-    root_token, slot, place, held, log_p, every, rest, log_blank = behind[:8]
-    context, token, successor, lookup, match, carry, blank_vector = behind[8:]
+    root_token, slot, place, held, log_p, every, log_blank = behind[:7]
+    context, token, successor, lookup, match, carry, blank_vector = behind[7:]
     (T, K), C, J, R = log_p.shape, len(tokens), successor.shape[1] + (len(lookup) > 0), slot.shape[1]
     key = np.empty((T, R, K + 1), np.float32)
     fixed, where = np.empty((T, R + K + 2), np.float32), np.zeros((T, K + C + J + 2), np.int64)
@@ -218,17 +221,20 @@ def _anchor(tokens, emission, read, grown, behind):
         _transposed(key[t], token, tokens[place[t]])
         key[t, :, K] = blank_vector
         fixed[t, :R], fixed[t, R : R + K] = slot[t], log_p[t]
-        fixed[t, R + K], fixed[t, R + K + 1] = log_blank[t], rest[t]
+        fixed[t, R + K] = max(log_blank[t], LOG_NOTHING)
+        fixed[t, R + K + 1] = _log_rest(log_p[t], every[t], tokens[place[t]])
         where[t, :K], where[t, K : K + C], where[t, K + C + J + 1] = place[t], held[t], 1
     next, next_key = np.empty((grown, 2, J), np.int64), np.empty((grown, R, J), np.float32)
-    gate, room = np.empty(R, np.float32), K + 1 + 2 * J  # shortlist and blank; successors, moved and as they were
+    # Moved: shortlist, blank, successors; as they were: the rest, one, successors
+    gate, room = np.empty(R, np.float32), K + 1 + J + 2 + J
     at = _Anchor(
         tokens, read, root_token, context, token, successor, lookup, match, carry, next, next_key,
         gate, _buckets(tokens),
     )  # fmt: skip
     slots = _Slots(
-        emission, fixed, where, every, key, next, next_key, gate, np.empty(room, np.float32), np.empty(room, np.int32)
-    )
+        tokens, emission, fixed, where, every, key, next, next_key,
+        gate, np.empty(room, np.float32), np.empty(room, np.int32),
+    )  # fmt: skip
     return at, slots
 
 
@@ -354,44 +360,55 @@ def _emit(p, i, row, t, edge, states, last, stay, slots):
     """
     C, J, (R, X) = slots.emission.shape[1], slots.next.shape[2], slots.key.shape[1:]
     K, none, gate, moved = X - 1, C + J + 1, slots.gate, slots.moved
+    Y = X + J
+    unmoved = moved[Y + 2 :]
     for r in range(R):
         gate[r] = _hardswish(slots.fixed[t, r] + states[i, r])
     for x in range(X):
         moved[x] = slots.fixed[t, R + x]
     for j in range(J):
-        moved[X + j] = moved[X + J + j] = slots.every[t, max(slots.next[i, 0, j], 0)]
+        moved[X + j] = unmoved[j] = slots.every[t, max(slots.next[i, 0, j], 0)]
     _products(moved[:X], gate, slots.key[t])
-    _products(moved[X : X + J], gate, slots.next_key[i])
-    _exp(moved, slots.scale)
+    _products(moved[X:Y], gate, slots.next_key[i])
     if edge:
-        moved[K] = np.float32(0.0)
-    total = slots.fixed[t, R + X]
+        moved[K] = LOG_NOTHING
     for j in range(J):
-        total -= np.float32(0.0) if slots.where[t, K + slots.next[i, 1, j]] else moved[X + J + j]
-    total = max(total, np.float32(0.0))
-    for x in range(X):
+        if slots.where[t, K + slots.next[i, 1, j]]:  # none, or in the shortlist already
+            moved[X + j] = unmoved[j] = LOG_NOTHING
+    # What is neither in the shortlist nor a successor keeps its logit: `left` of the rest.
+    peak, log_rest, left = _peak(moved[:Y]), slots.fixed[t, R + X], np.float32(1.0)
+    _exp(unmoved, log_rest, slots.scale)
+    for j in range(J):
+        left -= unmoved[j]
+    if left < CANCELS and log_rest > peak:  # under a moved peak that is as high, what rounding leaves is nothing
+        log_rest = _log_sum_without(slots.every[t], slots.tokens[slots.where[t, :K]], slots.next[i, 0])
+        left = np.float32(1.0)
+    moved[Y], moved[Y + 1] = log_rest, np.float32(0.0)
+    peak = max(peak, log_rest)  # a transition may move by more than the logarithm of what float32 can hold
+    _exp(moved[: Y + 2], peak, slots.scale)
+    total = max(left, np.float32(0.0)) * moved[Y]
+    for x in range(Y):
         total += moved[x]
-    for j in range(J):
-        total += np.float32(0.0) if slots.where[t, K + slots.next[i, 1, j]] else moved[X + j]
     inverse = np.float32(1.0) / total
+    as_it_was = moved[Y + 1] * inverse
     for c in range(C):
-        p[i, row, c] = slots.emission[t, c] * inverse
+        p[i, row, c] = slots.emission[t, c] * as_it_was
     for k in range(K):
         p[i, row, slots.where[t, k]] = moved[k] * inverse
     for j in range(J):
         column = slots.next[i, 1, j]
         p[i, row, none if slots.where[t, K + column] else column] = moved[X + j] * inverse
     if stay == C + J:
-        p[i, row, stay] = np.exp(slots.every[t, last]) * inverse
+        p[i, row, stay] = np.exp(slots.every[t, last]) * as_it_was
     return moved[K] * inverse
 
 
 @njit(cache=True, fastmath={"contract"})
-def _exp(x, scale):
-    """exp in place, to 1e-7 of its value, 0 below 2^-126 and at most 2^126: a polynomial and an exponent, which the
-    compiler can write for 8 numbers at once (Cephes' coefficients of 2^f)."""
+def _exp(x, peak, scale):
+    """exp(x - peak) in place, to 1e-7 of its value, 0 below 2^-126 and at most 2^126: a polynomial and an exponent,
+    which the compiler can write for 8 numbers at once (Cephes' coefficients of 2^f)."""
     for k in range(len(x)):
-        power = min(max(x[k] * np.float32(1.4426950408889634), np.float32(-127.0)), np.float32(126.0))
+        power = min(max((x[k] - peak) * np.float32(1.4426950408889634), np.float32(-127.0)), np.float32(126.0))
         whole = np.floor(power + np.float32(0.5))
         f = power - whole
         scale[k] = (np.int32(whole) + 127) << 23
@@ -404,6 +421,42 @@ def _exp(x, scale):
     powers = scale.view(np.float32)
     for k in range(len(x)):
         x[k] *= powers[k]
+
+
+@njit(cache=True)
+def _log_rest(log_p, every, shortlist):
+    """The log-probability of all tokens outside of a shortlist, whose own is log_p."""
+    rest = np.float32(1.0)
+    for k in range(len(log_p)):
+        rest -= np.exp(log_p[k])
+    return np.log(rest) if rest > CANCELS else _log_sum_without(every, shortlist, shortlist[:0])
+
+
+@njit(cache=True)
+def _log_sum_without(log_p, some, others):
+    """The log-probability of all tokens but some and others (-1: none), summed up token by token: as 1 minus theirs it
+    is mostly rounding where they have nearly all there is."""
+    log_p = log_p.copy()
+    for v in some:
+        log_p[v] = LOG_NOTHING
+    for v in others:
+        if v >= 0:
+            log_p[v] = LOG_NOTHING
+    peak, total = _peak(log_p), 0.0
+    if peak == LOG_NOTHING:
+        return LOG_NOTHING
+    _exp(log_p, peak, np.empty(len(log_p), np.int32))
+    for share in log_p:
+        total += share
+    return np.float32(peak + np.log(total))
+
+
+@njit(cache=True, fastmath=True)
+def _peak(values):
+    best = values[0]
+    for value in values:
+        best = max(best, value)
+    return best
 
 
 @njit(cache=True, fastmath=True)

@@ -27,7 +27,6 @@ class Behind(NamedTuple):
     slot [T, R]         A s_t
     place [T, K]        which candidate a slot's shortlist holds; held [T, Y]: the same, for each candidate
     log_p [T, K]        the shortlist's log-probabilities without the transition; every [T, V]: of all tokens
-    rest [T]            probability of the vocabulary outside of it
     log_blank [T]       the blank's log-probability; -inf: no blank
     tables              B e(u), P w_v, successors of all tokens; C; the blank's vector
     """
@@ -38,7 +37,6 @@ class Behind(NamedTuple):
     held: NDArray[np.bool_]
     log_p: NDArray[np.float32]
     every: NDArray[np.float32]
-    rest: NDArray[np.float32]
     log_blank: NDArray[np.float32]
     tables: Tables
 
@@ -163,26 +161,23 @@ def _moved_lattice(
     every_TV: Any,
     log_blank_T: Any,
 ) -> Lattice:
-    tokens, place_TK, held_TY, log_p_TK, rest_T, log_p_TY = _listed(tokens_TK, every_TV)
+    tokens, place_TK, held_TY, log_p_TK, log_p_TY = _listed(tokens_TK, every_TV)
     none_T = np.zeros(len(tokens_TK), np.float32)
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
-    parts = int(root_token), slot_TR, place_TK, held_TY, log_p_TK, every_TV, rest_T, log_blank, tables
+    parts = int(root_token), slot_TR, place_TK, held_TY, log_p_TK, every_TV, log_blank, tables
     return Lattice(tokens, np.exp(log_p_TY), none_T, topology, Behind(*parts))
 
 
 @njit(cache=True)
 def _listed(tokens_TK: NDArray[np.int64], every_TV: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
-    """The shortlists' tokens, each once; place, held, log_p and rest of a `Behind`; log-probabilities of the tokens."""
+    """The shortlists' tokens, each once; place, held and log_p of a `Behind`; log-probabilities of the tokens."""
     (T, K), tokens = tokens_TK.shape, np.unique(tokens_TK)
     place, held = np.empty((T, K), np.int64), np.zeros((T, len(tokens)), np.bool_)
     log_p, log_every = np.empty((T, K), np.float32), np.empty((T, len(tokens)), np.float32)
-    rest = np.ones(T, np.float32)
     for t in range(T):
         for y in range(len(tokens)):
             log_every[t, y] = every_TV[t, tokens[y]]
         for k in range(K):
             y = np.searchsorted(tokens, tokens_TK[t, k])
             place[t, k], held[t, y], log_p[t, k] = y, True, log_every[t, y]
-            rest[t] -= np.exp(log_p[t, k])
-        rest[t] = np.maximum(rest[t], np.float32(0.0))
-    return tokens, place, held, log_p, rest, log_every
+    return tokens, place, held, log_p, log_every

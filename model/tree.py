@@ -66,7 +66,7 @@ NO_TOKENS = np.zeros(0, np.int64)
 _ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
 _NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _TABLE, _TABLE, _ROW)
 _NO_PLACES, _NONE_HELD = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.bool_)
-NOT_MOVED = Behind(0, _TABLE, _NO_PLACES, _NONE_HELD, _TABLE, _TABLE, _ROW, _ROW, _NO_TABLES)
+NOT_MOVED = Behind(0, _TABLE, _NO_PLACES, _NONE_HELD, _TABLE, _TABLE, _ROW, _NO_TABLES)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 

@@ -1,5 +1,7 @@
 """The transition lattice: training against brute force over alignments, drafting against training."""
 
+import copy
+
 import numpy as np
 import oracle
 import pytest
@@ -14,9 +16,10 @@ from ctcdraft.model.head import Vocabulary, candidates
 from ctcdraft.model.kernels import Prefixes, carried, moved_shortlist
 from ctcdraft.model.kernels.cpu_shortlist import _shares as shares
 from ctcdraft.model.kernels.reference import NO_TOKEN
+from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Known, LookedUp, Transition
+from ctcdraft.model.transition import Known, LookedUp, Tables, Transition
 from ctcdraft.model.tree import search
 
 D, RANK = 6, 4
@@ -54,6 +57,34 @@ class Case:
             return self.context_VR[self.root]
         before = torch.nn.functional.hardswish(self.state(prefix[:-1]))
         return self.context_VR[prefix[-1]] + self.transition.carry.weight @ before
+
+    def delta(self, t, prefix):
+        """By how much the transition would move each token behind a prefix, [V]."""
+        return self.token_VR @ torch.nn.functional.hardswish(self.slot_NTR[0, t] + self.state(prefix))
+
+    def in_float32(self):
+        other = copy.deepcopy(self)
+        other.transition.float()
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                setattr(other, name, value.detach().float())
+        return other
+
+    def lattice(self, shortlist, topology):
+        """What drafts are searched in."""
+        transition, rank = self.transition, self.token_VR.shape[1]
+        tables = Tables(
+            self.context_VR.numpy(),
+            self.token_VR.numpy(),
+            transition.successor_VJ.numpy(),
+            np.zeros((0, rank), np.float32),
+            np.zeros((3, rank), np.float32),
+            transition.carry.weight.detach().T.contiguous().numpy(),
+            transition.blank_R.detach().numpy(),
+        )
+        root = torch.tensor([self.root])
+        logits = self.states @ self.weight.T
+        return movable_candidates_of(logits, self.blank, self.slot_NTR, root, tables, shortlist, topology).lattices()[0]
 
     def p(self, t, prefix, shortlist):
         """Slot t's distribution over tokens and blank behind a prefix, spelt out: [V (+ 1)]."""
@@ -237,6 +268,51 @@ def training_psi(head, base, slots, n, read, path):
         topology=head.topology,
     )
     return out.log_psi_NU[0, len(path) - 1].exp()
+
+
+EXTREMES = {
+    "moved by hundreds": (1.0, 100.0),
+    "all moved down by hundreds": (1.0, -100.0),
+    "a shortlist with all but 1e-9": (20.0, 1.0),
+    "a shortlist with all but 1e-9, moved down": (20.0, -3.0),
+}
+
+
+@pytest.mark.parametrize("topology", [CTC, Topology(False, 1)])
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_the_tree_and_the_loss_in_float32_have_the_psi_of_float64_whatever_a_transition_moves(extreme, topology):
+    """What stands outside of a shortlist is all that is left where all inside is moved far down: successors take most
+    of it, and are moved down too."""
+    peaked, moved = EXTREMES[extreme]
+    case = Case(3, 2000, [0], seed=0, successors=3)
+    logits_TV = peaked * (case.states[0] @ case.weight.T).detach()
+    likely = logits_TV[0].argsort(descending=True)
+    case.transition.successor_VJ[case.root] = likely[[1, 4, 6]].int()  # in the shortlist, and just outside of it
+    case.transition.successor_VJ[likely[0]] = likely[[4, 5, 900]].int()
+    case.states = peaked * case.states.detach()
+    case.token_VR = moved * (case.token_VR.detach().abs() if moved < 0 else case.token_VR.detach())
+    if moved < 0:
+        case.slot_NTR = case.slot_NTR.abs() + 3 + case.context_VR.abs().max()  # gates that are all open
+    deltas = torch.stack([case.delta(t, ()) for t in range(3)])
+    rest = logits_TV.softmax(1).sort(descending=True).values[:, 4:].sum(1)
+    assert deltas.abs().max() > 100 or moved == 1.0
+    assert (rest.min() < 1e-9) == (peaked > 1)
+
+    narrow = case.in_float32()
+    tree = search(narrow.lattice(4, topology), 24)
+    checked = 0
+    for node in range(len(tree)):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, int(tree.tokens[at]))
+            at = int(tree.parents[at])
+        case.labels = narrow.labels = torch.tensor([path])
+        want, in_float32 = (float(one.loss(4, topology=topology).log_psi_NU[0, -1].exp()) for one in (case, narrow))
+        assert abs(float(tree.psi[node]) - want) < 1e-3 * want + 1e-6, path
+        if peaked == 1.0:  # the loss takes the rest to be 1 minus the shortlist, which float32 knows to 1e-6
+            assert abs(in_float32 - want) < 1e-3 * want + 1e-6, path
+        checked += want > (1e-4 if moved > 0 else 0)  # what is moved down leaves to others
+    assert checked > 0
 
 
 def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
