@@ -82,7 +82,7 @@ WORDS: dict[str, list[str] | range | Callable[[random.Random], str]] = {
               "telling the truth", "a second chance", "silence", "waiting", "a family recipe"],
     "kind": ["short story", "poem", "diary entry", "monologue", "fairy tale", "newspaper article", "song lyric",
              "dialogue", "speech", "radio play scene", "fable", "postcard"],
-    "mood": ["hopeful", "melancholic", "funny", "suspenseful", "calm", "ironic", "dreamy", "warm", "dry", "solemn"],
+    "mood": ["hopeful", "melancholic", "funny", "suspenseful", "calm", "bitter", "dreamy", "warm", "dry", "solemn"],
     "product": ["a solar phone charger", "a folding kayak", "a silent alarm clock", "reusable lunch boxes",
                 "a plant sensor",
                 "a language app", "an electric cargo bike", "a noise meter", "bamboo toothbrushes", "a standing desk",
