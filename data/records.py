@@ -80,8 +80,13 @@ class Tokens:
     mask: list[int] = field(repr=False)
 
     @property
+    def prompt(self) -> list[int]:
+        """What stands before the first answer."""
+        return self.ids[: self.mask.index(1)]
+
+    @property
     def opening(self) -> str:
-        return str(self.ids)
+        return str(self.prompt or self.ids)
 
     @property
     def digest(self) -> bytes:

@@ -108,6 +108,8 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     for number, row in rows:
         if config.kind == "text" or (config.kind == "heldout" and "text" in row):
             questions += _cut(config, base, row, number, seed)
+        elif config.kind == "heldout" and "input_ids" in row:
+            questions.append(Question(row["question_id"], row["category"], prompt=tuple(row["input_ids"])))
         else:
             questions.append(_asked(config, base, row, number))
     if any(question.turns for question in questions):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctcdraft.data.duplicates import NearDuplicates
-from ctcdraft.data.records import Conversation, Record, Text
+from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import source_hash
 from ctcdraft.data.store import (
@@ -170,6 +170,8 @@ def _questions(heldout: list[Record]) -> list[dict[str, Any]]:
         elif isinstance(record, Conversation):
             turns = [m["content"] for m in record.messages if m["role"] == "user"]
             rows.append({"question_id": record.id, "category": "chat", "turns": turns[:2]})
+        elif isinstance(record, Tokens) and record.prompt:
+            rows.append({"question_id": record.id, "category": "chat", "input_ids": record.prompt})
     return rows
 
 
@@ -218,7 +220,7 @@ def _lend_dev(folder: Path) -> None:
 
 def _near_duplicates(shards: list[Path], questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Training rows that nearly repeat a question on which the head is evaluated."""
-    index = NearDuplicates([q["turns"][0] if "turns" in q else q["text"] for q in questions])
+    index = NearDuplicates([q["turns"][0] if "turns" in q else q.get("text", "") for q in questions])
     for shard in shards:
         for row in read_jsonl(shard / "asked.jsonl"):
             near = index.of(row["asked"])

@@ -153,6 +153,8 @@ def test_given_answers_are_the_labels_and_the_base_does_not_run(chat_base, tmp_p
         assert ids == labels
         forms.add(tuple(mask) == (0, 0, 1, 1, 1, 1))
     assert forms == {True, False}
+    asked = load_questions(BenchConfig("heldout"), chat_base, folder, 0)
+    assert {question.prompt[1:] for question in asked if question.prompt} == {(5,)}
 
 
 def test_tokens_cannot_be_rewritten(chat_base, tmp_path):
