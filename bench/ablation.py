@@ -53,7 +53,6 @@ VARIANTS = {
     "default without the base's keys": ("head.base_layers=0",),
     "default with a query per slot": ("head.slots_per_query=1",),
     "default without successors": ("head.successors=0", "head.shortlist=32"),
-    "default without lookups": ("head.lookup=false",),
     "default by AdamW": ("optim=adamw",),
     "default with even weights": ("objective.decay=1.0",),
     "default with weights 0.8^k": ("objective.follow=null",),

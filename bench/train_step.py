@@ -113,7 +113,7 @@ def random_head(base, shape, transition, slots):
     """As conf/head/ctc.yaml has it, with random successors."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16, "lookup": True}
+    alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16}
     looks = {"base_layers": 1, "slots_per_query": 4}
     config = HeadConfig(slots=slots, **sizes, **alignments, transition=transition, **moved, **looks)
     head = head_on(base, config)
@@ -132,6 +132,7 @@ class Step:
         self.objective, self.mixed = ObjectiveConfig(labels=slots), mixed
         self.dtype = torch.float32 if DEVICE == "cpu" else getattr(torch, shape.dtype)
         self.head = random_head(base, shape, transition, slots).to(self.dtype)
+        self.vocabulary = self.head.draft_vocabulary(base)
         self.optimizer = build_optimizer(self.head, OptimConfig(lr=1e-4))
         self.seconds = {part: [] for part in PARTS}
 
@@ -145,7 +146,7 @@ class Step:
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
         with self.timed("loss"), mock.patch.object(task, "cpu_has_bf16", cpu_has_bf16 if self.mixed else bool):
-            out = draft_losses(self.head, self.objective, self.base, slots, batch)
+            out = draft_losses(self.head, self.objective, self.vocabulary, slots, batch)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):

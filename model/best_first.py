@@ -14,7 +14,7 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 @njit(cache=True)
-def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, prune, moving, read, *behind):
+def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, prune, moving, *behind):
     """Tokens, parents, depths and psi of the best nodes; see `tree.search`. behind: fields of a `Behind`, then those of
     its tables; not looked at unless `moving`.
 
@@ -22,7 +22,7 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
     what the slots before gave it and all that is left of its parent. Once that is at most `prune` of the parent's psi,
     it is left out.
     """
-    at, slots = _anchor(tokens, emission, read, nodes + 1 if moving else 1, behind)
+    at, slots = _anchor(tokens, emission, nodes + 1 if moving else 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
     pb, pn, children, best, left, next_slot, said, stays, depths = _prefixes(nodes + 1, T, C + J)
     parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
@@ -67,7 +67,7 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
         column = c
         if moving:
             _advance(states[n], states[g], said[n], at)
-            column = _place(states[n], said[g], said[n], n, at)
+            column = _place(said[n], n, at)
         stays[n] = column if merge else -1
         for t in range(depth, min(T, depth + band + 1)):
             i, row = _row(g, t, depth, t == depth + band, moving)
@@ -104,9 +104,9 @@ def _row(i, t, depth, edge, moving):
 
 
 @njit(cache=True)
-def first_emissions(emission, tokens, read, *behind):
+def first_emissions(emission, tokens, *behind):
     """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
-    at, slots = _anchor(tokens, emission, read, 1, behind)
+    at, slots = _anchor(tokens, emission, 1, behind)
     (T, C), J = emission.shape, at.next.shape[2]
     p, blanks = np.zeros((1, T, C + J + 2), np.float32), np.empty(T, np.float32)
     states = np.empty((1, len(at.gate)), np.float32)
@@ -173,17 +173,14 @@ def _advance(state, before, token, at):
 
 class _Anchor(NamedTuple):
     """What a prefix grows by, bundled within compiled code: see `Behind`. next [I, 2, J] and next_key [I,
-    R, J]: per prefix what was looked up and its last token's successors, the columns where they stand, and their P w_v;
-    gate: room; bucket: see `_buckets`."""
+    R, J]: per prefix its last token's successors, the columns where they stand, and their P w_v; gate: room; bucket:
+    see `_buckets`."""
 
     tokens: Any
-    read: Any
     root_token: Any
     context: Any
     token: Any
     successor: Any
-    lookup: Any
-    match: Any
     carry: Any
     next: Any
     next_key: Any
@@ -211,10 +208,10 @@ class _Slots(NamedTuple):
 
 
 @njit(cache=True)
-def _anchor(tokens, emission, read, grown, behind):
+def _anchor(tokens, emission, grown, behind):
     root_token, slot, place, held, log_p, every, log_blank = behind[:7]
-    context, token, successor, lookup, match, carry, blank_vector = behind[7:]
-    (T, K), C, J, R = log_p.shape, len(tokens), successor.shape[1] + (len(lookup) > 0), slot.shape[1]
+    context, token, successor, carry, blank_vector = behind[7:]
+    (T, K), C, J, R = log_p.shape, len(tokens), successor.shape[1], slot.shape[1]
     key = np.empty((T, R, K + 1), np.float32)
     fixed, where = np.empty((T, R + K + 2), np.float32), np.zeros((T, K + C + J + 2), np.int64)
     for t in range(T):
@@ -228,8 +225,7 @@ def _anchor(tokens, emission, read, grown, behind):
     # Moved: shortlist, blank, successors; as they were: the rest, one, successors
     gate, room = np.empty(R, np.float32), K + 1 + J + 2 + J
     at = _Anchor(
-        tokens, read, root_token, context, token, successor, lookup, match, carry, next, next_key,
-        gate, _buckets(tokens),
+        tokens, root_token, context, token, successor, carry, next, next_key, gate, _buckets(tokens),
     )  # fmt: skip
     slots = _Slots(
         tokens, emission, fixed, where, every, key, next, next_key,
@@ -238,66 +234,20 @@ def _anchor(tokens, emission, read, grown, behind):
     return at, slots
 
 
-LOOKS_BACK = 8192  # tokens; 64 nodes take 0.4 ms for as many
-
-
-@njit(cache=True)
-def _followed(read, before, last):
-    """(token, match): what followed the latest place where (before, last) were read one after the other, match 2, or
-    else the latest where `last` was, match 1; (-1, 0): nowhere in the last LOOKS_BACK tokens."""
-    token = -1
-    for i in range(len(read) - 2, max(len(read) - 1 - LOOKS_BACK, 0) - 1, -1):
-        if read[i] == last:
-            if i > 0 and read[i - 1] == before:
-                return read[i + 1], 2
-            if token < 0:
-                token = read[i + 1]
-    return token, 1 if token >= 0 else 0
-
-
-@njit(cache=True)
-def look_up(read, labels, token, match):
-    """What followed the last time, behind the tokens read and each label after them, into token and match [S]."""
-    before, last = _before_root(read), read[-1]
-    token[0], match[0] = _followed(read, before, last)
-    for u in range(len(labels)):
-        before, last = last, labels[u]
-        token[u + 1], match[u + 1] = _followed(read, before, last)
-
-
-@njit(cache=True)
-def look_up_each(ids, row, start, end, labels, token, match):
-    """The same of many anchors [N, S], which have read ids[row, start:end]."""
-    for n in range(len(labels)):
-        look_up(ids[row[n], start[n] : end[n]], labels[n], token[n], match[n])
-
-
-@njit(cache=True)
-def _before_root(read):
-    return read[-2] if len(read) > 1 else -1
-
-
 @njit(cache=True)
 def _begin(state, at):
     """The empty prefix."""
     state[:] = at.context[at.root_token]
-    _place(state, _before_root(at.read), at.root_token, 0, at)
+    _place(at.root_token, 0, at)
 
 
 @njit(cache=True)
-def _place(state, before, last, i, at):
-    """The column of prefix i's last token; `at` takes what may follow it and where that stands, the state what was
-    looked up."""
+def _place(last, i, at):
+    """The column of prefix i's last token; `at` takes what may follow it and where that stands."""
     next, column = at.next[i]
-    C, J, looks_up = len(at.tokens), len(next), len(at.lookup) > 0
+    C, J = len(at.tokens), len(next)
     stay = _column(at.bucket, at.tokens, last)
-    if looks_up:
-        next[0], match = _followed(at.read, before, last)
-        for r in range(len(state)):
-            state[r] += at.match[match, r] + (at.lookup[next[0], r] if match > 0 else np.float32(0.0))
-    for j in range(at.successor.shape[1]):
-        v = at.successor[last, j]
-        next[j + looks_up] = -1 if looks_up and v == next[0] else v
+    next[:] = at.successor[last]
     _transposed(at.next_key[i], at.token, next)
     for j in range(J):
         v = next[j]

@@ -142,7 +142,7 @@ class Decoder:
         if isinstance(drafted, Tree):
             return trees.chosen(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
         nodes, prune = self.draft.nodes, self.draft.prune
-        return trees.search(drafted, nodes, read=read, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
+        return trees.search(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
 
     # -- one batch ------------------------------------------------------------------------------------------
 

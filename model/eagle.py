@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import Context, Head, HeadConfig, Slots, Vocabulary
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.layers import Anchors, Block, Sight
 from ctcdraft.model.tree import Tree
+from ctcdraft.model.vocabulary import DraftVocabulary
 
 
 class EagleHead(Head):
@@ -81,7 +81,7 @@ class EagleHead(Head):
         sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
         feature_BLD = self._pass(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), sight, cache)
         cache.keep([range(count) for count in counts])
-        return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.base) for b, count in enumerate(counts)]
+        return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.tokens) for b, count in enumerate(counts)]
 
     @torch.no_grad()
     def drafts_at(
@@ -102,18 +102,18 @@ class EagleHead(Head):
         for n in position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(batch_N[n]), int(position_N[n])
             cache.lengths[b] = position + 1
-            drafted[n] = self._beam(feature_BLD[b, position], b, cache, vocabulary.base)
+            drafted[n] = self._beam(feature_BLD[b, position], b, cache, vocabulary.tokens)
         return [drafted[n] for n in range(len(drafted))]
 
     def _pass(self, feature_BLD: Tensor, token_BLD: Tensor, sight: Sight, cache: "TreeCache | _Grown | None") -> Tensor:
         x = self.enter(torch.cat([token_BLD, feature_BLD], dim=-1))
         return self.leave(self.norm(self.block(x, sight, cache)))
 
-    def _beam(self, feature_D: Tensor, sequence: int, cache: TreeCache, base: Base) -> Tree:
+    def _beam(self, feature_D: Tensor, sequence: int, cache: TreeCache, tokens: DraftVocabulary) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
-        beam, device = min(self.config.beam, base.vocab_size), feature_D.device
+        beam, device = min(self.config.beam, len(tokens)), feature_D.device
         length = int(cache.lengths[sequence])
-        log_p_X, tokens_X = self._children(feature_D.unsqueeze(0), base, beam)
+        log_p_X, tokens_X = self._children(feature_D.unsqueeze(0), tokens, beam)
         nodes = [_Layer(tokens_X, torch.full_like(tokens_X, -1), log_p_X)]
         parent_X, feature_XD = torch.zeros_like(tokens_X), feature_D.expand(len(tokens_X), -1)
         sees_QS = torch.zeros(0, 0, dtype=torch.bool, device=device)  # whom each drafted row sees of the drafted rows
@@ -127,10 +127,10 @@ class EagleHead(Head):
             mask_QS = torch.cat([sees_QS.new_ones(Q, length), sees_QS[drafted:]], dim=1)
             positions_1Q = torch.full((1, Q), length + depth - 1, device=device)
             cache.at(slots_Q, length + drafted + Q)
-            token_QD = base.embed(nodes[-1].tokens_X[best_Q]).to(feature_D.dtype)
+            token_QD = tokens.base.embed(nodes[-1].tokens_X[best_Q]).to(feature_D.dtype)
             sight = Sight(positions_1Q, mask_QS[None, None])
             feature_QD = self._pass(feature_XD[best_Q].unsqueeze(0), token_QD.unsqueeze(0), sight, cache)[0]
-            log_p_X, tokens_X = self._children(feature_QD, base, beam)
+            log_p_X, tokens_X = self._children(feature_QD, tokens, beam)
             parent_X = torch.arange(Q, device=device).repeat_interleave(beam)
             log_p_X = log_p_X + nodes[-1].log_p_X[best_Q][parent_X]
             nodes.append(_Layer(tokens_X, first + best_Q[parent_X], log_p_X))
@@ -139,11 +139,11 @@ class EagleHead(Head):
         cache.alone(None)
         return _tree_of(nodes)
 
-    def _children(self, feature_QD: Tensor, base: Base, beam: int) -> tuple[Tensor, Tensor]:
+    def _children(self, feature_QD: Tensor, tokens: DraftVocabulary, beam: int) -> tuple[Tensor, Tensor]:
         """(log-probabilities, tokens) of each row's likeliest successors, one row after the other."""
-        logits_QV = (feature_QD.to(base.dtype) @ base.lm_weight.T).float()
-        top = (logits_QV - logits_QV.logsumexp(dim=1, keepdim=True)).topk(beam, dim=1)
-        return top.values.flatten(), top.indices.flatten()
+        logits_QX = (feature_QD.to(tokens.lm_weight.dtype) @ tokens.lm_weight.T).float()
+        top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(beam, dim=1)
+        return top.values.flatten(), tokens.ids_of(top.indices.flatten())
 
 
 class _Layer(NamedTuple):

@@ -138,8 +138,9 @@ def load_head(folder: str | Path, base: Base) -> Head:
         head_config = HeadConfig(**config["head"])
         head = build_head(head_config, config["hidden_size"], base.attended(head_config.base_layers))
         head.load_state_dict(state)
-        if head.transition is not None and len(head.transition.successor_VJ) not in (0, base.vocab_size):
-            raise ValueError(f"its table of successors is not one of {base.vocab_size} tokens")
+        vocabulary = head.draft_vocabulary(base)
+        if head.transition is not None:
+            head.transition.check(vocabulary)
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:

@@ -22,13 +22,14 @@ from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memor
 from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Tables, Transition
 from ctcdraft.model.tree import Tree
+from ctcdraft.model.vocabulary import DraftVocabulary
 
 KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "shortlist", "full")
 MOST_FULL = 8192
 MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build; also of successors
 # What is computed once for the whole vocabulary:
-TABLED = ("transition.to_token", "transition.from_context", "transition.lookup")
+TABLED = ("transition.to_token", "transition.from_context")
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class HeadConfig:
 
     transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
-    product of that `rank`; or `none`. lookup: it knows what followed when the last tokens were last read. recall: slots
+    product of that `rank`; or `none`. recall: slots
     look at the encoded positions before them. base_layers: they attend to the keys and values that so many layers of
     the base, evenly spread, have of these; None: one, where the base allows it (`head_on`). slots_per_query: so many
     neighbours share what one of them finds. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
+    draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all of the base's.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
@@ -58,11 +60,11 @@ class HeadConfig:
     shortlist: int = 32
     successors: int = 0
     rank: int = 128
-    lookup: bool = False
     recall: bool = False
     base_layers: int | None = 0
     slots_per_query: int = 1
     beam: int = 8
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -78,16 +80,15 @@ class HeadConfig:
             raise ValueError(f"head={self.kind} has no blank: leave out head.merge and head.band")
         if self.merge and self.band is not None:
             raise ValueError(f"head.merge=true takes any number of blanks: use head.band=null, not {self.band}")
-        for name, what in (("lookup", "transition that could look up"), ("recall", "slots that could look back")):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"head.{name} must be true or false, not {type(getattr(self, name)).__name__}")
-            if bare and getattr(self, name):
-                raise ValueError(f"head={self.kind} has no {what}: leave head.{name} at false")
-        if bare and self.base_layers != 0:
-            raise ValueError(f"head={self.kind} has no slots that could look back: leave head.base_layers at 0")
+        if not isinstance(self.recall, bool):
+            raise ValueError(f"head.recall must be true or false, not {type(self.recall).__name__}")
+        if bare and (self.recall or self.base_layers != 0):
+            raise ValueError(
+                f"head={self.kind} has no slots that could look back: leave head.recall at false, head.base_layers at 0"
+            )
         for name, value in asdict(self).items():
-            absent = name in ("band", "base_layers") and value is None
-            if absent or name in ("kind", "transition", "lookup", "recall", "merge"):
+            absent = name in ("band", "base_layers", "draft_vocab_size") and value is None
+            if absent or name in ("kind", "transition", "recall", "merge"):
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
@@ -121,15 +122,16 @@ class Context(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """What turns slots into candidates: the base, tokens that each slot may put forward, tables of the transition."""
+    """What turns slots into candidates: the draft tokens, how many of them each slot may put forward, tables of the
+    transition."""
 
-    base: Base
+    tokens: DraftVocabulary
     top_k: int
     tables: Tables | None
 
-    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """As the base's first layer gets them, [..., D]."""
-        return self.base.embed(tokens).to(dtype)
+        return self.tokens.base.embed(ids).to(dtype)
 
 
 class Head(nn.Module, ABC):
@@ -145,12 +147,19 @@ class Head(nn.Module, ABC):
     one_pass = True
     calibration: Calibration | None = None
     attended: Attended | None = None
+    draft_ids_X: Tensor
 
     def __init__(self, config: HeadConfig, hidden_size: int) -> None:
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
         self.topology = Topology(config.merge, config.band) if config.kind == "ctc" else DIAGONAL
         self.transition: Transition | None = None
+        some = config.draft_vocab_size is not None
+        self.register_buffer("draft_ids_X", torch.arange(config.draft_vocab_size or 0), persistent=some)
+
+    def draft_vocabulary(self, base: Base) -> DraftVocabulary:
+        """The tokens that it can draft, of its base's."""
+        return DraftVocabulary(base, None if self.config.draft_vocab_size is None else self.draft_ids_X)
 
     @property
     def attended_layers(self) -> tuple[int, ...]:
@@ -244,7 +253,8 @@ class Head(nn.Module, ABC):
 
     def vocabulary(self, base: Base, top_k: int) -> Vocabulary:
         """What drafting needs, anew when the weights change."""
-        return Vocabulary(base, top_k, None if self.transition is None else self.transition.tables(base))
+        tokens = self.draft_vocabulary(base)
+        return Vocabulary(tokens, top_k, None if self.transition is None else self.transition.tables(tokens))
 
 
 class SlotHead(Head):
@@ -271,8 +281,8 @@ class SlotHead(Head):
         self.of_base = None if attended is None else BaseAttention(M, attended, *together)
         if config.transition != "none":
             successors = config.successors if config.transition == "shortlist" else 0  # the whole vocabulary has them
-            parts = {"with_blank": config.kind == "ctc", "lookup": config.lookup}
-            self.transition = Transition(M, hidden_size, config.rank, successors, **parts)
+            with_blank = config.kind == "ctc"
+            self.transition = Transition(M, hidden_size, config.rank, successors, with_blank=with_blank)
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
         return TreeCache(self.config.layers + self.config.recall, batch, capacity, of_base)
@@ -340,11 +350,13 @@ def build_head(config: HeadConfig, hidden_size: int, attended: Attended | None =
 
 
 def head_on(base: Base, config: HeadConfig) -> Head:
-    """A freshly initialised head for that base; of base_layers=None it makes the number that the base allows. Raises
-    ValueError where it has no such layers to attend to."""
+    """A freshly initialised head for that base; of base_layers=None it makes the number that the base allows, of
+    a draft vocabulary no smaller than the base's all of it. Raises ValueError where it has no such layers."""
     attended = attended_on(base, config)
     layers = 0 if attended is None else len(attended.layers)
-    return build_head(replace(config, base_layers=layers), base.hidden_size, attended)
+    drafted = config.draft_vocab_size
+    drafted = None if drafted is None or drafted >= base.vocab_size else drafted
+    return build_head(replace(config, base_layers=layers, draft_vocab_size=drafted), base.hidden_size, attended)
 
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
@@ -366,17 +378,25 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
     for name, p in head.named_parameters():
         if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
             body += p.numel() * (1 if name.startswith(once) else rows)
-    return body, rows * base.vocab_size * base.hidden_size
+    return body, rows * (config.draft_vocab_size or base.vocab_size) * base.hidden_size
 
 
 @torch.no_grad()
 def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary) -> Candidates:
     """What each anchor's slots put forward of the vocabulary; root_N: the token before its first slot."""
-    base, top_k, tables = vocabulary
+    tokens, top_k, tables = vocabulary
     N, T, D = slots.states_NTD.shape
-    logits_NTV = (slots.states_NTD.reshape(N * T, D).to(base.dtype) @ base.lm_weight.T).view(N, T, -1)
+    states_MD = slots.states_NTD.reshape(N * T, D).to(tokens.lm_weight.dtype)
+    logits_NTX = (states_MD @ tokens.lm_weight.T).view(N, T, -1)
     if head.transition is None or slots.slot_NTR is None or tables is None:
-        return candidates_of(logits_NTV, slots.blank_NT, top_k, head.topology)
-    shortlist = head.shortlist(base.vocab_size)
-    parts = slots.slot_NTR, root_N, tables, shortlist, head.topology
-    return movable_candidates_of(logits_NTV, slots.blank_NT, *parts)
+        return candidates_of(logits_NTX, slots.blank_NT, top_k, head.topology, tokens.host_ids)
+    return movable_candidates_of(
+        logits_NTX,
+        slots.blank_NT,
+        slots.slot_NTR,
+        tokens.numbered(root_N),
+        tables,
+        head.shortlist(len(tokens)),
+        head.topology,
+        tokens.host_ids,
+    )

@@ -50,6 +50,8 @@ class Lattice:
     blank [T]        p_t(blank), not used with `behind`
     topology         which alignments count
     behind           how the prefix collapsed so far moves them, or None: it does not
+    ids [X]          the base's ids of the draft tokens that candidates are numbers of (`DraftVocabulary`), ascending;
+                     None: numbers are the base's ids
     """
 
     tokens: NDArray[np.int64]
@@ -57,10 +59,22 @@ class Lattice:
     blank: NDArray[np.float32]
     topology: Topology
     behind: Behind | None = None
+    ids: NDArray[np.int64] | None = None
 
     @property
     def slots(self) -> int:
         return self.emission.shape[0]
+
+    def ids_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The base's ids of draft tokens."""
+        return numbers if self.ids is None else self.ids[numbers]
+
+    def numbers_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The draft tokens among the base's ids."""
+        if self.ids is None:
+            return ids
+        numbers = np.searchsorted(self.ids, ids)
+        return numbers[self.ids.take(numbers, mode="clip") == ids]
 
 
 @dataclass(frozen=True)
@@ -105,10 +119,16 @@ class Candidates:
         return [self.lattice(*(None if a is None else a[n] for a in arrays)) for n in range(len(first))]
 
 
-def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topology: Topology) -> Candidates:
+def candidates_of(
+    logits_NTV: Tensor,
+    blank_NT: Tensor | None,
+    top_k: int,
+    topology: Topology,
+    ids: NDArray[np.int64] | None = None,
+) -> Candidates:
     """Each slot's top-k tokens with their probabilities over the whole vocabulary, from the logits of every slot.
 
-    blank None is a head whose slot k predicts token k.
+    blank None is a head whose slot k predicts token k. ids: see `Lattice`.
     """
     logits_NTV = logits_NTV.float()
     lse_NT = logits_NTV.logsumexp(dim=2)
@@ -118,7 +138,7 @@ def candidates_of(logits_NTV: Tensor, blank_NT: Tensor | None, top_k: int, topol
     tokens_NX = largest(logits_NTV.flatten(0, 1), min(top_k, V)).view(N, -1)
     columns_NTX = logits_NTV.gather(2, tokens_NX.unsqueeze(1).expand(-1, logits_NTV.shape[1], -1))
     return Candidates(
-        (tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), partial(_plain_lattice, topology)
+        (tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), partial(_plain_lattice, topology, ids)
     )
 
 
@@ -130,10 +150,11 @@ def movable_candidates_of(
     tables: Tables,
     shortlist: int,
     topology: Topology,
+    ids: NDArray[np.int64] | None = None,
 ) -> Candidates:
     """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward.
 
-    slot: A s_t of the transition.
+    slot: A s_t of the transition. ids: see `Lattice`; roots are numbers too.
     """
     logits_NTV = logits_NTV.float()
     every_NTV = logits_NTV.log_softmax(dim=2)
@@ -141,20 +162,21 @@ def movable_candidates_of(
     lse_NT = logits_NTV[:, :, 0] - every_NTV[:, :, 0]  # the same for every token
     log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT
     parts = root_N, slot_NTR, tokens_NTK, every_NTV, log_blank_NT
-    return Candidates(parts, partial(_moved_lattice, tables, topology))
+    return Candidates(parts, partial(_moved_lattice, tables, topology, ids))
 
 
-def _plain_lattice(topology: Topology, tokens_X: Any, emission_TX: Any, blank_T: Any) -> Lattice:
+def _plain_lattice(topology: Topology, ids: Any, tokens_X: Any, emission_TX: Any, blank_T: Any) -> Lattice:
     """Each candidate once."""
     tokens, first = np.unique(tokens_X, return_index=True)
     emission = np.ascontiguousarray(emission_TX[:, first])
     blank = np.zeros(len(emission), np.float32) if blank_T is None else blank_T
-    return Lattice(tokens, emission, blank, topology)
+    return Lattice(tokens, emission, blank, topology, ids=ids)
 
 
 def _moved_lattice(
     tables: Tables,
     topology: Topology,
+    ids: Any,
     root_token: Any,
     slot_TR: Any,
     tokens_TK: Any,
@@ -165,7 +187,7 @@ def _moved_lattice(
     none_T = np.zeros(len(tokens_TK), np.float32)
     log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
     parts = int(root_token), slot_TR, place_TK, held_TY, log_p_TK, every_TV, log_blank, tables
-    return Lattice(tokens, np.exp(log_p_TY), none_T, topology, Behind(*parts))
+    return Lattice(tokens, np.exp(log_p_TY), none_T, topology, Behind(*parts), ids)
 
 
 @njit(cache=True)

@@ -4,10 +4,7 @@ A slot's k likeliest tokens, and the j tokens that most often follow the last on
 what is outside of this shortlist S_t(g) keeps its logit:
 
     p_t(v | g) ~ exp(z_t(v) + [v in S_t(g)] delta_t(g, v)),   delta_t(g, v) = <P w_v, hardswish(A s_t + r(g))>
-    r(empty) = B e(root) + l(empty),   r(gu) = B e(u) + C hardswish(r(g)) + l(gu),   l(g) = L e(c(g)) + m_n(g)
-
-c(g), which is in S_t(g) too, followed when the last n = 2 tokens, or else n = 1, were last read (`best_first.look_up`):
-texts repeat themselves.
+    r(empty) = B e(root),   r(gu) = B e(u) + C hardswish(r(g))
 
 A slot that cannot know which word will have begun has all their endings far down its list; behind a given beginning
 they are the few successors that it has.
@@ -30,10 +27,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ctcdraft.model.base import Base
 from ctcdraft.model.kernels import Moved, Prefixes, carried, moved_shortlist
 from ctcdraft.model.kernels.reference import LOG_ZERO, NO_TOKEN
 from ctcdraft.model.topology import DIAGONAL, Topology
+from ctcdraft.model.vocabulary import DraftVocabulary
 
 
 class Shortlist(NamedTuple):
@@ -47,29 +44,19 @@ class Shortlist(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Of every token B e(u) [V, R], P w_v [V, R], the successors (-1: none) [V, J] and L e(u) [V, R] (no rows: nothing
-    is looked up); m of no, one and two tokens [3, R]; C transposed, the blank's vector. On the host, for drafting."""
+    """Of every token B e(u) [V, R], P w_v [V, R] and the successors (-1: none) [V, J]; C transposed, the blank's
+    vector. On the host, for drafting. V: draft tokens, of B e(u) and successors also the number of all others."""
 
     context_VR: NDArray[np.float32]
     token_VR: NDArray[np.float32]
     successor_VJ: NDArray[np.int32]
-    lookup_VR: NDArray[np.float32]
-    match_MR: NDArray[np.float32]
     carry_RR: NDArray[np.float32]
     blank_R: NDArray[np.float32]
 
 
-class LookedUp(NamedTuple):
-    """Behind the root and behind each label [N, S]: the token that followed the last time, -1 where there is none; and
-    how many of the last tokens were the same then (0, 1 or 2)."""
-
-    token_NS: Tensor
-    match_NS: Tensor
-
-
 class Known(NamedTuple):
     """A transition and what it needs to follow known labels: A s_t [N, T, R]; what the state is told behind the root
-    and behind each label, B e(u) + l(gu) [S, N, R]; P w_v [V, R]; successors of root and labels [N, S, J]; tokens of a
+    and behind each label, B e(u) [S, N, R]; P w_v [V, R]; successors of root and labels [N, S, J]; tokens of a
     shortlist."""
 
     transition: "Transition"
@@ -100,26 +87,8 @@ class Emissions(NamedTuple):
     covered_NT: Tensor
 
 
-class Lookup(nn.Module):
-    """l(g) = L e(c(g)) + m_n(g): what the state is told of what was looked up; m starts at 0."""
-
-    def __init__(self, hidden_size: int, rank: int) -> None:
-        super().__init__()
-        self.from_token = nn.Linear(hidden_size, rank, bias=False)
-        self.match_MR = nn.Parameter(torch.zeros(3, rank))
-
-    def tokens(self, embedded_XD: Tensor) -> Tensor:
-        """L e(u), [..., R]."""
-        return self.from_token(_normed(embedded_XD))
-
-    def forward(self, embedded_XD: Tensor, match_X: Tensor) -> Tensor:
-        """l(g) [..., R] where u was looked up by so many tokens; by none: whatever u is."""
-        told_XR = self.tokens(embedded_XD).masked_fill((match_X == 0).unsqueeze(-1), 0.0)
-        return told_XR + F.embedding(match_X, self.match_MR)
-
-
 class Transition(nn.Module):
-    """A, B, C, P, the blank's vector, and what looks up. It begins as none: C, P and the blank's vector start at 0.
+    """A, B, C, P and the blank's vector. It begins as none: C, P and the blank's vector start at 0.
 
     Embeddings and rows of the LM head come in at the scale of 1, since bases differ in theirs by orders of magnitude.
     successor_VJ: what often follows each token, from data (`learn_successors`); without rows: nothing does.
@@ -127,9 +96,7 @@ class Transition(nn.Module):
 
     successor_VJ: Tensor
 
-    def __init__(
-        self, slot_width: int, hidden_size: int, rank: int, successors: int, *, with_blank: bool, lookup: bool = False
-    ) -> None:
+    def __init__(self, slot_width: int, hidden_size: int, rank: int, successors: int, *, with_blank: bool) -> None:
         super().__init__()
         table_VJ = torch.zeros(0, successors, dtype=torch.int32)
         self.register_buffer("successor_VJ", table_VJ, persistent=successors > 0)
@@ -140,7 +107,6 @@ class Transition(nn.Module):
         nn.init.zeros_(self.to_token.weight)
         nn.init.zeros_(self.carry.weight)
         self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
-        self.lookup = Lookup(hidden_size, rank) if lookup else None
 
     def learn_successors(self, table_VJ: Tensor) -> None:
         """Take the table [V, J] of token ids, likeliest first, -1 where there are fewer.
@@ -152,6 +118,12 @@ class Transition(nn.Module):
             raise ValueError(f"successors must be a table of [vocabulary, {J}] token ids (-1: none)")
         self.successor_VJ = table_VJ.to(self.successor_VJ.device, torch.int32)
 
+    def check(self, vocabulary: DraftVocabulary) -> None:
+        """Raises ValueError where its table of successors is none of these tokens."""
+        table_VJ = self.successor_VJ
+        if len(table_VJ) not in (0, vocabulary.numbers) or bool((table_VJ >= len(vocabulary)).any()):
+            raise ValueError(f"its table of successors is not one of {len(vocabulary)} tokens")
+
     def successors(self, tokens_X: Tensor) -> Tensor:
         """What often follows each token, [..., J]; -1: nothing."""
         if not len(self.successor_VJ):
@@ -159,30 +131,14 @@ class Transition(nn.Module):
         return F.embedding(tokens_X, self.successor_VJ).long()
 
     def known(
-        self, slot_NTR: Tensor, labels_NU: Tensor, root_N: Tensor, found: LookedUp | None, base: Base, shortlist: int
+        self, slot_NTR: Tensor, labels_NU: Tensor, root_N: Tensor, vocabulary: DraftVocabulary, shortlist: int
     ) -> "Known":
-        """What it needs to follow labels [N, U] behind their roots [N]; slot: A s_t; found: what was looked up behind
-        each, if it looks up."""
+        """What it needs to follow labels [N, U] behind their roots [N], both as numbers; slot: A s_t."""
         token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
-        told_SNR = self._told(token_NS, found, base, slot_NTR.dtype)
-        successor_NSJ = self.successors(token_NS)
-        if found is not None:
-            found_NS1 = found.token_NS.unsqueeze(2)
-            successor_NSJ = successor_NSJ.masked_fill(successor_NSJ == found_NS1, -1)
-            successor_NSJ = torch.cat([found_NS1, successor_NSJ], dim=2)
-        return Known(self, slot_NTR, told_SNR, self.tokens(base), successor_NSJ, shortlist)
-
-    def _told(self, token_NS: Tensor, found: LookedUp | None, base: Base, dtype: torch.dtype) -> Tensor:
-        """B e(u) + l(gu) [S, N, R], once for all that are the same: what is looked up depends on where in its text a
-        label stands, and anchors share most of theirs."""
-        if found is None or self.lookup is None:
-            once_K, place_SN = token_NS.T.unique(return_inverse=True)
-            return F.embedding(place_SN, self.contexts(base.embed(once_K).detach().to(dtype)))
-        V, M = base.vocab_size, len(self.lookup.match_MR)
-        u_NS = found.token_NS.clamp(min=0)  # there is one wherever tokens match
-        once_K, place_SN = ((token_NS * V + u_NS) * M + found.match_NS).T.unique(return_inverse=True)
-        last_KD, u_KD = (base.embed(token_K).detach().to(dtype) for token_K in (once_K // (V * M), once_K // M % V))
-        return F.embedding(place_SN, self.contexts(last_KD) + self.lookup(u_KD, once_K % M))
+        once_K, place_SN = token_NS.T.unique(return_inverse=True)  # anchors share most of their labels
+        context_KR = self.contexts(vocabulary.embed(once_K).detach().to(slot_NTR.dtype))
+        told_SNR = F.embedding(place_SN, context_KR)
+        return Known(self, slot_NTR, told_SNR, self.tokens(vocabulary), self.successors(token_NS), shortlist)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         if (table := state_dict.get(f"{prefix}successor_VJ")) is not None:
@@ -193,24 +149,20 @@ class Transition(nn.Module):
         """B e(u), [..., R]."""
         return self.from_context(_normed(embedded_XD))
 
-    def tokens(self, base: Base) -> Tensor:
-        """P w_v of every token of the base, [V, R]."""
-        weight_VD = base.lm_weight.to(self.to_token.weight.dtype)
-        return self.to_token(weight_VD) * base.lm_scale_V.to(weight_VD.dtype).unsqueeze(1)
+    def tokens(self, vocabulary: DraftVocabulary) -> Tensor:
+        """P w_v of every draft token, [V, R]."""
+        weight_VD = vocabulary.lm_weight.to(self.to_token.weight.dtype)
+        return self.to_token(weight_VD) * vocabulary.lm_scale.to(weight_VD.dtype).unsqueeze(1)
 
     @torch.no_grad()
-    def tables(self, base: Base) -> Tables:
-        """For the whole vocabulary, for drafting."""
-        every_V = torch.arange(base.vocab_size, device=base.device)
+    def tables(self, vocabulary: DraftVocabulary) -> Tables:
+        """For the whole draft vocabulary, for drafting."""
+        every_V = torch.arange(vocabulary.numbers, device=vocabulary.lm_weight.device)
         blank_R = self.carry.weight.new_zeros(len(self.carry.weight)) if self.blank_R is None else self.blank_R
-        embedded_VD = base.embed(every_V).to(self.to_token.weight.dtype)
-        none_0R = embedded_VD.new_zeros(0, len(self.carry.weight))
         return Tables(
-            _on_host(self.contexts(embedded_VD)),
-            _on_host(self.tokens(base)),
+            _on_host(self.contexts(vocabulary.embed(every_V).to(self.to_token.weight.dtype))),
+            _on_host(self.tokens(vocabulary)),
             self.successors(every_V).int().cpu().numpy(),
-            _on_host(none_0R if self.lookup is None else self.lookup.tokens(embedded_VD)),
-            _on_host(none_0R if self.lookup is None else self.lookup.match_MR),
             _on_host(self.carry.weight.T.contiguous()),
             _on_host(blank_R),
         )

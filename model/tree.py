@@ -64,7 +64,7 @@ class Tree:
 
 NO_TOKENS = np.zeros(0, np.int64)
 _ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-_NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _TABLE, _TABLE, _ROW)
+_NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _ROW)
 _NO_PLACES, _NONE_HELD = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.bool_)
 NOT_MOVED = Behind(0, _TABLE, _NO_PLACES, _NONE_HELD, _TABLE, _TABLE, _ROW, _NO_TABLES)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -74,7 +74,6 @@ def search(
     lattice: Lattice,
     nodes: int,
     *,
-    read: NDArray[np.int64] = NO_TOKENS,
     max_depth: int | None = None,
     leaves: NDArray[np.int64] | None = None,
     chain: bool = False,
@@ -82,27 +81,27 @@ def search(
 ) -> Tree:
     """The best `nodes` prefixes of the lattice by psi, at most `max_depth` deep.
 
-    read: the tokens so far, the root last, for a transition that looks them up. Tokens in `leaves` (end of sequence)
-    get no children. chain=True follows the best child only. prune: behind each prefix the last slots are left out that
-    at most this share of its alignments reach without a new token, so that psi of depth d is at most d * prune too
-    small.
+    Tokens in `leaves` (end of sequence) get no children. chain=True follows the best child only. prune: behind each
+    prefix the last slots are left out that at most this share of its alignments reach without a new token, so that psi
+    of depth d is at most d * prune too small.
     """
     depth = lattice.slots if max_depth is None else min(max_depth, lattice.slots)
     if nodes < 1 or depth < 1:
         return EMPTY
-    ends = NO_TOKENS if leaves is None else leaves
+    ends = NO_TOKENS if leaves is None else lattice.numbers_of(leaves)
     topology = lattice.topology.merge, lattice.topology.width(lattice.slots)
     plain = lattice.emission, lattice.blank, lattice.tokens, ends, *topology, nodes, depth, chain, np.float32(prune)
     *behind, tables = NOT_MOVED if lattice.behind is None else lattice.behind
-    return Tree(*best_first.search(*plain, lattice.behind is not None, read, *behind, *tables))  # type: ignore[call-arg]
+    tokens, *shape = best_first.search(*plain, lattice.behind is not None, *behind, *tables)  # type: ignore[call-arg]
+    return Tree(lattice.ids_of(tokens), *shape)
 
 
-def first_emissions(lattice: Lattice, read: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed; read: see `search`."""
+def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
     if lattice.behind is None:
         return lattice.emission * (1 - lattice.blank[:, None]), lattice.blank
     *behind, tables = lattice.behind
-    return best_first.first_emissions(lattice.emission, lattice.tokens, read, *behind, *tables)  # type: ignore
+    return best_first.first_emissions(lattice.emission, lattice.tokens, *behind, *tables)  # type: ignore
 
 
 def chosen(

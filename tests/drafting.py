@@ -13,7 +13,7 @@ from ctcdraft.model.tree import Tree
 SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 7, "rank": 8, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="shortlist", successors=5, lookup=True, recall=True, base_layers=2, **SIZES),
+    HeadConfig("ctc", transition="shortlist", successors=5, recall=True, base_layers=2, **SIZES),
     HeadConfig("parallel", recall=True, **SIZES),
     HeadConfig("parallel", transition="shortlist", base_layers=1, **SIZES),
     HeadConfig("medusa", **SIZES),

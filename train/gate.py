@@ -32,6 +32,7 @@ from ctcdraft.train.task import (
     ObjectiveConfig,
     base_features,
     draft_losses,
+    draftable,
     embedded_labels,
     head_for,
     read_at,
@@ -122,6 +123,7 @@ class _Gate:
             torch.manual_seed(0)
             self.head = head_for(head, base, corpus)
         self.task = DraftTask(self.head, objective, base)
+        self.vocabulary = self.head.draft_vocabulary(base)
         self.sampler = Sampler(corpus, batch=1, anchors=4096, labels=objective.labels, max_length=4096, seed=0)
         self.batch = self.sampler.collate(0, slice(0, 1)).to(base.device)
         self.near = NEAR[base.dtype]
@@ -244,11 +246,11 @@ class _Gate:
         if slots.blank_NT is None:
             return "this head has none"
         N, T, D = slots.states_NTD.shape
-        logits = (slots.states_NTD.reshape(N * T, D).to(self.base.dtype) @ self.base.lm_weight.T).float()
+        logits = (slots.states_NTD.reshape(N * T, D).to(self.base.dtype) @ self.vocabulary.lm_weight.T).float()
         whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
         want_NT = whole[:, -1].view(N, T)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
-        firsts = [first_emissions(lattice, read) for lattice, read in zip(lattices, read_at(self.batch), strict=True)]
+        firsts = [first_emissions(lattice) for lattice in lattices]
         drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)
         emitted = torch.tensor(firsts[0][0], device=want_NT.device)
         tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
@@ -269,7 +271,7 @@ class _Gate:
         return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N, None, labels)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
-        return draft_losses(self.head, self.objective, self.base, slots, self.batch)
+        return draft_losses(self.head, self.objective, self.vocabulary, slots, draftable(self.batch, self.vocabulary))
 
     def _drafted(self) -> list[Lattice | Tree]:
         hidden, _ = base_features(self.base, self.batch, torch.float32, self.head)

@@ -48,7 +48,8 @@ def memory_per_rank(
     per_draft = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
     per_draft += asking * (KEPT_BY_RECALL * config.recall * config.mixer_width + KEPT_OF_BASE * seen_of_base)
     moved = config.slots * (config.slots + 1) * (config.shortlist + 2 * config.successors) * micro * anchors
-    tables = 3 * base.vocab_size * config.rank  # P w_v, its gradient, and that of one more thread
+    vocab = config.draft_vocab_size or base.vocab_size
+    tables = 3 * vocab * config.rank  # P w_v, its gradient, and that of one more thread
     return {
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
         "head weights": count * width // shared[2],
@@ -60,5 +61,5 @@ def memory_per_rank(
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
         "slots": micro * anchors * per_draft * width + config.recall * recalled + (config.recall + attends) * seen,
         "transition": (config.transition != "none") * (moved + tables) * 4,
-        "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * base.vocab_size * 4,
+        "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * vocab * 4,
     }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +15,12 @@ from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
 from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
-from ctcdraft.model.best_first import look_up_each
 from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
 from ctcdraft.model.kernels import cpu_mixed
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.precision import cpu_has_bf16
-from ctcdraft.model.transition import LookedUp
+from ctcdraft.model.vocabulary import DraftVocabulary, most_frequent
 
 MEMORY = 0.9  # of the mean psi of earlier steps, per step
 
@@ -80,11 +79,18 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
 
 
 def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
-    """A freshly initialised head, on the base's device; it knows what follows what in the corpus."""
+    """A freshly initialised head, on the base's device; it knows the corpus' frequent tokens, and what follows what."""
     head = head_on(base, config)
-    count = 0 if head.transition is None else head.transition.successor_VJ.shape[1]
-    if head.transition is not None and count:
-        head.transition.learn_successors(torch.from_numpy(successors_of(corpus, base.vocab_size, count)))
+    if (size := head.config.draft_vocab_size) is not None:
+        ids = most_frequent(corpus.labels, corpus.mask > 0, base.vocab_size, size, base.eos_ids)
+        head.draft_ids_X.copy_(torch.from_numpy(ids))
+    if head.transition is not None and (count := head.transition.successor_VJ.shape[1]):
+        vocabulary = head.draft_vocabulary(base)
+        both = (vocabulary.numbered(torch.from_numpy(part)).numpy() for part in (corpus.ids, corpus.labels))
+        read, spoken = (part.astype(np.int32) for part in both)
+        numbered = replace(corpus, ids=read, labels=spoken)
+        table_VJ = successors_of(numbered, vocabulary.numbers, count, len(vocabulary))
+        head.transition.learn_successors(torch.from_numpy(table_VJ))
     return head.to(base.device)
 
 
@@ -107,15 +113,16 @@ class DraftTask(nn.Module):
     def __init__(self, head: Head, objective: ObjectiveConfig, base: Base) -> None:
         super().__init__()
         self.head, self.objective = head, objective
-        self._frozen = (base,)  # in a tuple: no parameter of this module, in no checkpoint
+        self._frozen = (head.draft_vocabulary(base),)  # in a tuple: no parameter of this module, in no checkpoint
         self.psi_U: Sequence[float] = ()  # that of prefixes of 1..U labels, as steps before saw it
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
-        base = self._frozen[0]
+        vocabulary = self._frozen[0]
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
-        slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, base, batch))
-        out = draft_losses(self.head, self.objective, base, slots, batch, self.psi_U)
+        slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, vocabulary.base, batch))
+        batch = draftable(batch, vocabulary)
+        out = draft_losses(self.head, self.objective, vocabulary, slots, batch, self.psi_U)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
@@ -148,16 +155,26 @@ def embedded_labels(head: Head, base: Base, batch: Batch) -> Tensor | None:
     return None if head.one_pass else base.embed(batch.labels_NU).to(next(head.parameters()).dtype)
 
 
+def draftable(batch: Batch, vocabulary: DraftVocabulary) -> Batch:
+    """The batch with its labels as numbers of the draft vocabulary, up to the first that is none."""
+    labels_NU, lengths_N = vocabulary.cut(batch.labels_NU, batch.lengths_N)
+    return batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
+
+
 def draft_losses(
-    head: Head, objective: ObjectiveConfig, base: Base, slots: Slots, batch: Batch, psi_U: Sequence[float] = ()
+    head: Head,
+    objective: ObjectiveConfig,
+    vocabulary: DraftVocabulary,
+    slots: Slots,
+    batch: Batch,
+    psi_U: Sequence[float] = (),
 ) -> AnchorLoss:
-    """The loss of a batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
-    lm_weight, dtype, known = base.lm_weight, slots.states_NTD.dtype, None
+    """The loss of a `draftable` batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
+    lm_weight, dtype, known = vocabulary.lm_weight, slots.states_NTD.dtype, None
     if head.transition is not None and slots.slot_NTR is not None:
-        root_N = roots_of(batch)[batch.batch_N, batch.position_N]
-        found = looked_up(batch) if head.config.lookup else None
-        shortlist = head.shortlist(base.vocab_size)
-        known = head.transition.known(slots.slot_NTR, batch.labels_NU, root_N, found, base, shortlist)
+        root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
+        shortlist = head.shortlist(len(vocabulary))
+        known = head.transition.known(slots.slot_NTR, batch.labels_NU, root_N, vocabulary, shortlist)
     return anchor_losses(
         slots.states_NTD,
         lm_weight if cpu_mixed.suits(slots.states_NTD, lm_weight) and cpu_has_bf16() else lm_weight.to(dtype),
@@ -194,24 +211,10 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
 
 def read_at(batch: Batch) -> Iterator[NDArray[np.int64]]:
     """The tokens of each anchor's document up to its root, on the host."""
-    ids_BL = batch.ids_BL.cpu().numpy()
-    for row, start, end in zip(*_read_at(batch), strict=True):
-        yield ids_BL[row, start:end]
-
-
-def _read_at(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of each anchor its row, where its document begins there, and the end of its root [N]."""
-    row, position = batch.batch_N.cpu().numpy(), batch.position_N.cpu().numpy()
+    ids_BL, row, position = (part.cpu().numpy() for part in (batch.ids_BL, batch.batch_N, batch.position_N))
     place = position if batch.place_BL is None else batch.place_BL.cpu().numpy()[row, position]
-    return row, position - place, position + 2
-
-
-def looked_up(batch: Batch) -> LookedUp:
-    """What followed the last time, behind the root and each label of every anchor."""
-    labels_NU = batch.labels_NU.cpu().numpy()
-    token_NS, match_NS = np.empty((2, len(labels_NU), labels_NU.shape[1] + 1), np.int64)
-    look_up_each(batch.ids_BL.cpu().numpy(), *_read_at(batch), labels_NU, token_NS, match_NS)
-    return LookedUp(*(torch.from_numpy(part).to(batch.ids_BL.device) for part in (token_NS, match_NS)))
+    for number, start, end in zip(row, position - place, position + 2, strict=True):
+        yield ids_BL[number, start:end]
 
 
 def roots_of(batch: Batch) -> Tensor:

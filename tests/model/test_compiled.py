@@ -33,13 +33,12 @@ bits += [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), o
 top, where = torch.full((5, 3), -torch.inf), torch.zeros(5, 3, dtype=torch.long)
 merge_top(top, where, torch.randn(5, V, generator=g), 0)
 
-context, token, lookup, match, carry = (torch.randn(n, R, generator=g).numpy() / 8 for n in (V, V, V, 3, R))
-tables = Tables(context, token, successor.int().numpy(), lookup, match, carry, floats[3].detach().numpy())
+context, token, carry = (torch.randn(n, R, generator=g).numpy() / 8 for n in (V, V, R))
+tables = Tables(context, token, successor.int().numpy(), carry, floats[3].detach().numpy())
 blank_NT, logits_NTV = torch.randn(N, T, generator=g), torch.randn(N, T, V, generator=g)
 given = logits_NTV, blank_NT, floats[0].detach(), torch.arange(N), tables, K
-read = torch.randint(V, (2000,), generator=g).numpy()
 drafted = [movable_candidates_of(*given, topology) for topology in (CTC, Topology(merge=False, band=1))]
-trees = [search(one, 64, read=read) for both in drafted for one in both.lattices()]
+trees = [search(one, 64) for both in drafted for one in both.lattices()]
 bits += [top, where, *(torch.from_numpy(part) for tree in trees for part in (tree.tokens, tree.psi))]
 print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1).sum()) for part in bits])
 """

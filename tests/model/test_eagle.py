@@ -12,6 +12,7 @@ from ctcdraft.model.head import Vocabulary
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.tree import Tree, chosen
+from ctcdraft.model.vocabulary import DraftVocabulary
 
 CONFIG = HeadConfig("eagle", slots=4, width=32, beam=3)
 
@@ -29,7 +30,9 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
     hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
     root = base.embed(ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
-    for n, tree in enumerate(head.drafts_at(hidden, ids, batch, position, None, Vocabulary(base, 8, None))):
+    for n, tree in enumerate(
+        head.drafts_at(hidden, ids, batch, position, None, Vocabulary(DraftVocabulary(base), 8, None))
+    ):
         assert len(tree) == 3 + 3 * 3 * 3
         paths = [path_of(tree, node) for node in range(len(tree))]
         assert len({tuple(path) for path in paths}) == len(tree)
@@ -49,9 +52,11 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
     start = 0
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
         counts = [end - start] * 2
-        got = head.drafts(hidden[:, start:end], root[:, start:end], counts, cache, Vocabulary(base, 8, None))
+        got = head.drafts(
+            hidden[:, start:end], root[:, start:end], counts, cache, Vocabulary(DraftVocabulary(base), 8, None)
+        )
         at = torch.tensor([0, 1]), torch.tensor([end - 1] * 2)
-        want = head.drafts_at(hidden[:, :end], root[:, :end], *at, None, Vocabulary(base, 8, None))
+        want = head.drafts_at(hidden[:, :end], root[:, :end], *at, None, Vocabulary(DraftVocabulary(base), 8, None))
         for a, b in zip(got, want, strict=True):
             assert np.array_equal(a.tokens, b.tokens)
             assert np.allclose(a.psi, b.psi, rtol=1e-5)

@@ -41,7 +41,7 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
 
 def test_successors_go_with_the_head_and_are_those_of_its_base(base_folder, tmp_path):
     base = load_base(str(base_folder))
-    config = HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist", successors=3, lookup=True)
+    config = HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist", successors=3)
     head = build_head(config, base.hidden_size).eval()
     head.transition.learn_successors(torch.randint(-1, base.vocab_size, (base.vocab_size, 3)))
     export_head(head, base, tmp_path / "head", TRAINING)

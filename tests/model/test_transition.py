@@ -9,7 +9,6 @@ import torch
 from drafting import random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookups import followed
 
 from ctcdraft.model import HeadConfig, build_head
 from ctcdraft.model.head import Vocabulary, candidates
@@ -19,8 +18,9 @@ from ctcdraft.model.kernels.reference import NO_TOKEN
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, Topology
-from ctcdraft.model.transition import Known, LookedUp, Tables, Transition
+from ctcdraft.model.transition import Known, Tables, Transition
 from ctcdraft.model.tree import search
+from ctcdraft.model.vocabulary import DraftVocabulary
 
 D, RANK = 6, 4
 
@@ -72,13 +72,11 @@ class Case:
 
     def lattice(self, shortlist, topology):
         """What drafts are searched in."""
-        transition, rank = self.transition, self.token_VR.shape[1]
+        transition = self.transition
         tables = Tables(
             self.context_VR.numpy(),
             self.token_VR.numpy(),
             transition.successor_VJ.numpy(),
-            np.zeros((0, rank), np.float32),
-            np.zeros((3, rank), np.float32),
             transition.carry.weight.detach().T.contiguous().numpy(),
             transition.blank_R.detach().numpy(),
         )
@@ -216,7 +214,7 @@ def test_a_fresh_transition_changes_nothing(base):
     hidden, root = torch.randn(1, 6, base.hidden_size).double(), torch.randn(1, 6, base.hidden_size).double()
     slots, last = head.step(hidden, root, [6], head.new_cache(1, 32)), torch.tensor([3])
     (moved,) = candidates(slots, last, head, head.vocabulary(base, 5)).lattices()
-    (plain,) = candidates(slots, last, head, Vocabulary(base, 5, None)).lattices()
+    (plain,) = candidates(slots, last, head, Vocabulary(DraftVocabulary(base), 5, None)).lattices()
     for moved_tree, plain_tree in [(search(moved, n), search(plain, n)) for n in (1, 30)]:
         assert np.array_equal(moved_tree.tokens, plain_tree.tokens)
         assert np.allclose(moved_tree.psi, plain_tree.psi, atol=1e-6)
@@ -226,36 +224,32 @@ def test_a_fresh_transition_changes_nothing(base):
     ("kind", "topology"), [("ctc", CTC), ("ctc", Topology(False, 1)), ("ctc", Topology(False, None)), ("parallel", CTC)]
 )
 @pytest.mark.parametrize(("form", "successors"), [("shortlist", 0), ("shortlist", 6), ("full", 0)])
-@pytest.mark.parametrize("lookup", [False, True])
-def test_the_tree_has_the_psi_that_training_computes(base, kind, topology, form, successors, lookup):
+def test_the_tree_has_the_psi_that_training_computes(base, kind, topology, form, successors):
     sizes = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 12 - successors, "rank": 8}
     sizes.update(topology._asdict())
-    head = random_head(HeadConfig(kind, transition=form, successors=successors, lookup=lookup, **sizes), base)
+    head = random_head(HeadConfig(kind, transition=form, successors=successors, **sizes), base)
     table = torch.randint(-1, base.vocab_size, (base.vocab_size, successors))
     table[::3, :1] = torch.arange(base.vocab_size)[::3, None]  # some are their own successors
     head.transition.learn_successors(table)
     hidden, root = torch.randn(3, 4, base.hidden_size).double(), torch.randn(3, 4, base.hidden_size).double()
     slots = head.step(hidden, root, [4, 4, 4], head.new_cache(3, 32))
-    reads, checked = [torch.randint(8, (length,)).tolist() for length in (1, 9, 40)], 0
-    drafted = candidates(slots, torch.tensor([read[-1] for read in reads]), head, head.vocabulary(base, 1))
-    for n, (lattice, read) in enumerate(zip(drafted.lattices(), reads, strict=True)):
-        tree = search(lattice, 40, read=np.array(read))
+    roots, checked = torch.randint(8, (3,)), 0
+    for n, lattice in enumerate(candidates(slots, roots, head, head.vocabulary(base, 1)).lattices()):
+        tree = search(lattice, 40)
         for node in range(len(tree)):
             path, at = [], node
             while at >= 0:
                 path.insert(0, int(tree.tokens[at]))
                 at = int(tree.parents[at])
-            want = float(training_psi(head, base, slots, n, read, path).detach())
+            want = float(training_psi(head, base, slots, n, roots[n : n + 1], path).detach())
             assert abs(want - float(tree.psi[node])) < 1e-5 * max(1.0, want)
             checked += len(path) > 1
     assert checked > 20
 
 
-def training_psi(head, base, slots, n, read, path):
-    told = torch.tensor([[followed(read, path[:k]) for k in range(len(path) + 1)]])
-    found = LookedUp(told[:, :, 0], told[:, :, 1]) if head.config.lookup else None
-    given = torch.tensor([path]), torch.tensor(read[-1:]), found
-    known = head.transition.known(slots.slot_NTR[n : n + 1], *given, base, head.shortlist(base.vocab_size))
+def training_psi(head, base, slots, n, root_N, path):
+    given = torch.tensor([path]), root_N, DraftVocabulary(base), head.shortlist(base.vocab_size)
+    known = head.transition.known(slots.slot_NTR[n : n + 1], *given)
     blank = None if slots.blank_NT is None else slots.blank_NT[n : n + 1]
     out = anchor_losses(
         slots.states_NTD[n : n + 1],

@@ -4,10 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattices import lattice_from_logits
-from lookups import followed
 
 from ctcdraft.model import best_first
-from ctcdraft.model.best_first import LOOKS_BACK, look_up
 from ctcdraft.model.lattice import movable_candidates_of
 from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Tables
@@ -65,9 +63,8 @@ def test_without_a_blank_psi_is_the_product_of_the_slots(T, V, nodes, seed):
     assert len(tree) == min(nodes, sum(V**k for k in range(1, T + 1)))
 
 
-def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False, topology=CTC):
-    """Random slots over a vocabulary, with a transition over shortlists of K tokens and J successors of each token, and
-    lookups."""
+def moving_lattice(T, V, seed, R=4, K=2, J=0, topology=CTC):
+    """Random slots over a vocabulary, with a transition over shortlists of K tokens and J successors of each token."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -77,14 +74,13 @@ def moving_lattice(T, V, seed, R=4, K=2, J=0, lookup=False, topology=CTC):
     successor = np.where(rng.random(successor.shape) > 0.2, successor, -1).astype(np.int32)
     # Small moves: float32 knows what is outside a shortlist to 1e-7, which shows where all inside is moved far down.
     context, token, carry = normal(V, R).numpy(), normal(V, R).numpy() / 2, normal(R, R).numpy() / 4
-    looked_up = normal(V if lookup else 0, R).numpy() / 2
-    tables = Tables(context, token, successor, looked_up, normal(3, R).numpy() / 2, carry, normal(R).numpy() / 2)
+    tables = Tables(context, token, successor, carry, normal(R).numpy() / 2)
     root = torch.tensor([int(rng.integers(V))])
     drafted = movable_candidates_of(normal(1, T, V), normal(1, T), normal(1, T, R), root, tables, min(K, V), topology)
     return drafted.lattices()[0]
 
 
-def emitted(lattice, t, prefix, read):
+def emitted(lattice, t, prefix):
     """p_t of all tokens and of the blank behind a prefix, in float64; and which of them may be put forward."""
     b = lattice.behind
     tables = b.tables
@@ -92,20 +88,12 @@ def emitted(lattice, t, prefix, read):
     def hardswish(x):
         return x * np.clip(x + 3, 0, 6) / 6
 
-    def told(length):
-        if not len(tables.lookup_VR):
-            return 0.0
-        token, match = followed(read, prefix[:length])
-        return tables.match_MR[match] + (tables.lookup_VR[token] if match else 0.0)
-
-    state = tables.context_VR[b.root_token] + told(0)
-    for k, token in enumerate(prefix):
-        state = tables.context_VR[token] + told(k + 1) + tables.carry_RR.T.astype(float) @ hardswish(state)
+    state = tables.context_VR[b.root_token]
+    for token in prefix:
+        state = tables.context_VR[token] + tables.carry_RR.T.astype(float) @ hardswish(state)
     gate = hardswish(b.slot[t] + state)
     last = prefix[-1] if prefix else b.root_token
     nexts = {v for v in tables.successor_VJ[last].tolist() if v >= 0}
-    if len(tables.lookup_VR) and followed(read, prefix)[1]:
-        nexts.add(followed(read, prefix)[0])
     moved = {*lattice.tokens[b.place[t]].tolist(), *nexts}
     p = np.exp(b.every[t].astype(float))
     for v in moved:
@@ -166,16 +154,13 @@ def test_a_band_of_nothing_is_a_head_without_a_blank():
     V=st.integers(1, 4),
     K=st.integers(1, 4),
     J=st.integers(0, 3),
-    read=st.lists(st.integers(0, 3), max_size=8),
     topology=TOPOLOGIES,
     seed=st.integers(0, 9999),
 )
-def test_a_transition_lattice_is_exact(T, V, K, J, read, topology, seed):
-    """`read`: without tokens nothing is looked up, else they end in the root."""
-    lattice = moving_lattice(T, V, seed, K=K, J=J, lookup=bool(read), topology=topology)
-    read = [*(min(token, V - 1) for token in read[1:]), lattice.behind.root_token] if read else []
-    psi = brute_starts(T, lambda t, output: emitted(lattice, t, output, read), topology)
-    tree = search(lattice, 40, read=np.array(read, np.int64))
+def test_a_transition_lattice_is_exact(T, V, K, J, topology, seed):
+    lattice = moving_lattice(T, V, seed, K=K, J=J, topology=topology)
+    psi = brute_starts(T, lambda t, output: emitted(lattice, t, output), topology)
+    tree = search(lattice, 40)
     for path, value in zip(prefixes(tree), tree.psi, strict=True):
         assert abs(value - psi[path]) < 1e-5
     best = sorted(psi.values(), reverse=True)[: len(tree)]
@@ -272,13 +257,5 @@ def test_top_k_keeps_the_full_normaliser():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(7))
     lattice = lattice_from_logits(logits, torch.zeros(3), 4)
     full = torch.cat([logits, torch.zeros(3, 1)], 1).softmax(1)
-    assert np.allclose(first_emissions(lattice, np.zeros(0, np.int64))[0], full[:, lattice.tokens], atol=1e-6)
+    assert np.allclose(first_emissions(lattice)[0], full[:, lattice.tokens], atol=1e-6)
     assert len(lattice.tokens) <= 12
-
-
-def test_what_was_read_long_ago_is_not_looked_up():
-    token, match = np.empty(1, np.int64), np.empty(1, np.int64)
-    for between, want in ((LOOKS_BACK - 1, (7, 1)), (LOOKS_BACK, (-1, 0))):
-        read = np.array([5, 7, *[1] * (between - 1), 5])  # `between` tokens lie between both fives
-        look_up(read, np.empty(0, np.int64), token, match)
-        assert (token[0], match[0]) == want

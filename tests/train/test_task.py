@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from lookups import followed
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import HeadConfig, build_head, load_base
 from ctcdraft.model.head import head_on
+from ctcdraft.model.vocabulary import DraftVocabulary
 from ctcdraft.train.simulate import some_rows
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, looked_up
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses
 
 LONGEST = 64
 
@@ -49,7 +49,7 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     base.model.set_attn_implementation(attention)
     torch.manual_seed(0)
-    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": whole, "lookup": whole}
+    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": whole}
     sizes["base_layers"] = 2 * whole
     head = head_on(base, HeadConfig(kind=kind, transition="shortlist" if whole else "none", **sizes)).double()
     if head.transition is not None:
@@ -66,21 +66,6 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     assert packed_anchors == anchors > 100
     assert abs(got - want) < 1e-9 * want  # float64, sums in another order
     assert torch.allclose(packed_gradient, gradient, rtol=1e-9, atol=1e-9)
-
-
-def test_what_is_looked_up_was_read_in_the_same_document(corpus):
-    sampler = Sampler(corpus, batch=1, pack=True, anchors=100, labels=4, max_length=LONGEST, seed=0)
-    batch = sampler.collate(0, slice(None))
-    assert len(sampler.members[sampler.sequences(0)[0]]) > 1
-    found, matches = looked_up(batch), set()
-    for n, (row, position) in enumerate(zip(batch.batch_N.tolist(), batch.position_N.tolist(), strict=True)):
-        own = batch.document_BL[row] == batch.document_BL[row, position]
-        read = batch.ids_BL[row, : position + 2][own[: position + 2]].tolist()
-        for s in range(5):
-            token, match = followed(read, batch.labels_NU[n, :s].tolist())
-            assert (int(found.token_NS[n, s]), int(found.match_NS[n, s])) == (token, match)
-            matches.add(match)
-    assert matches == {0, 1, 2}
 
 
 def test_without_the_document_mask_the_loss_is_another(tmp_path, corpus):
@@ -118,7 +103,9 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     assert len(task.psi_U) == 4
     assert 0 < task.psi_U[3] < task.psi_U[0] < 1
     seen, _ = task(*features, batch)
-    out = draft_losses(head, task.objective, base, head(*features, batch.batch_N, batch.position_N), batch)
+    out = draft_losses(
+        head, task.objective, DraftVocabulary(base), head(*features, batch.batch_N, batch.position_N), batch
+    )
     assert torch.allclose(out.loss_N.sum(), blind)
     weight_NU = torch.tensor([max(0.01**k, psi**0.1) for k, psi in enumerate(task.psi_U)]).expand(len(out.loss_N), -1)
     weight_NU = weight_NU * (torch.arange(4) < batch.lengths_N.unsqueeze(1))
