@@ -104,7 +104,7 @@ def test_a_killed_training_leaves_no_base(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "_train", killed)
-    monkeypatch.setattr("ctcdraft.data.store.shutil.rmtree", lambda *_, **__: None)  # a kill -9 cleans nothing up
+    monkeypatch.setattr("ctcdraft.model.folders.shutil.rmtree", lambda *_, **__: None)  # a kill -9 cleans nothing up
     with pytest.raises(KeyboardInterrupt):
         toy_base(tmp_path, TINY)
     assert not list(tmp_path.glob("toy-*"))
