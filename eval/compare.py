@@ -9,7 +9,10 @@ from ctcdraft.eval.results import blocks_of, bootstrap, by_temperature, pooled, 
 from ctcdraft.eval.run import Answered
 
 FIGURES = {"tokens_per_step": tokens_per_step_of, "speedup": speedup_of}
-SHOWN = ("tokens_per_step", "tokens_per_step_ci95", "tokens_per_second", "speedup", "seeds", "accepted_by_depth")
+SHOWN = (
+    *("tokens_per_step", "tokens_per_step_ci95", "tokens_per_second", "speedup", "seeds"),
+    *("accepted_by_depth", "accepted_by_source"),
+)
 
 
 def compared(

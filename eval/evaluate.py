@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ctcdraft.eval.control import bound_in_words
 from ctcdraft.eval.place import digest_of, put
 from ctcdraft.eval.plots import draw, draw_heads
 from ctcdraft.eval.report import heads_report, report
-from ctcdraft.eval.results import measured
+from ctcdraft.eval.results import blocks_of, measured
 from ctcdraft.eval.rows import questions_hash
 from ctcdraft.eval.run import Answered, generate_rate, run
 from ctcdraft.model.base import Base
@@ -25,6 +25,8 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.export import load_head, read_config
 
 Measured = tuple[dict[str, Any], Sequence[Answered]]
+LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no training
+LOOKUP_SHOWN = ("tokens_per_step", "tokens_per_step_ci95", "tokens_per_second", "speedup", "identical")
 
 
 def evaluate(
@@ -39,7 +41,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Decode the benchmark with an exported head, write results.json, report.md, plots and answers.jsonl
     into `folder`, and return the results. Raises ValueError as its parts do; nothing is written then."""
-    ((results, answers),) = _measure(base, {"": head_folder}, draft, bench, data_folder, seed).values()
+    found = _measure(base, {"": head_folder}, draft, bench, data_folder, seed)
+    results, answers = found[""]
+    for block, lookup in zip(blocks_of(results), blocks_of(found[LOOKUP_ALONE][0]), strict=True):
+        block["prompt_lookup_alone"] = {key: lookup[key] for key in LOOKUP_SHOWN}
     put(folder, lambda fresh: _write(fresh, results, answers))
     return results
 
@@ -54,24 +59,26 @@ def evaluate_heads(
     data_folder: Path | None,
     seed: int,
 ) -> dict[str, Any]:
-    """Decode every question with each of the heads, interleaved. `folder` gets the comparison (results.json, report.md,
-    heads.png) and, under each head's label, what `evaluate` writes. Returns the comparison, `per_head` the results of
-    each. Raises ValueError as its parts do, and nothing is written then."""
+    """Decode every question with each of the heads and with prompt lookup alone, interleaved.
+
+    `folder` gets the comparison (results.json, report.md, heads.png), which is returned, and under each head's label
+    what `evaluate` writes. Raises ValueError as its parts do, and nothing is written then.
+    """
     found = _measure(base, head_folders, draft, bench, data_folder, seed)
-    per_head = {label: results for label, (results, _) in found.items()}
+    all_results = {label: results for label, (results, _) in found.items()}
     setting = heads_setting_of(base, head_folders, draft, bench, seed)
     answers = {label: answers for label, (_, answers) in found.items()}
     comparison = {
         "setting": digest_of(setting),
         **setting,
-        "questions": next(iter(per_head.values()))["questions"],
-        "temperatures": compared(per_head, answers, seed),
+        "questions": next(iter(all_results.values()))["questions"],
+        "temperatures": compared(all_results, answers, seed),
     }
 
     def fill(fresh: Path) -> None:
-        for label, (results, head_answers) in found.items():
+        for label in head_folders:
             (fresh / label).mkdir()
-            _write(fresh / label, results, head_answers)
+            _write(fresh / label, *found[label])
         (fresh / "report.md").write_text(heads_report(comparison))
         draw_heads(comparison, fresh)
         (fresh / "results.json").write_text(json.dumps(comparison, indent=2) + "\n")
@@ -102,8 +109,10 @@ def _measure(
     data_folder: Path | None,
     seed: int,
 ) -> dict[str, Measured]:
-    """Per head its results and answers."""
+    """Results and answers of each head, and of prompt lookup alone (its results are the measured fields only)."""
     decoders = {label: Decoder(base, load_head(folder, base), draft) for label, folder in head_folders.items()}
+    copied = draft.prompt_lookup or DraftConfig.prompt_lookup
+    decoders[LOOKUP_ALONE] = Decoder(base, None, replace(draft, prompt_lookup=copied))
     questions = load_questions(bench, base, data_folder, seed)
     answers = run(base, decoders, questions, bench, seed)
     rate = generate_rate(base, questions, bench)
@@ -113,6 +122,7 @@ def _measure(
         results = {"setting": digest_of(setting), **setting, **measured(answers[label], seed)}
         results["tokens_per_second"]["generate"] = rate
         found[label] = results, answers[label]
+    found[LOOKUP_ALONE] = measured(answers[LOOKUP_ALONE], seed), answers[LOOKUP_ALONE]
     return found
 
 

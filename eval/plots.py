@@ -27,13 +27,13 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
 
 def draw_heads(comparison: dict[str, Any], folder: Path) -> Path:
     """Write tokens per step and speedup of each head, one bar per temperature; the path."""
-    figure, both = plt.subplots(1, 2, figsize=(max(8, 1.6 * len(comparison["heads"])), 3.4))
+    figure, both = plt.subplots(1, 2, figsize=(max(8, 1.6 * len(comparison["temperatures"][0]["heads"])), 3.4))
     for axes, name in zip(both, ("tokens per step", "speedup"), strict=True):
         bars = {
             f"temperature {block['temperature']:g}": [_height(head, name) for head in block["heads"].values()]
             for block in comparison["temperatures"]
         }
-        _bars(axes, list(comparison["heads"]), bars)
+        _bars(axes, list(comparison["temperatures"][0]["heads"]), bars)
         axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
         axes.set_ylabel(name)
     figure.suptitle(f"{comparison['bench']}, 95% interval (plain decoding = 1)", fontsize=10, color=INK)

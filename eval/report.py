@@ -39,6 +39,12 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens per second", f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})"),
         (_identity(results["temperature"]), verdict(results)),
     ]
+    if sum(results["accepted_by_source"].values()):
+        rows.append(("accepted tokens are from", _sources(results)))
+    if "prompt_lookup_alone" in results:
+        alone = results["prompt_lookup_alone"]
+        value = f"{_tau(alone)} tokens per step, {_speedup(alone)}, identical: {verdict(alone)}"
+        rows.append(("prompt lookup alone", value))
     for block in results["other_temperatures"]:
         value = f"{_tau(block)} tokens per step, {_speedup(block)}, identical: {verdict(block)}"
         rows.append((f"temperature {block['temperature']:g}", value))
@@ -51,6 +57,11 @@ def _tau(block: dict[str, Any]) -> str:
 
 def _speedup(block: dict[str, Any]) -> str:
     return f"{block['speedup']['ratio_of_means']:.2f}x {_interval(block['speedup']['ci95'])}"
+
+
+def _sources(block: dict[str, Any]) -> str:
+    shares = {name: f"{share:.0%}" for name, share in block["accepted_by_source"].items()}
+    return f"the head {shares['head']}, prompt lookup {shares['lookup']}, both {shares['both']}"
 
 
 def _interval(bounds: Sequence[float]) -> str:
@@ -98,7 +109,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         "## Predicted and accepted",
         "",
-        f"Draft tokens per step: predicted (sum of psi) {results['calibration']['expected']:.2f}, "
+        f"Draft tokens per step: predicted (sum of calibrated psi) {results['calibration']['expected']:.2f}, "
         f"accepted {results['calibration']['accepted']:.2f}.",
         "",
         "![calibration](calibration.png)",

@@ -1,6 +1,6 @@
 """Answers -> results.json: the figures of DESIGN-stable names, with bootstrap intervals over questions."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ctcdraft.eval.control import Flips
 from ctcdraft.eval.run import Answered
+from ctcdraft.model.tree import SOURCES
 
 RESAMPLES = 2000
 PARTS = ("verify", "draft", "tree")
@@ -62,6 +63,7 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
             "same_shape": _same_shape(used),
         },
         "accepted_by_depth": _accepted_by_depth(used),
+        "accepted_by_source": _accepted_by_source(used),
         "calibration": _calibration(used),
         "time_share": _time_share(used),
         "per_category": _per_category(used, seed),
@@ -77,6 +79,7 @@ def pooled(answers: Sequence[Answered]) -> list[Answered]:
             setattr(out, key, getattr(out, key) + getattr(a, key))
         for key in ("accepted", "expected", "texts", "divergences"):
             getattr(out, key).extend(getattr(a, key))
+        out.accepted_from += a.accepted_from
         for part, seconds in a.seconds.items():
             out.seconds[part] += seconds
         out.skipped = out.skipped or a.skipped
@@ -155,6 +158,12 @@ def _accepted_by_depth(used: Sequence[Answered]) -> list[float]:
     """Share of steps in which at least 1, 2, ... draft tokens were accepted."""
     accepted = np.array([n for a in used for n in a.accepted])
     return [float((accepted >= d).mean()) for d in range(1, int(accepted.max(initial=0)) + 1)]
+
+
+def _accepted_by_source(used: Sequence[Answered]) -> dict[str, float]:
+    """Shares of the accepted draft tokens that the head alone, prompt lookup alone, and both proposed."""
+    found = sum((a.accepted_from for a in used), Counter[str]())
+    return {source: found[source] / max(1, found.total()) for source in SOURCES.values()}
 
 
 def _calibration(used: Sequence[Answered], bins: int = 10) -> dict[str, Any]:

@@ -4,7 +4,7 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -38,6 +38,7 @@ class Answered:
     plain_seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
+    accepted_from: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     grown: int = 0
     texts: list[str] = field(default_factory=list)
@@ -180,6 +181,7 @@ def _record(out: Answered, drafted: Generation, drafted_seconds: float, told_sec
     out.plain_seconds += told_seconds
     out.accepted += drafted.accepted
     out.expected += drafted.expected
+    out.accepted_from += drafted.accepted_from
     for part, seconds in drafted.seconds.items():
         out.seconds[part] += seconds
     out.seconds["whole"] += drafted_seconds

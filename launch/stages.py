@@ -25,7 +25,7 @@ from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_o
 from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
-from ctcdraft.train.calibrate import calibrate
+from ctcdraft.train.calibrate import calibrate, copy_rates
 from ctcdraft.train.checkpoint import TrainState, load_best
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.files import write_atomically
@@ -357,6 +357,7 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     data_folder = Path(run_paths(folder)["data"])
     labels, longest = record["objective"]["labels"], record["train"]["max_length"]
     head.calibration = calibrate(head, base, data_folder, labels, longest)
+    head.copy_rates = copy_rates(data_folder)
     target = output or folder / "head"
     training = {
         "objective": record["objective"]["kind"],

@@ -7,7 +7,7 @@ by falling psi, so the first n are the best tree of n nodes, and the budget that
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.model.tree import Tree, calibrated
+from ctcdraft.model.tree import Tree, calibrated, chosen
 
 LEAST_IN_BIN = 40  # observations behind one knot
 MOST_KNOTS = 16
@@ -36,6 +36,10 @@ class Calibration:
     def of(self, tree: Tree) -> NDArray[np.float64]:
         """The calibrated probability [N] of each node, at most its parent's."""
         return calibrated(tree.psi, tree.depths, tree.parents, *self._table)
+
+    def applied(self, tree: Tree) -> Tree:
+        """The tree with that for psi, the likeliest nodes first."""
+        return chosen(replace(tree, psi=self.of(tree).astype(np.float32)), len(tree))
 
     @cached_property
     def _table(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
@@ -94,12 +98,10 @@ class Budget:
     """seconds[n]: a whole step with n nodes, n = 0..most."""
 
     seconds: NDArray[np.float64]
-    calibration: Calibration | None = None
 
     def choose(self, tree: Tree) -> int:
         """The number of nodes, of the tree's first, with the most expected tokens per second."""
-        p = self.calibration.of(tree) if self.calibration else tree.psi
-        gain = 1.0 + np.concatenate([[0.0], np.cumsum(p)])
+        gain = 1.0 + np.concatenate([[0.0], np.cumsum(tree.psi, dtype=np.float64)])
         return int(np.argmax(gain / self.seconds[: len(tree) + 1]))
 
 

@@ -26,6 +26,7 @@ from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import Head, Vocabulary
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
+from ctcdraft.model.prompt_lookup import BUILT_IN, with_copies
 from ctcdraft.model.request import Asked, Generation, Prompt, Request, Settings, Span, asked_of, requests_of
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.static import StaticDecoder
@@ -45,6 +46,9 @@ class DraftConfig:
     is measured once (for one sequence at a time; a batch keeps to `nodes`).
 
     prune: the share of a prefix's alignments that the search may leave out, see `tree.search`; 0: psi is exact.
+
+    prompt_lookup: where the last tokens were read before, at most so many of those that followed are drafted too, see
+    `prompt_lookup`; 0: none.
     """
 
     kind: str = "tree"
@@ -52,6 +56,7 @@ class DraftConfig:
     top_k: int = 32
     budget: str = "fixed"
     prune: float = 0.03
+    prompt_lookup: int = 32
 
     def __post_init__(self) -> None:
         if self.kind not in ("tree", "chain"):
@@ -62,12 +67,15 @@ class DraftConfig:
             raise ValueError(f"draft.nodes={self.nodes} and draft.top_k={self.top_k} must be at least 1")
         if not 0.0 <= self.prune < 1.0:
             raise ValueError(f"draft.prune={self.prune} must be at least 0 and below 1")
+        if self.prompt_lookup < 0:
+            raise ValueError(f"draft.prompt_lookup={self.prompt_lookup} must be at least 0 (no lookup)")
 
 
 class Decoder:
-    """Decodes with `base`, drafted by `head`; head None (or draft None) is plain decoding.
+    """Decodes with `base`, drafted by `head` and by prompt lookup; head None: by prompt lookup alone; draft None: plain
+    decoding.
 
-    Both run through the same loop with the same cache and limits, so that timing one against the other is fair.
+    All run through the same loop with the same cache and limits, so that timing one against the other is fair.
     Output tokens are the base's own choices, whatever the head proposes.
 
     graphs: on CUDA, one sequence without a repetition penalty is decoded in fixed shapes that are captured as CUDA
@@ -78,6 +86,8 @@ class Decoder:
         if head is not None and head.hidden_size != base.hidden_size:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
+        self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0)
+        self.copy_rates = BUILT_IN if head is None or head.copy_rates is None else head.copy_rates
         self.mask = TreeMask(base, self.draft.nodes + 1)
         self.lazy = base.device.type == "cpu"
         self.graphs = base.device.type == "cuda" and (self.head is None or self.head.one_pass)
@@ -135,20 +145,27 @@ class Decoder:
     ) -> Tree:
         """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
 
-        read: the tokens so far, the root last.
+        read: the tokens so far, the root last. psi is calibrated where the head's was measured, and that of the head's
+        nodes and of copied ones together where there is prompt lookup.
         """
-        leaves = np.array(self.base.eos_ids, np.int64) if eos is None else eos
-        chain = self.draft.kind == "chain"
-        if isinstance(drafted, Tree):
-            return trees.chosen(drafted, self.draft.nodes, max_depth=max_depth, leaves=leaves, chain=chain)
         nodes, prune = self.draft.nodes, self.draft.prune
-        return trees.search(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
+        leaves, chain = np.array(self.base.eos_ids, np.int64) if eos is None else eos, self.draft.kind == "chain"
+        if isinstance(drafted, Tree):
+            tree = trees.chosen(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        else:
+            tree = trees.search(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
+        if self.head is not None and self.head.calibration is not None:
+            tree = self.head.calibration.applied(tree)
+        if self.draft.prompt_lookup:
+            both = with_copies(tree, read, self.copy_rates, self.draft.prompt_lookup)
+            tree = trees.chosen(both, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        return tree
 
     # -- one batch ------------------------------------------------------------------------------------------
 
     def _run(self, requests: list[Request], asked: Asked) -> Iterator[None]:
         """Decode all requests to their end; yields after the prompts and after every step."""
-        if self.budget is None and self.head is not None and self.draft.budget == "auto":
+        if self.budget is None and self.drafts and self.draft.budget == "auto":
             self.budget = self.measure_budget()
         ends = np.array(sorted(self.base.eos_ids if asked.eos is None else asked.eos), np.int64)
         batch = self._batch_of(requests, asked.sampling, ends)
@@ -196,7 +213,9 @@ class Decoder:
             room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
             capture = self.base.device.type == "cuda"
             vocabulary = None if self.head is None else self.vocabulary
-            self._static = StaticDecoder(self.base, self.head, vocabulary, room, self._layers, capture)
+            depth = max(self.draft.prompt_lookup, 0 if self.head is None else self.head.config.slots)
+            longest = 1 + (depth if self.drafts else 0)
+            self._static = StaticDecoder(self.base, self.head, vocabulary, room, self._layers, longest, capture)
         self._static.in_use = True
         self._static.clear()
         return Batch(list(requests), self._static.cache, self._static.head_cache, sampling, ends, self._static)
@@ -218,6 +237,8 @@ class Decoder:
             request.out.steps += 1
             request.out.accepted.append(len(path))
             request.out.expected.append(float(tree.psi.sum()))
+            for source in tree.sources(path):
+                request.out.accepted_from[source] += 1
             request.append([int(tree.tokens[i]) for i in path], bonus, batch.ends)
 
     @torch.no_grad()
@@ -239,8 +260,7 @@ class Decoder:
     @torch.no_grad()
     def measure_budget(self) -> Budget:
         """Times steps of this decoder, for budget=auto. Done by itself before the first generation."""
-        base, head, rng = self.base, self.head, np.random.default_rng(0)
-        assert head is not None
+        base, rng = self.base, np.random.default_rng(0)
         length = min(PROBE_TOKENS, base.context_length - self.draft.nodes - 1)
         prompt = rng.integers(0, base.vocab_size, max(1, length)).tolist()
         tokens = rng.integers(0, base.vocab_size, self.draft.nodes).tolist()
@@ -248,7 +268,7 @@ class Decoder:
         batch = self._batch_of([request], Sampling(), np.zeros(0, np.int64))
         try:
             self._begin(batch)
-            return Budget(self._step_seconds(batch, request, tokens), head.calibration)
+            return Budget(self._step_seconds(batch, request, tokens))
         finally:
             batch.release()
 
@@ -283,12 +303,14 @@ class Decoder:
 
     @torch.no_grad()
     def _draft(self, batch: Batch) -> list[Tree]:
-        if self.head is None:
-            return [trees.EMPTY] * len(batch.active)
         drafted, batch.drafted = batch.drafted, None
-        if drafted is None:
+        if drafted is None and self.head is not None:
             with batch.clock("draft"):
                 drafted = self._drafted(batch, self.head)
+        if drafted is None:
+            drafted = [trees.EMPTY] * len(batch.active)
+        if not self.drafts:
+            return [trees.EMPTY] * len(batch.active)
         with batch.clock("tree"):
             drafts = [self._propose(r, one, batch.ends) for r, one in zip(batch.active, drafted, strict=True)]
             if self.budget is not None and len(drafts) == 1:
@@ -338,7 +360,7 @@ class Decoder:
 
     def _static_step(self, batch: Batch, static: StaticDecoder, request: Request, tree: Tree) -> tuple[list[int], int]:
         """The same in fixed shapes, and the next draft's lattice with it."""
-        most = 0 if self.head is None else self.draft.nodes
+        most = self.draft.nodes if self.drafts else 0
         bucket = most if self.draft.budget == "fixed" else next((n for n in SIZES if len(tree) <= n < most), most)
         with batch.clock("verify"):
             found = static.step(tree, 1 + bucket, batch.sampling, request.seed, request.length)

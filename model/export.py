@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
+from ctcdraft.model.prompt_lookup import CopyRates
 
 FORMAT = 1
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
@@ -84,6 +85,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "base": identity,
         "training": training,
         "calibration": head.calibration.to_dict() if head.calibration else None,
+        "copy_rates": head.copy_rates.to_dict() if head.copy_rates else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
     card = CARD.format(
@@ -143,6 +145,8 @@ def load_head(folder: str | Path, base: Base) -> Head:
             head.transition.check(vocabulary)
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])
+        if config.get("copy_rates") is not None:
+            head.copy_rates = CopyRates.from_dict(config["copy_rates"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error

@@ -19,6 +19,7 @@ from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
 from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Recall, Sight
+from ctcdraft.model.prompt_lookup import CopyRates
 from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Tables, Transition
 from ctcdraft.model.tree import Tree
@@ -141,11 +142,13 @@ class Head(nn.Module, ABC):
     transition: None where slots do not depend on what was collapsed before.
     attended: layers of the base whose keys and values slots attend to, or None: of whole sequences they come behind
     each hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
-    calibration: what its psi was seen to be worth on held-out text, if that was measured.
+    calibration, copy_rates: what its psi, and copied tokens, were seen to be worth on held-out text, if that was
+    measured.
     """
 
     one_pass = True
     calibration: Calibration | None = None
+    copy_rates: CopyRates | None = None
     attended: Attended | None = None
     draft_ids_X: Tensor
 

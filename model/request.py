@@ -3,6 +3,7 @@
 Shape suffixes: L positions, D hidden size, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
@@ -65,7 +66,8 @@ class Generation:
 
     finish: `eos`, `stop` (a stop string: tokens hold it, text ends before it), `length` or `context`. drafted says of
     each token whether it was an accepted draft. accepted and expected hold, per step, the accepted draft tokens and
-    the sum of psi that foretold them. seconds splits the time of the whole batch into verify, draft, tree and other.
+    the sum of psi that foretold them; accepted_from counts who proposed them: `head`, `lookup` or `both`. seconds
+    splits the time of the whole batch into verify, draft, tree and other.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -74,6 +76,7 @@ class Generation:
     drafted: list[bool] = field(default_factory=list)
     steps: int = 0
     accepted: list[int] = field(default_factory=list)
+    accepted_from: Counter[str] = field(default_factory=Counter)
     expected: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 

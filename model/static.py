@@ -82,7 +82,8 @@ class _Fed:
 class StaticDecoder:
     """The device's side of decoding one sequence after another with one base, head and cache.
 
-    capture: record each shape of step once and replay it (CUDA); otherwise the same functions run as they are.
+    longest: rows of the longest path that a draft may hold, the root included. capture: record each shape of step once
+    and replay it (CUDA); otherwise the same functions run as they are.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class StaticDecoder:
         vocabulary: Vocabulary | None,
         capacity: int,
         layers: int,
+        longest: int,
         capture: bool,
     ) -> None:
         self.base, self.head, self.vocabulary, self.capture = base, head, vocabulary, capture
@@ -101,7 +103,7 @@ class StaticDecoder:
         device = base.device
         self.past = torch.zeros(1, dtype=torch.long, device=device)  # committed entries, the root not among them
         self.root = torch.zeros(1, dtype=torch.long, device=device)
-        self.longest = 1 if head is None else 1 + head.config.slots
+        self.longest = longest
         self.count = torch.ones(1, dtype=torch.long, device=device)  # rows that the last step kept
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=device)  # [longest, V] where sampling needs it
         self.in_use = False  # by a batch; another one meanwhile is decoded eagerly

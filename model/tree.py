@@ -18,22 +18,30 @@ from ctcdraft.model import best_first
 from ctcdraft.model.lattice import Behind, Lattice
 from ctcdraft.model.transition import Tables
 
+HEAD, LOOKUP = 1, 2  # bits of Tree.source
+SOURCES = {HEAD: "head", LOOKUP: "lookup", HEAD | LOOKUP: "both"}
+
 
 @dataclass(frozen=True)
 class Tree:
-    """Draft nodes, parents first: token ids, parent index (-1: the root), depth (1..), psi. All [N]."""
+    """Draft nodes, parents first: token ids, parent index (-1: the root), depth (1..), psi. All [N].
+
+    source: who proposed each node, HEAD, LOOKUP or both; None: the head did all.
+    """
 
     tokens: NDArray[np.int64]
     parents: NDArray[np.int64]
     depths: NDArray[np.int64]
     psi: NDArray[np.float32]
+    source: NDArray[np.int8] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, nodes: int) -> "Tree":
         """The tree of the first nodes: parents come first, so it is one."""
-        return Tree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.psi[:nodes])
+        source = None if self.source is None else self.source[:nodes]
+        return Tree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.psi[:nodes], source)
 
     def ancestors(self) -> NDArray[np.bool_]:
         """[N + 1, N + 1]: may row i attend to column j? Index 0 is the root, i + 1 is node i."""
@@ -45,6 +53,10 @@ class Tree:
         targets [N + 1]: what the base chose after the root (index 0) and after node i (index i + 1).
         """
         return list(_walk(self.tokens, self.parents, targets))
+
+    def sources(self, path: Sequence[int]) -> list[str]:
+        """Who proposed each node of a path: `head`, `lookup` or `both`."""
+        return [SOURCES[HEAD if self.source is None else int(self.source[node])] for node in path]
 
     def path_of(self, labels: Sequence[int]) -> list[int]:
         """The nodes that hold the labels, the base's own continuation of the root, as far as they go."""
@@ -118,7 +130,8 @@ def chosen(
     kept = _chosen(scored.tokens, scored.parents, scored.depths, scored.psi, ends, nodes, deepest, chain)
     number = np.full(len(scored) + 1, -1)
     number[kept] = np.arange(len(kept))
-    return Tree(scored.tokens[kept], number[scored.parents[kept]], scored.depths[kept], scored.psi[kept])
+    source = None if scored.source is None else scored.source[kept]
+    return Tree(scored.tokens[kept], number[scored.parents[kept]], scored.depths[kept], scored.psi[kept], source)
 
 
 @njit(cache=True)

@@ -1,4 +1,4 @@
-"""What a head's psi is worth: drafts at held-out anchors whose continuation by the base is known."""
+"""What a head's psi, and copied tokens, are worth on held-out text whose continuation by the base is known."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration, fit_calibration
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import Head
+from ctcdraft.model.prompt_lookup import CopyRates, fit_rates
 from ctcdraft.train.simulate import known_drafts, some_rows
 
 NODES = 64
@@ -28,7 +29,7 @@ def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length
     if not len(dev):
         return None
     sampler = Sampler(dev, batch=len(dev), anchors=ANCHORS_PER_SEQUENCE, labels=labels, max_length=max_length, seed=1)
-    decoder = Decoder(base, head, DraftConfig(nodes=NODES))
+    decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
     psi, depth, accepted = [], [], []
     for row in some_rows(sampler, SEQUENCES):
         for tree, continuation in known_drafts(decoder, sampler.collate(0, row)):
@@ -41,3 +42,12 @@ def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length
     if not psi:
         return None
     return fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
+
+
+def copy_rates(data_folder: Path) -> CopyRates | None:
+    """How likely copied tokens are on the development sequences; None where the prepared data is gone."""
+    if not data_folder.is_dir():
+        return None
+    dev = load_corpus(data_folder, "dev")
+    rows = (dev[i] for i in range(len(dev)))
+    return fit_rates((np.asarray(row.ids, np.int64), np.asarray(row.mask, bool)) for row in rows)

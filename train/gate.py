@@ -326,7 +326,8 @@ class _Gate:
     @torch.no_grad()
     def tree(self) -> str:
         """Do draft trees hold what the head has learnt, with the psi that the loss gives it?"""
-        slots, decoder = self._slots(), Decoder(self.base, self.head, replace(self.draft, prune=0.0))
+        draft = replace(self.draft, prune=0.0, prompt_lookup=0)
+        slots, decoder = self._slots(), Decoder(self.base, self.head, draft)
         psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
         worst, held, able = 0.0, 0, 0
         for n, (drafted, read) in enumerate(zip(self._drafted(), read_at(self.batch), strict=True)):
@@ -346,7 +347,7 @@ class _Gate:
         self.head.eval()
         limit = max(2, len(self.example.ids) - len(self.prompt))
         plain = Decoder(self.base).generate(self.prompt, limit)
-        drafted = Decoder(self.base, self.head, self.draft).generate(self.prompt, limit)
+        drafted = Decoder(self.base, self.head, replace(self.draft, prompt_lookup=0)).generate(self.prompt, limit)
         if drafted.tokens != plain.tokens:
             at = next((i for i, (a, b) in enumerate(zip(drafted.tokens, plain.tokens, strict=False)) if a != b), -1)
             raise Disagreement(f"verification accepts what the base does not say, first at token {at} of the answer")

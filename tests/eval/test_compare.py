@@ -83,7 +83,11 @@ def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_p
     for block in found["temperatures"]:
         assert block["heads"]["one"]["difference"] is None
         assert set(block["heads"]["two"]["difference"]) == {"tokens_per_step", "speedup"}
-        for label, head in block["heads"].items():
+        assert list(block["heads"]) == ["one", "two", "three", "prompt lookup alone"]
+        alone = block["heads"]["prompt lookup alone"]
+        assert alone["identical"]["compared"] == alone["identical"]["identical"] > 0
+        assert alone["accepted_by_source"]["head"] == 0.0
+        for label, head in [*block["heads"].items()][:3]:
             own = json.loads((folder / label / "results.json").read_text())
             turns = own["bench_options"]["questions"] * 2 * (2 if block["temperature"] else 1)
             assert head["identical"] == {"compared": turns, "identical": turns, "beyond_bound": 0}
@@ -92,5 +96,6 @@ def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_p
     assert (folder / "heads.png").stat().st_size > 1000
     report = (folder / "report.md").read_text()
     assert "| three" in report
+    assert "| prompt lookup alone" in report
     assert "## Temperature 1" in report
     assert (folder / "two" / "report.md").is_file()

@@ -60,7 +60,13 @@ def test_results_hold_every_field_of_the_design(chat_base, head_folder, question
     assert [len(answer["answers"]) for answer in answers] == [2] * 5
     for name in ("report.md", "accepted_by_depth.png", "by_category.png", "calibration.png"):
         assert (folder / name).stat().st_size > 100
-    assert "10 of 10" in (folder / "report.md").read_text()
+    text = (folder / "report.md").read_text()
+    assert "10 of 10" in text
+    assert "| prompt lookup alone" in text
+    alone = results["prompt_lookup_alone"]
+    assert alone["identical"]["identical"] == 10
+    assert alone["tokens_per_step"] >= 1.0
+    assert set(results["accepted_by_source"]) == {"head", "lookup", "both"}
 
 
 def test_the_first_answer_is_fed_back(chat_base):

@@ -58,7 +58,8 @@ def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
     for name in ("eval/questions", "plots/heads", "plots/a/by_category", "plots/b/calibration"):
         assert any(key.startswith(name) for key in media), name
     tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in folder.rglob("*.table.json")}
-    assert [row[:2] for row in tables["table"]["data"]] == [[0, "a"], [0, "b"], [1, "a"], [1, "b"]]
+    sides = ("a", "b", "prompt lookup alone")
+    assert [row[:2] for row in tables["table"]["data"]] == [[t, side] for t in (0, 1) for side in sides]
     columns = tables["questions"]["columns"]
     assert {"head", "question_id", "temperature", "seed", "answers", "tokens_per_step"} <= set(columns)
     assert len(tables["questions"]["data"]) == 2 * 2 * 3  # heads, questions, settings

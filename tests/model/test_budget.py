@@ -62,8 +62,18 @@ def test_the_budget_is_what_pays_most_per_second():
     assert dear.choose(tree) == 0
     steps = Budget(np.array([1.0, 1.2, 1.3, 1.45, 1.6]))  # 1, 1.33, 1.46, 1.37, 1.25 per second
     assert steps.choose(tree) == 2
-    doubting = Budget(steps.seconds, Calibration([[0.0, 1.0]], [[0.0, 0.1]]))
-    assert doubting.choose(tree) == 0
+    doubtful = Calibration([[0.0, 1.0]], [[0.0, 0.1]]).applied(tree)
+    assert steps.choose(doubtful) == 0
+
+
+def test_calibrated_nodes_come_by_what_they_are_worth():
+    tree = Tree(
+        np.arange(4), np.array([-1, 0, -1, 1]), np.array([1, 2, 1, 3]), np.array([0.9, 0.8, 0.1, 0.1], np.float32)
+    )
+    found = Calibration([[0.0, 1.0], [0.0, 1.0]], [[0.5, 0.5], [0.0, 0.25]]).applied(tree)
+    assert found.tokens.tolist() == [0, 2, 1, 3]
+    assert found.parents.tolist() == [-1, -1, 0, 2]
+    assert found.psi.tolist() == pytest.approx([0.5, 0.5, 0.2, 0.025])
 
 
 def test_step_times_are_interpolated_and_never_fall():

@@ -113,7 +113,7 @@ def test_a_budget_chosen_per_step_moves_between_shapes(base):
     assert {rows for rows, *_ in static._static._shapes} == {1, 2, 3, 5, 9, 17, 25}
     chosen = set()
     for slope, prompt in zip((0.0, 0.01, 0.1, 0.3, 2.0), prompts(5, seed=70), strict=True):
-        static.budget = Budget(1 + slope * np.arange(25.0), head.calibration)
+        static.budget = Budget(1 + slope * np.arange(25.0))
         out = static.generate(prompt, 40)
         assert out.tokens == Decoder(base).generate(prompt, 40).tokens
         chosen |= {round(e, 3) for e in out.expected}

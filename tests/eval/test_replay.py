@@ -1,0 +1,69 @@
+"""Counting along known answers is counting while decoding."""
+
+import json
+
+import numpy as np
+import pytest
+from bases import write_base
+from drafting import HEADS, prompts, random_head
+
+from ctcdraft.eval.replay import Known, known_rows, replay
+from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.budget import Calibration
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    folder = write_base(tmp_path_factory.mktemp("replay") / "b", eos_token_id=1, initializer_range=0.2)
+    return load_base(str(folder), dtype="fp64")
+
+
+def conversations(base, limit):
+    """Two turns each: the tokens, which of them are answers, and the prompts with their answers."""
+    plain, rows = Decoder(base), []
+    for first, second in zip(prompts(6, seed=1), prompts(6, seed=2, longest=9), strict=True):
+        tokens, said, turns = [], [], []
+        for prompt in (first, second):
+            tokens, said = tokens + prompt, said + [False] * len(prompt)
+            answer = plain.generate(tokens, limit).tokens
+            turns.append((list(tokens), answer))
+            tokens, said = tokens + answer, said + [True] * len(answer)
+        rows.append((Known(np.array(tokens), np.array(said)), turns))
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+@pytest.mark.parametrize("config", [None, *HEADS], ids=lambda c: c.kind if c else "lookup")
+def test_a_replay_counts_what_decoding_counts(talking, config, kind):
+    head = None
+    if config is not None:
+        head = random_head(config, talking)
+        head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.5]])
+    decoders = {
+        "both": Decoder(talking, head, DraftConfig(kind, 9, prompt_lookup=7)),
+        "head": Decoder(talking, head, DraftConfig(kind, 4, prompt_lookup=0)),
+        "plain": Decoder(talking),
+    }
+    for limit in (7, 40):
+        rows = conversations(talking, limit)
+        found = replay(talking, decoders, [known for known, _ in rows])
+        for label, decoder in decoders.items():
+            wanted = [decoder.generate(prompt, limit) for _, turns in rows for prompt, _ in turns]
+            assert found[label].steps == sum(out.steps for out in wanted)
+            assert found[label].grown == sum(len(out.tokens) - 1 for out in wanted)
+            assert sorted(found[label].accepted) == sorted(n for out in wanted for n in out.accepted)
+            assert sum(found[label].expected) == pytest.approx(sum(sum(out.expected) for out in wanted), abs=1e-3)
+            assert found[label].accepted_from.total() == sum(found[label].accepted)
+        assert found["plain"].tokens_per_step == 1.0
+    assert max(found["both"].accepted) > 0
+
+
+def test_rows_without_answers_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}))
+    (known,) = known_rows(str(path))
+    assert known.answers() == [(1, 3)]
+    for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": "x", "loss_mask": "y"}):
+        path.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match="row 0 has no input_ids"):
+            list(known_rows(str(path)))
