@@ -148,7 +148,7 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
         ({"kind": "hydra"}, "unknown"),
         ({"kind": "medusa", "recall": True}, "leave head.recall at false"),
         ({"recall": "yes"}, "must be true or false"),
-        ({"kind": "eagle", "base_layers": 1}, "leave head.base_layers at 0"),
+        ({"kind": "eagle", "base_layers": 1}, "head.base_layers at 0"),
         ({"base_layers": -1}, "head.base_layers=-1 must be at least 0"),
         ({"draft_vocab_size": 0}, "head.draft_vocab_size=0 must be at least 1"),
         ({"beam": True}, "head.beam must be a whole number, not bool"),
