@@ -19,6 +19,7 @@ from ctcdraft.model.tree import Tree, calibrated, chosen
 
 LEAST_IN_BIN = 40  # observations behind one knot
 MOST_KNOTS = 16
+FAINT = 1e-6  # of psi, for nodes like which none was accepted
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROUNDS = 5
 
@@ -39,7 +40,8 @@ class Calibration:
 
     def applied(self, tree: Tree) -> Tree:
         """The tree with that for psi, the likeliest nodes first."""
-        return chosen(replace(tree, psi=self.of(tree).astype(np.float32)), len(tree))
+        p = np.maximum(self.of(tree), FAINT * tree.psi)  # a node of 0 would be left out
+        return chosen(replace(tree, psi=p.astype(np.float32)), len(tree))
 
     @cached_property
     def _table(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:

@@ -303,14 +303,14 @@ class Decoder:
 
     @torch.no_grad()
     def _draft(self, batch: Batch) -> list[Tree]:
-        drafted, batch.drafted = batch.drafted, None
-        if drafted is None and self.head is not None:
-            with batch.clock("draft"):
-                drafted = self._drafted(batch, self.head)
-        if drafted is None:
-            drafted = [trees.EMPTY] * len(batch.active)
         if not self.drafts:
             return [trees.EMPTY] * len(batch.active)
+        drafted, batch.drafted = batch.drafted, None
+        if self.head is None:
+            drafted = [trees.EMPTY] * len(batch.active)
+        elif drafted is None:
+            with batch.clock("draft"):
+                drafted = self._drafted(batch, self.head)
         with batch.clock("tree"):
             drafts = [self._propose(r, one, batch.ends) for r, one in zip(batch.active, drafted, strict=True)]
             if self.budget is not None and len(drafts) == 1:

@@ -39,11 +39,11 @@ class HeadConfig:
 
     transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
     and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
-    product of that `rank`; or `none`. recall: slots
-    look at the encoded positions before them. base_layers: they attend to the keys and values that so many layers of
-    the base, evenly spread, have of these; None: one, where the base allows it (`head_on`). slots_per_query: so many
-    neighbours share what one of them finds. merge, band: of `ctc`, see `Topology`. beam: of eagle's tree.
-    draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all of the base's.
+    product of that `rank`; or `none`. recall: slots look at the encoded positions before them. base_layers: they attend
+    to the keys and values that so many layers of the base, evenly spread, have of these; None: one, where the base
+    allows it (`head_on`). slots_per_query: so many neighbours share what one of them finds. merge, band: of `ctc`, see
+    `Topology`. beam: of eagle's tree. draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all
+    of the base's.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 

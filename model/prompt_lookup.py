@@ -7,8 +7,8 @@ token, and then by how long match and copy together have run (`CopyRates`).
 
 `with_copies` puts copies into a draft tree. Of what may follow a node, a copy takes its rate w, the head's tokens share
 1 - w: P(child) = P(node) * (w [child is the copy's] + (1 - w) psi(child) / psi(node)), as in a pointer-generator
-network (See et al. 2017). A node that both propose is one node, P never grows along a path, and of one node's children
-the sum is at most 1.
+network (See et al. 2017). A node that both propose is one node, and P never grows along a path. Where psi of one node's
+children sums to at most its own, so does P; calibrated psi need not.
 """
 
 from collections.abc import Iterable

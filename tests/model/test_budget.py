@@ -76,6 +76,15 @@ def test_calibrated_nodes_come_by_what_they_are_worth():
     assert found.psi.tolist() == pytest.approx([0.5, 0.5, 0.2, 0.025])
 
 
+def test_a_calibrated_tree_keeps_the_nodes_like_which_none_was_accepted():
+    calibration = Calibration([[0.1, 0.9]], [[0.0, 1.0]])
+    tree = Tree(np.arange(4), np.array([-1, -1, 0, 1]), np.array([1, 1, 2, 2]), np.float32([0.9, 0.09, 0.05, 0.08]))
+    kept = calibration.applied(tree)
+    assert kept.tokens.tolist() == [0, 1, 3, 2]
+    assert (kept.psi > 0).all()
+    assert kept.psi[1:].sum() < 1e-6
+
+
 def test_step_times_are_interpolated_and_never_fall():
     import time
 
