@@ -73,9 +73,9 @@ VARIANTS = {
     "eagle of 8 passes": ("head=eagle", *CROSS_ENTROPY, "head.slots=8"),
 }
 SETTINGS = {
-    "chain": ("draft=chain",),
-    "N=16": ("draft=tree", "draft.nodes=16"),
-    "N=64": ("draft=tree", "draft.nodes=64"),
+    "chain": ("draft=chain", "draft.budget=fixed"),
+    "N=16": ("draft=tree", "draft.nodes=16", "draft.budget=fixed"),
+    "N=64": ("draft=tree", "draft.nodes=64", "draft.budget=fixed"),
 }
 ROUNDS = 9
 UNNAMEABLE = str.maketrans("", "", "^'")  # in the name of a run

@@ -58,7 +58,7 @@ def measured(name, nodes, accept, tokens, rounds, eager):
     prompt = np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()
     plain = Decoder(base)
     truth = plain.generate(prompt, tokens, eos=[]).tokens
-    decoders = {n: Scripted(base, head, DraftConfig(nodes=n), accept) for n in nodes}
+    decoders = {n: Scripted(base, head, DraftConfig(nodes=n, budget="fixed"), accept) for n in nodes}
     outs = {}
     for decoder in (plain, *decoders.values()):
         decoder.graphs &= not eager

@@ -10,7 +10,7 @@ from ctcdraft.eval.run import Answered
 
 FIGURES = {"tokens_per_step": tokens_per_step_of, "speedup": speedup_of}
 SHOWN = (
-    *("tokens_per_step", "tokens_per_step_ci95", "tokens_per_second", "speedup", "seeds"),
+    *("tokens_per_step", "tokens_per_step_ci95", "nodes_per_step", "tokens_per_second", "speedup", "seeds"),
     *("accepted_by_depth", "accepted_by_source"),
 )
 

@@ -135,6 +135,7 @@ def _write(fresh: Path, results: dict[str, Any], answers: Sequence[Answered]) ->
 
 def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> dict[str, Any]:
     return {
+        "format": 2,  # of results.json: what was measured in another is measured anew
         "bench": bench.kind,
         "bench_path": bench.path,
         "bench_options": asdict(bench),

@@ -35,6 +35,7 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
     kept = results["speedup"]["ratio_of_means"] / results["tokens_per_step"]
     rows = [
         ("tokens per step", f"{_tau(results)} (plain = 1.00)"),
+        ("draft nodes per step", f"{results['nodes_per_step']:.1f}"),
         ("speedup", f"{_speedup(results)} over plain decoding; {kept:.2f} of the tokens per step"),
         ("tokens per second", f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})"),
         (_identity(results["temperature"]), verdict(results)),
@@ -158,6 +159,7 @@ def head_rows(block: dict[str, Any]) -> list[dict[str, str]]:
             "head": label,
             "tokens per step": _tau(head),
             "tokens per step, difference": change.get("tokens_per_step", ""),
+            "draft nodes per step": f"{head['nodes_per_step']:.1f}",
             "speedup": _speedup(head),
             "speedup, difference": change.get("speedup", ""),
             "identical to plain": f"{same['identical']} of {same['compared']}",
@@ -172,7 +174,8 @@ def _how(results: dict[str, Any]) -> str:
     decoder = results["decoder"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return (
-        f"{results['questions']} questions; {decoder['kind']} of {decoder['nodes']} nodes, temperatures "
+        f"{results['questions']} questions; {decoder['kind']} of at most {decoder['nodes']} nodes "
+        f"(draft.budget={decoder['budget']}), temperatures "
         f"{results['bench_options']['temperatures']}, first seed {results['seed']}, at most "
         f"{results['max_new_tokens']} new tokens. Measured at batch 1 in {results['dtype']} on {results['device']}, "
         "plain and speculative interleaved in the same runner; brackets are 95% bootstrap intervals over questions. "

@@ -50,6 +50,7 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
         "tokens": sum(a.tokens for a in used),
         "steps": sum(a.steps for a in used),
         **_tokens_per_step(used, seed),
+        "nodes_per_step": _mean([n for a in used for n in a.nodes]),
         "tokens_per_second": {
             "speculative": _mean([a.tokens / a.speculative_seconds for a in used]),
             "vanilla": _mean([a.tokens / a.plain_seconds for a in used]),
@@ -77,7 +78,7 @@ def pooled(answers: Sequence[Answered]) -> list[Answered]:
         out = groups.setdefault(id(a.question), Answered(a.question, setting=a.setting))
         for key in ("turns", "tokens", "grown", "steps", "speculative_seconds", "plain_seconds"):
             setattr(out, key, getattr(out, key) + getattr(a, key))
-        for key in ("accepted", "expected", "texts", "divergences"):
+        for key in ("nodes", "accepted", "expected", "texts", "divergences"):
             getattr(out, key).extend(getattr(a, key))
         out.accepted_from += a.accepted_from
         for part, seconds in a.seconds.items():

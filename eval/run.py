@@ -40,6 +40,7 @@ class Answered:
     expected: list[float] = field(default_factory=list)
     accepted_from: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    nodes: list[int] = field(default_factory=list)
     grown: int = 0
     texts: list[str] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
@@ -60,6 +61,8 @@ def run(
     plain = Decoder(base)
     sides = [plain, *heads.values()]
     control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
+    for decoder in heads.values():
+        decoder.prepare()
     _warm_up(base, sides, questions, config)
     done: dict[str, list[Answered]] = {label: [] for label in heads}
     orders = balanced_orders(sides)
@@ -179,6 +182,7 @@ def _record(out: Answered, drafted: Generation, drafted_seconds: float, told_sec
     out.steps += drafted.steps
     out.speculative_seconds += drafted_seconds
     out.plain_seconds += told_seconds
+    out.nodes += drafted.nodes
     out.accepted += drafted.accepted
     out.expected += drafted.expected
     out.accepted_from += drafted.accepted_from

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ LEAST_IN_BIN = 40  # observations behind one knot
 MOST_KNOTS = 16
 FAINT = 1e-6  # of psi, for nodes like which none was accepted
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-ROUNDS = 5
+ENOUGH = 2.0  # seconds of measuring, and how often each size is timed in them
+ROUNDS, MOST_ROUNDS = 3, 9
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Calibration:
 def fit_calibration(
     psi_M: NDArray[np.float64], depth_M: NDArray[np.int64], accepted_M: NDArray[np.bool_]
 ) -> Calibration | None:
-    """Isotonic regression of acceptance on psi for each depth, on bins of equally many nodes.
+    """Isotonic regression of acceptance on psi for each depth, on bins of nodes by psi.
 
     None without observations. A depth with too few shares the one before. Barlow et al. 1972 (pool adjacent violators).
     """
@@ -85,13 +85,19 @@ def fit_calibration(
 
 def _isotonic(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> tuple[list[float], list[float]]:
     order = np.argsort(psi_M, kind="stable")
-    bins = np.array_split(order, max(1, min(MOST_KNOTS, len(order) // LEAST_IN_BIN)))
-    pools: list[list[float]] = []  # weight, sum of psi, accepted
-    for part in bins:
+    share = psi_M[order] / max(psi_M.sum(), 1e-9) + 1 / len(order)  # likely nodes are few, and matter
+    edges = np.searchsorted(np.cumsum(share), 2 * np.arange(1, MOST_KNOTS) / MOST_KNOTS)
+    pools: list[list[float]] = []  # observations, sum of psi, accepted
+    for part in filter(len, np.split(order, edges)):
         pools.append([len(part), psi_M[part].sum(), accepted_M[part].sum()])
-        while len(pools) > 1 and pools[-2][2] / pools[-2][0] >= pools[-1][2] / pools[-1][0]:
+        while len(pools) > 1 and (
+            pools[-2][0] < LEAST_IN_BIN or pools[-2][2] / pools[-2][0] >= pools[-1][2] / pools[-1][0]
+        ):
             last = pools.pop()
             pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
+    if len(pools) > 1 and pools[-1][0] < LEAST_IN_BIN:
+        last = pools.pop()
+        pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
     return [s / n for n, s, _ in pools], [a / n for n, _, a in pools]
 
 
@@ -108,16 +114,27 @@ class Budget:
 
 
 def step_seconds(most: int, verify: Callable[[int], Any], draft: Callable[[], Any]) -> NDArray[np.float64]:
-    """Seconds of a step with 0..most nodes: `verify(n)` measured at some n and interpolated, plus `draft()`."""
-    sizes = sorted({n for n in SIZES if n < most} | {most})
-    taken: dict[int, list[float]] = {n: [] for n in sizes}
-    drafting: list[float] = []
-    for _ in range(ROUNDS + 1):  # interleaved; the first round warms up
-        drafting.append(_timed(draft))
-        for n in sizes:
-            taken[n].append(_timed(lambda n=n: verify(n)))  # type: ignore[misc]
-    rising = np.maximum.accumulate([median(taken[n][1:]) for n in sizes])
-    return np.interp(np.arange(most + 1), sizes, rising) + median(drafting[1:])
+    """Seconds of a step with 0..most nodes: `verify(n)` measured at some n and interpolated, plus `draft()`.
+
+    Takes about ENOUGH seconds, at as many n as ROUNDS rounds have the time for; of a base so large that one step takes
+    a good part of that, one round at three n. What the machine does besides slows a whole round down, or one of its
+    calls: so each time counts as its share of its round, of which the median is taken.
+    """
+    start = time.perf_counter()
+    for _ in range(2):  # first calls make kernels and buffers
+        ends = _timed(lambda: verify(0)) + _timed(lambda: verify(most))
+    draft()
+    sizes = np.array(sorted({n for n in SIZES if n < most} | {most}))
+    affordable = max(3, round(ENOUGH / ROUNDS / (ends / 2)))
+    if affordable < len(sizes):
+        sizes = sizes[np.linspace(0, len(sizes) - 1, affordable).astype(int)]
+    rounds: list[list[float]] = []
+    while not rounds or (len(rounds) < MOST_ROUNDS and time.perf_counter() - start < ENOUGH):
+        rounds.append([_timed(lambda n=n: verify(n)) for n in sizes.tolist()] + [_timed(draft)])  # type: ignore[misc]
+    taken = np.array(rounds)
+    whole = taken.sum(axis=1, keepdims=True)
+    *verifying, drafting = np.median(taken / whole, axis=0) * np.median(whole)
+    return np.interp(np.arange(most + 1), sizes, np.maximum.accumulate(verifying)) + drafting
 
 
 def _timed(call: Callable[[], Any]) -> float:
@@ -126,7 +143,8 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def chain_of(tokens: Sequence[int]) -> Tree:
-    """A draft of one path."""
+def chain_of(tokens: Sequence[int], psi: float = 1.0) -> Tree:
+    """A draft of one path, each node with `psi` of the one before."""
     n = len(tokens)
-    return Tree(np.array(tokens, np.int64), np.arange(n) - 1, np.arange(n) + 1, np.ones(n, np.float32))
+    depths = np.arange(n) + 1
+    return Tree(np.array(tokens, np.int64), depths - 2, depths, (psi**depths).astype(np.float32))

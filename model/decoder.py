@@ -33,7 +33,8 @@ from ctcdraft.model.static import StaticDecoder
 from ctcdraft.model.tree import Tree
 
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
-PROBE_TOKENS = 64  # context of the steps that budget=auto is measured on
+PROBE_TOKENS = 64  # context of the steps that are timed for the budget, and psi of each node behind the one before
+PROBE_PSI = 0.5
 LIKELY = 0.25  # psi of the nodes whose logits a CPU computes together, before the walk comes by
 
 
@@ -42,8 +43,10 @@ class DraftConfig:
     """kind: `tree` or `chain`; nodes: the budget N; top_k: candidates that each slot may put forward (where a
     transition moves them, they are its shortlist and successors).
 
-    budget: `fixed`, or `auto`: at most `nodes`, as many per step as pay by calibrated psi and the time of a step, which
-    is measured once (for one sequence at a time; a batch keeps to `nodes`).
+    budget: `fixed`: always `nodes`; `measured`: at most `nodes`, as many per step as pay by calibrated psi and the time
+    of a step, which is measured once (for one sequence at a time; several keep to `nodes`); `auto`: `measured` on a
+    CPU, where each row costs, `fixed` elsewhere. Tokens do not depend on it; the number of steps that they take is
+    another whenever times are.
 
     prune: the share of a prefix's alignments that the search may leave out, see `tree.search`; 0: psi is exact.
 
@@ -54,15 +57,15 @@ class DraftConfig:
     kind: str = "tree"
     nodes: int = 32
     top_k: int = 32
-    budget: str = "fixed"
+    budget: str = "auto"
     prune: float = 0.03
     prompt_lookup: int = 32
 
     def __post_init__(self) -> None:
         if self.kind not in ("tree", "chain"):
             raise ValueError(f"draft.kind={self.kind!r} is unknown: choose tree or chain")
-        if self.budget not in ("fixed", "auto"):
-            raise ValueError(f"draft.budget={self.budget!r} is unknown: choose fixed or auto")
+        if self.budget not in ("auto", "fixed", "measured"):
+            raise ValueError(f"draft.budget={self.budget!r} is unknown: choose auto, fixed or measured")
         if self.nodes < 1 or self.top_k < 1:
             raise ValueError(f"draft.nodes={self.nodes} and draft.top_k={self.top_k} must be at least 1")
         if not 0.0 <= self.prune < 1.0:
@@ -91,6 +94,8 @@ class Decoder:
         self.mask = TreeMask(base, self.draft.nodes + 1)
         self.lazy = base.device.type == "cpu"
         self.graphs = base.device.type == "cuda" and (self.head is None or self.head.one_pass)
+        measured = ("auto", "measured") if self.lazy else ("measured",)
+        self.measures = self.drafts and self.draft.budget in measured
         self.budget: Budget | None = None
         self._static: StaticDecoder | None = None
 
@@ -136,6 +141,12 @@ class Decoder:
             yield Span(tokens, text.take(final))
         yield request.finished(self.base)
 
+    def prepare(self) -> None:
+        """Time steps, once, where the budget is measured. `generate` does it for one sequence; who times that comes
+        here first."""
+        if self.measures and self.budget is None:
+            self.budget = self.measure_budget()
+
     def tree_of(
         self,
         drafted: Lattice | Tree,
@@ -165,8 +176,8 @@ class Decoder:
 
     def _run(self, requests: list[Request], asked: Asked) -> Iterator[None]:
         """Decode all requests to their end; yields after the prompts and after every step."""
-        if self.budget is None and self.drafts and self.draft.budget == "auto":
-            self.budget = self.measure_budget()
+        if len(requests) == 1:
+            self.prepare()
         ends = np.array(sorted(self.base.eos_ids if asked.eos is None else asked.eos), np.int64)
         batch = self._batch_of(requests, asked.sampling, ends)
         try:
@@ -235,6 +246,7 @@ class Decoder:
         paths = self._verify(batch, drafts)
         for request, tree, (path, bonus) in zip(batch.active, drafts, paths, strict=True):
             request.out.steps += 1
+            request.out.nodes.append(len(tree))
             request.out.accepted.append(len(path))
             request.out.expected.append(float(tree.psi.sum()))
             for source in tree.sources(path):
@@ -259,7 +271,7 @@ class Decoder:
 
     @torch.no_grad()
     def measure_budget(self) -> Budget:
-        """Times steps of this decoder, for budget=auto. Done by itself before the first generation."""
+        """Times steps of this decoder, behind a prompt of random tokens."""
         base, rng = self.base, np.random.default_rng(0)
         length = min(PROBE_TOKENS, base.context_length - self.draft.nodes - 1)
         prompt = rng.integers(0, base.vocab_size, max(1, length)).tolist()
@@ -287,7 +299,7 @@ class Decoder:
                 batch.static.begin(request.root)
 
         def verify(nodes: int) -> None:
-            self._verify(batch, [chain_of(tokens[:nodes])])
+            self._verify(batch, [chain_of(tokens[:nodes], PROBE_PSI)])
             rewind()
 
         def draft() -> None:
@@ -361,7 +373,7 @@ class Decoder:
     def _static_step(self, batch: Batch, static: StaticDecoder, request: Request, tree: Tree) -> tuple[list[int], int]:
         """The same in fixed shapes, and the next draft's lattice with it."""
         most = self.draft.nodes if self.drafts else 0
-        bucket = most if self.draft.budget == "fixed" else next((n for n in SIZES if len(tree) <= n < most), most)
+        bucket = next((n for n in SIZES if len(tree) <= n < most), most) if self.measures else most
         with batch.clock("verify"):
             found = static.step(tree, 1 + bucket, batch.sampling, request.seed, request.length)
         batch.clock.seconds["verify"] -= found.draft_seconds

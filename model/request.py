@@ -65,9 +65,9 @@ class Generation:
     """New tokens (end of sequence included), their text, and how they came about.
 
     finish: `eos`, `stop` (a stop string: tokens hold it, text ends before it), `length` or `context`. drafted says of
-    each token whether it was an accepted draft. accepted and expected hold, per step, the accepted draft tokens and
-    the sum of psi that foretold them; accepted_from counts who proposed them: `head`, `lookup` or `both`. seconds
-    splits the time of the whole batch into verify, draft, tree and other.
+    each token whether it was an accepted draft. nodes, accepted and expected hold, per step, how many tokens the draft
+    had, how many of them were accepted, and the sum of psi that foretold these; accepted_from counts who proposed them:
+    `head`, `lookup` or `both`. seconds splits the time of the whole batch into verify, draft, tree and other.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -75,6 +75,7 @@ class Generation:
     finish: str = ""
     drafted: list[bool] = field(default_factory=list)
     steps: int = 0
+    nodes: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     accepted_from: Counter[str] = field(default_factory=Counter)
     expected: list[float] = field(default_factory=list)

@@ -88,7 +88,7 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
             self.check(batch.active, batch.cache)
             return found
 
-    scripted = Scripted(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 64))
+    scripted = Scripted(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 64, budget="fixed"))
     scripted.check = lambda active, cache: None
     return scripted
 
@@ -115,4 +115,4 @@ def random_trees(base, truth, seed):
             arrays = (np.array(row, np.int64) for row in (tokens, parents, depths))
             return Tree(*arrays, np.ones(len(tokens), np.float32))
 
-    return Random(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 32))
+    return Random(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 32, budget="fixed"))

@@ -347,7 +347,8 @@ class _Gate:
         self.head.eval()
         limit = max(2, len(self.example.ids) - len(self.prompt))
         plain = Decoder(self.base).generate(self.prompt, limit)
-        drafted = Decoder(self.base, self.head, replace(self.draft, prompt_lookup=0)).generate(self.prompt, limit)
+        draft = replace(self.draft, prompt_lookup=0, budget="fixed")  # else only the nodes that pay are verified
+        drafted = Decoder(self.base, self.head, draft).generate(self.prompt, limit)
         if drafted.tokens != plain.tokens:
             at = next((i for i, (a, b) in enumerate(zip(drafted.tokens, plain.tokens, strict=False)) if a != b), -1)
             raise Disagreement(f"verification accepts what the base does not say, first at token {at} of the answer")

@@ -17,7 +17,7 @@ from ctcdraft.eval.run import Answered, balanced_orders, run
 from ctcdraft.launch.evaluation import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_base, load_head
 
-DRAFT = DraftConfig("tree", 8)
+DRAFT = DraftConfig("tree", 8, budget="fixed")
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 
 
@@ -82,7 +82,7 @@ def test_the_first_answer_is_fed_back(chat_base):
 def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
     folder = tmp_path / "eval" / "mt_bench"
-    chain = DraftConfig("chain", 4)
+    chain = DraftConfig("chain", 4, budget="fixed")
 
     def known(draft, seed=0):
         return take(folder, setting_of(chat_base, head_folder, draft, bench, seed))
@@ -182,12 +182,14 @@ def test_figures_are_what_their_names_say():
         answered(11, 5, 1.0, 2.0, [1, 2, 0, 1, 1], [1.0, 2.0, 0.5, 1.0, 0.5]),
         answered(21, 5, 1.0, 3.0, [3, 3, 3, 3, 3], [2.0, 3.0, 3.0, 3.0, 4.0], "b"),
     ]
+    answers[0].nodes, answers[1].nodes = [8, 4, 0, 8, 5], [15, 15, 15, 15, 15]
     results = aggregate(answers, 0)
     assert results["tokens_per_step"] == 3.0  # (10 + 20) / 10
     assert results["tokens_per_step_mean_over_questions"] == 3.0
     assert results["tokens_per_second"] == {"speculative": 16.0, "vanilla": 6.25}
     assert results["speedup"]["ratio_of_means"] == 16 / 6.25
     rows = dict(headline({**results, "temperature": 0.0, "other_temperatures": []}))
+    assert rows["draft nodes per step"] == "10.0"
     assert rows["speedup"].endswith("over plain decoding; 0.85 of the tokens per step")  # 2.56 / 3
     assert results["accepted_by_depth"] == [0.9, 0.6, 0.5]
     assert results["calibration"]["expected"] == 2.0

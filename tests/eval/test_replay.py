@@ -40,8 +40,8 @@ def test_a_replay_counts_what_decoding_counts(talking, config, kind):
         head = random_head(config, talking)
         head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.5]])
     decoders = {
-        "both": Decoder(talking, head, DraftConfig(kind, 9, prompt_lookup=7)),
-        "head": Decoder(talking, head, DraftConfig(kind, 4, prompt_lookup=0)),
+        "both": Decoder(talking, head, DraftConfig(kind, 9, prompt_lookup=7, budget="fixed")),
+        "head": Decoder(talking, head, DraftConfig(kind, 4, prompt_lookup=0, budget="fixed")),
         "plain": Decoder(talking),
     }
     for limit in (7, 40):

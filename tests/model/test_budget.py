@@ -101,10 +101,58 @@ def test_step_times_are_interpolated_and_never_fall():
     assert seconds[0] > 0.001
 
 
+class Clock:
+    """A machine that does other things too: `noise` > 0 makes each round slow as a whole, and one of its calls more."""
+
+    def __init__(self, monkeypatch, noise=0.0):
+        self.now, self.calls, self.rng, self.noise = 0.0, [], np.random.default_rng(0), noise
+        monkeypatch.setattr("ctcdraft.model.budget.time.perf_counter", lambda: self.now)
+
+    def verify(self, nodes):
+        if nodes == 0:
+            self.slow, self.hit = 1 + self.noise * self.rng.random(), self.rng.integers(8)
+        self.spend(nodes, 1 + nodes / 10)
+
+    def draft(self):
+        self.spend("draft", 0.5)
+
+    def spend(self, what, seconds):
+        self.hit -= 1
+        self.now += seconds * self.slow * (4 if self.noise and self.hit == 0 else 1)
+        self.calls.append(what)
+
+
+def test_step_times_bear_a_machine_that_does_other_things(monkeypatch):
+    clock = Clock(monkeypatch, noise=1.0)
+    monkeypatch.setattr("ctcdraft.model.budget.ENOUGH", 1e9)
+    seconds = step_seconds(20, clock.verify, clock.draft)
+    want = 1.5 + np.arange(21) / 10
+    assert np.abs(seconds / seconds.mean() / (want / want.mean()) - 1).max() < 0.1
+
+
+def test_a_base_of_slow_steps_is_timed_at_few_sizes(monkeypatch):
+    clock = Clock(monkeypatch)
+    seconds = step_seconds(20, clock.verify, clock.draft)  # each of 1 to 3 seconds
+    assert clock.calls == [0, 20, 0, 20, "draft", 0, 4, 20, "draft"]
+    assert np.allclose(seconds, 1.5 + np.arange(21) / 10)
+    monkeypatch.setattr("ctcdraft.model.budget.ENOUGH", 30.0)
+    step_seconds(20, clock.verify, clock.draft)
+    assert {call for call in clock.calls[9:] if call != "draft"} == {0, 1, 4, 8, 20}
+
+
 def test_a_damaged_calibration_is_refused():
     for found in ({}, {"psi": [[0.1]], "rate": []}, {"psi": [[0.2, 0.1]], "rate": [[0, 1]]}, {"psi": 3, "rate": 4}):
         with pytest.raises(ValueError, match="calibration is damaged"):
             Calibration.from_dict(found)
+
+
+def test_likely_nodes_are_not_thrown_together_with_the_many_unlikely_ones():
+    """Sixty nodes of an anchor are hopeless, four are good and better: each finds its own rate."""
+    rng = np.random.default_rng(0)
+    psi = np.concatenate([rng.uniform(0, 0.01, 60_000), rng.uniform(0.1, 1.0, 4_000)])
+    calibration = fit_calibration(psi, np.ones(len(psi), np.int64), rng.random(len(psi)) < psi**2)
+    for p in (0.3, 0.6, 0.9):
+        assert abs(calibration.of(leaf(p, 1))[-1] - p**2) < 0.08
 
 
 def test_a_chain_is_a_tree():
@@ -112,3 +160,4 @@ def test_a_chain_is_a_tree():
     assert tree.walk(np.array([7, 8, 1, 0])) == [0, 1]
     assert len(tree.first(2)) == 2
     assert len(chain_of([])) == 0
+    assert chain_of([7, 8], 0.5).psi.tolist() == [0.5, 0.25]

@@ -17,14 +17,16 @@ from drafting import (
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base import Base
-from ctcdraft.model.budget import Calibration, chain_of
+from ctcdraft.model.budget import Budget, Calibration, chain_of
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.decoder import Generation
 from ctcdraft.model.tree import Tree
 
+DRAFTS = [DraftConfig(kind, n, budget="fixed") for kind, n in (("tree", 1), ("tree", 23), ("chain", 4))]
+
 
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
-@pytest.mark.parametrize("draft", [DraftConfig("tree", 1), DraftConfig("tree", 23), DraftConfig("chain", 4)])
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_output_is_the_base_models_own(base, config, draft):
     speculative = Decoder(base, random_head(config, base), draft)
     for prompt in prompts(12):
@@ -40,7 +42,7 @@ def test_greedy_output_is_the_base_models_own(base, config, draft):
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_every_draft_looks_up_all_that_was_read(base, monkeypatch, fixed):
-    decoder = Decoder(base, random_head(HEADS[1], base), DraftConfig("tree", 9))
+    decoder = Decoder(base, random_head(HEADS[1], base), DraftConfig("tree", 9, budget="fixed"))
     decoder.graphs = fixed
     reads, tree_of = [], decoder.tree_of
     monkeypatch.setattr(
@@ -185,7 +187,10 @@ def test_the_context_end_is_reached_and_not_passed(base):
     prompt = prompt[: base.context_length - 5]
     plain = Decoder(base).generate(prompt, 50).tokens
     assert len(plain) <= 5
-    assert Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 32)).generate(prompt, 50).tokens == plain
+    assert (
+        Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 32, budget="fixed")).generate(prompt, 50).tokens
+        == plain
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,13 +207,15 @@ def test_bad_draft_settings_are_refused():
         DraftConfig(kind="forest")
     with pytest.raises(ValueError, match="at least 1"):
         DraftConfig(nodes=0)
+    with pytest.raises(ValueError, match="auto, fixed or measured"):
+        DraftConfig(budget="free")
     with pytest.raises(ValueError, match="below 1"):
         DraftConfig(prune=1.0)
 
 
 def test_an_interrupted_call_leaves_nothing_behind(base, monkeypatch):
     prompt = prompts(1, seed=5)[0]
-    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 16))
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 16, budget="fixed"))
     want = speculative.generate(prompt, 30).tokens
     monkeypatch.setattr(TreeCache, "keep", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -231,7 +238,7 @@ def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):
 def test_an_empty_lattice_still_decodes(base):
     head = random_head(HEADS[0], base)
     head.blank.bias.data.fill_(1e4)
-    out = Decoder(base, head, DraftConfig("tree", 8)).generate([5, 6, 7], 10)
+    out = Decoder(base, head, DraftConfig("tree", 8, budget="fixed")).generate([5, 6, 7], 10)
     assert out.tokens == Decoder(base).generate([5, 6, 7], 10).tokens
     assert sum(out.accepted) == 0
 
@@ -245,7 +252,7 @@ def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right)
         drafting = (
             oracle_decoder(base, plain.tokens + [5] * 10)
             if right
-            else Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 12))
+            else Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 12, budget="fixed"))
         )
         out = drafting.generate(prompt, 50, seed=number, **settings)
         assert (out.tokens, out.finish, out.text) == (plain.tokens, plain.finish, plain.text)
@@ -256,7 +263,7 @@ def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_choosing_everywhere_at_once_is_choosing_along_the_walk(base, settings, monkeypatch):
     """What a GPU does in one go and a CPU for likely nodes together and for the others step by step."""
-    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     for number, prompt in enumerate(prompts(4, seed=60)):
         outs = []
         for speculative.lazy, likely in ((True, 2.0), (True, 1e-4), (True, 0.0), (False, 0.0)):
@@ -282,7 +289,7 @@ def test_logits_of_likely_nodes_are_computed_together(base, monkeypatch, psi, ca
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
 def test_a_batch_yields_what_each_prompt_yields_alone(base, settings):
     asked = prompts(7, seed=33)
-    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     seeds = list(range(7))
     alone = [Decoder(base).generate(p, 30, seed=s, **settings) for p, s in zip(asked, seeds, strict=True)]
     for decoder in (Decoder(base), speculative):
@@ -295,7 +302,9 @@ def test_requests_of_a_batch_end_when_they_end(base):
     asked = prompts(5, seed=40)
     long = [Decoder(base).generate(p, 40).tokens for p in asked]
     ends = [tokens[3 + 4 * i] for i, tokens in enumerate(long)]
-    outs = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9)).generate(asked, 40, eos=ends)
+    outs = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed")).generate(
+        asked, 40, eos=ends
+    )
     for tokens, out in zip(long, outs, strict=True):
         first = min((tokens.index(e) for e in ends if e in tokens), default=len(tokens) - 1)
         assert out.tokens == tokens[: first + 1]
@@ -306,7 +315,7 @@ def test_requests_of_a_batch_end_when_they_end(base):
 def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
     asked = prompts(4, seed=50)
     truth = {tuple(p): Decoder(base).generate(p, 24).tokens for p in asked}
-    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     verify, seen = speculative._verify, []
 
     def checked(batch, drafts):
@@ -380,10 +389,28 @@ def test_a_genuine_repeat_survives(base):
 def test_a_budget_chosen_per_step_changes_no_token(base):
     head = random_head(HEADS[0], base)
     head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.9]])
-    auto = Decoder(base, head, DraftConfig("tree", 24, budget="auto"))
+    assert Decoder(base, head, DraftConfig()).measures == (base.device.type == "cpu")
+    assert not Decoder(base, head, DraftConfig(budget="fixed")).measures
+    assert not Decoder(base).measures
+    auto = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
     for number, prompt in enumerate(prompts(5, seed=70)):
         for settings in ({}, {"temperature": 0.8}):
             plain = Decoder(base).generate(prompt, 40, seed=number, **settings)
             assert auto.generate(prompt, 40, seed=number, **settings).tokens == plain.tokens
     assert len(auto.budget.seconds) == 25
     assert (auto.budget.seconds > 0).all()
+    measured = auto.budget
+    alone = [Decoder(base).generate(prompt, 30).tokens for prompt in prompts(4, seed=71)]
+    assert [out.tokens for out in auto.generate(prompts(4, seed=71), 30)] == alone
+    assert auto.budget is measured
+
+
+def test_nodes_that_cost_nothing_are_all_drafted_and_dear_ones_are_not(base):
+    head, prompt = random_head(HEADS[0], base), prompts(1, seed=72)[0]
+    decoder = Decoder(base, head, DraftConfig("tree", 24))
+    decoder.budget = Budget(np.ones(25))
+    out = decoder.generate(prompt, 30)
+    assert len(out.nodes) == out.steps
+    assert max(out.nodes) == 24
+    decoder.budget = Budget(1 + 10.0 * np.arange(25))
+    assert decoder.generate(prompt, 30).nodes == [0] * 29

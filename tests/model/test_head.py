@@ -128,7 +128,7 @@ def test_other_families_turn_their_keys_alike(tmp_path, family):
     base = load_base(str(write_base(tmp_path / "b", family, pad_token_id=0)), dtype="fp64")
     head = head_on(base, HeadConfig(slots=3, width=32, mixer_width=16, base_layers=2)).double().eval()
     prompt = list(range(5, 25))
-    draft = DraftConfig("tree", 8)
+    draft = DraftConfig("tree", 8, budget="fixed")
     assert Decoder(base, head, draft).generate(prompt, 30).tokens == Decoder(base).generate(prompt, 30).tokens
 
 

@@ -39,7 +39,8 @@ def test_budgets_and_heads_of_any_kind_change_no_token(wordy_base):
     rng = np.random.default_rng(0)
     for number, prompt in enumerate(prompts(PROMPTS, seed=200, longest=40)):
         config = HEADS[number % len(HEADS)]
-        draft = DraftConfig(("tree", "chain")[number % 2], int(rng.integers(1, 70)), int(rng.integers(1, 20)))
+        kind, nodes, top_k = ("tree", "chain")[number % 2], int(rng.integers(1, 70)), int(rng.integers(1, 20))
+        draft = DraftConfig(kind, nodes, top_k, budget="fixed")
         settings = [GREEDY, *SAMPLED][number % 4]
         want = Decoder(wordy_base).generate(prompt, 24, seed=number, **settings).tokens
         got = Decoder(wordy_base, random_head(config, wordy_base, number), draft).generate(

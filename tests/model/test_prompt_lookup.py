@@ -141,7 +141,8 @@ def test_damaged_rates_are_refused(found):
 def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):
     calibrated = random_head(HEADS[1], base)
     calibrated.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.4]])
-    for draft in (DraftConfig("tree", 12), DraftConfig("tree", 3, prompt_lookup=5), DraftConfig("chain", 6)):
+    for kind, nodes, copied_tokens in (("tree", 12, 32), ("tree", 3, 5), ("chain", 6, 32)):
+        draft = DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed")
         for head in (None, random_head(HEADS[0], base), calibrated):
             decoder = Decoder(base, head, draft)
             decoder.graphs = fixed
@@ -167,7 +168,7 @@ def test_a_loop_is_read_in_few_steps(base, monkeypatch):
         depth = 0 if row == 0 else int(tree.depths[row - 1])
         return loop[(request.length - len(request.prompt) + depth) % 3]
 
-    out = Decoder(base, None, DraftConfig("tree", 32, prompt_lookup=16)).generate(prompt, 60, eos=[])
+    out = Decoder(base, None, DraftConfig("tree", 32, prompt_lookup=16, budget="fixed")).generate(prompt, 60, eos=[])
     assert out.tokens == (loop * 20)
     assert max(out.accepted) == 16
     assert out.accepted_from == {"lookup": sum(out.accepted)}
@@ -176,9 +177,9 @@ def test_a_loop_is_read_in_few_steps(base, monkeypatch):
 
 def test_no_lookup_is_the_heads_own_tree(base):
     head = random_head(HEADS[0], base)
-    without = Decoder(base, head, DraftConfig("tree", 12, prompt_lookup=0))
+    without = Decoder(base, head, DraftConfig("tree", 12, prompt_lookup=0, budget="fixed"))
     out = without.generate(prompts(1, seed=9)[0] * 3, 30)
     assert set(out.accepted_from) <= {"head"}
-    assert Decoder(base, None, DraftConfig(prompt_lookup=0)).generate([5, 6, 7], 10).accepted == [0] * 9
+    assert Decoder(base, None, DraftConfig(prompt_lookup=0, budget="fixed")).generate([5, 6, 7], 10).accepted == [0] * 9
     with pytest.raises(ValueError, match="at least 0"):
         DraftConfig(prompt_lookup=-1)

@@ -15,7 +15,7 @@ from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
 def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stories_base, shared):
     torch.manual_seed(0)
     head = build_head(HeadConfig(), stories_base.hidden_size).eval()
-    speculative = Decoder(stories_base, head, DraftConfig(nodes=32))
+    speculative = Decoder(stories_base, head, DraftConfig(nodes=32, budget="fixed"))
     for story in json.loads((shared / "data" / "tinystories_900.json").read_text())[:3]:
         prompt = stories_base.tokenizer(story).input_ids[:40]
         ids = torch.tensor([prompt])

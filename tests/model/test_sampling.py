@@ -85,7 +85,7 @@ def test_speculative_samples_have_the_bases_joint_distribution(six):
     torch.manual_seed(0)
     config = HeadConfig(slots=4, width=32, mixer_width=16)
     head = build_head(config, six.hidden_size).double().eval()
-    decoder = Decoder(six, head, DraftConfig("tree", 20, top_k=6))
+    decoder = Decoder(six, head, DraftConfig("tree", 20, top_k=6, budget="fixed"))
     prompt, temperature = [1, 2, 3], 0.9
     p = _joint(six, prompt, 3, temperature)
     counts, accepted = np.zeros((6, 6, 6)), 0

@@ -20,6 +20,8 @@ from ctcdraft.model.static import width_of
 
 PLAIN = [s for s in SETTINGS if "repetition_penalty" not in s]
 
+DRAFTS = [DraftConfig(kind, n, budget="fixed") for kind, n in (("tree", 1), ("tree", 23), ("chain", 4))]
+
 
 def pair(base, head, draft):
     """The same decoder twice: eager, and in fixed shapes (on a GPU as CUDA graphs)."""
@@ -29,7 +31,7 @@ def pair(base, head, draft):
 
 
 @pytest.mark.parametrize("config", HEADS[:-1], ids=lambda c: f"{c.kind}-{c.transition}")  # eagle has no fixed shapes
-@pytest.mark.parametrize("draft", [DraftConfig("tree", 1), DraftConfig("tree", 23), DraftConfig("chain", 4)])
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_fixed_shapes_decode_what_the_eager_step_decodes(base, config, draft):
     eager, static = pair(base, random_head(config, base), draft)
     for prompt in prompts(8):
@@ -73,7 +75,7 @@ def test_plain_decoding_has_fixed_shapes_too(base):
 
 
 def test_what_fixed_shapes_do_not_cover_is_decoded_eagerly(base):
-    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     asked = prompts(3, seed=33)
     assert [o.tokens for o in static.generate(asked, 20)] == [o.tokens for o in eager.generate(asked, 20)]
     penalty = {"repetition_penalty": 1.3}
@@ -82,7 +84,7 @@ def test_what_fixed_shapes_do_not_cover_is_decoded_eagerly(base):
 
 
 def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
-    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     a, b = prompts(2, seed=9)
     first, second = static.stream(a, 30), static.stream(b, 30)
     spans = [[], []]
@@ -99,7 +101,7 @@ def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
 
 
 def test_a_longer_request_gets_a_longer_cache(base):
-    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     for prompt, limit in (([5, 6], 5), (prompts(1, seed=1)[0], 200), ([7], 10)):
         assert static.generate(prompt, limit).tokens == eager.generate(prompt, limit).tokens
 
@@ -107,7 +109,7 @@ def test_a_longer_request_gets_a_longer_cache(base):
 def test_a_budget_chosen_per_step_moves_between_shapes(base):
     head = random_head(HEADS[0], base)
     head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.9]])
-    static = Decoder(base, head, DraftConfig("tree", 24, budget="auto"))
+    static = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
     static.graphs = True
     static.budget = static.measure_budget()
     assert {rows for rows, *_ in static._static._shapes} == {1, 2, 3, 5, 9, 17, 25}
@@ -149,7 +151,7 @@ def test_no_operation_of_a_step_asks_the_device_for_a_value(tmp_path, family, se
     """What a CUDA graph cannot hold: a shape, a branch or a number that depends on data."""
     extra = {"sliding_window": 128, "pad_token_id": 0} if family == "gemma2" else {}
     base = load_base(str(write_base(tmp_path / "b", family, **extra)), dtype="fp64")
-    _, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9))
+    _, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     static.generate([5, 6, 7], 12, **settings)
     (shape,) = static._static._shapes.values()
     with Recorded() as seen, torch.no_grad():

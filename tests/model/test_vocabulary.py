@@ -81,7 +81,7 @@ def test_the_most_frequent_tokens_of_answers_come_before_those_of_prompts():
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: f"{config.kind}-{config.transition}")
 def test_drafts_are_of_these_tokens_and_output_stays_the_bases(base, config):
     head = drafting(config, base)
-    decoder = Decoder(base, head, DraftConfig(nodes=16, top_k=8, prompt_lookup=0))
+    decoder = Decoder(base, head, DraftConfig(nodes=16, top_k=8, prompt_lookup=0, budget="fixed"))
     drafted: set[int] = set()
     tree_of = decoder.tree_of
 
