@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ctcdraft.model.attention import decoding_attention
 from ctcdraft.model.base import Base
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.sampling import Sampling, gumbel
@@ -103,7 +104,8 @@ def _step(base: Base, cache: TreeCache, active: list[Continuation]) -> None:
     ids = torch.tensor([[one.tokens[-1]] for one in active], device=base.device)
     sight = cache.sight(1, base.device)
     mask = sight.additive(base.dtype)
-    hidden = base.hidden(ids, attention_mask=mask, position_ids=sight.positions_BL, cache=cache)
+    with decoding_attention(base.model):
+        hidden = base.hidden(ids, attention_mask=mask, position_ids=sight.positions_BL, cache=cache)
     cache.keep([[0]] * len(active))
     chosen = _choose(base.logits(hidden[:, 0]), active)
     for one, token in zip(active, chosen, strict=True):
