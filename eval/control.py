@@ -1,29 +1,23 @@
 """Why outputs may differ below exact arithmetic: the same tokens give other logits in a forward of another shape.
 
-Verifying a tree is a forward of N + 1 rows where plain decoding has one, and a GEMM of another shape rounds in another
-way. The control puts plain decoding's own tokens through the base N + 1 at a time, with an ordinary cache and an
-ordinary causal mask: no head, no tree, no compaction. What changes then is the shape's doing and nobody else's.
-
-Shape suffixes: V vocabulary, Q rows of a forward, K cached and new entries.
+The control puts plain decoding's own tokens through the base N + 1 at a time (model/rounding.py). Shape suffix: V
+vocabulary.
 """
 
 import copy
-import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ctcdraft.eval.bench import Setting
 from ctcdraft.model.base import Base
+from ctcdraft.model.rounding import SPACINGS, TIE_GAP, bound_of, forced_logits
 from ctcdraft.model.sampling import gumbel
 
-TIE_GAP = 1e-5
-SPACINGS = 8
 FLOAT32_PARAMETERS = 1_000_000_000
 
 
@@ -132,15 +126,6 @@ class Control:
         return replace(self.base, model=copy.deepcopy(self.base.model).float())
 
 
-def bound_of(logits_V: Tensor) -> float:
-    """The largest gap between two logits that rounding may close. In float32 and float64: 1e-5. Below: 8 spacings of
-    the precision at the magnitude of the largest logit, so that each of the two may have moved by 4."""
-    if logits_V.dtype.itemsize >= 4:
-        return TIE_GAP
-    peak = float(logits_V.abs().max())
-    return SPACINGS * torch.finfo(logits_V.dtype).eps * 2.0 ** math.floor(math.log2(peak)) if peak else 0.0
-
-
 def bound_in_words(dtype: torch.dtype) -> str:
     """What a report says of `bound_of`."""
     if dtype.itemsize >= 4:
@@ -154,32 +139,6 @@ def scores(logits_V: Tensor, setting: Setting, position: int) -> Tensor:
     if setting.temperature == 0.0:
         return logits_V
     return logits_V + setting.temperature * gumbel(setting.seed, position, len(logits_V), logits_V.device)
-
-
-@torch.no_grad()
-def forced_logits(base: Base, prompt: Sequence[int], tokens: Sequence[int], width: int) -> Iterator[Tensor]:
-    """The base's logits [V] before each of `tokens`, which go through it `width` at a time behind the prompt."""
-    cache = DynamicCache()
-    device = base.device
-    whole = base.hidden(torch.tensor([list(prompt)], device=device), cache=cache)
-    yield base.logits(whole[0, -1:])[0]
-    for start in range(0, len(tokens) - 1, width):
-        ids = list(tokens[start : min(start + width, len(tokens) - 1)])
-        past, real = len(prompt) + start, len(ids)
-        positions_Q = torch.arange(past, past + width, device=device).clamp(max=base.context_length - 1)
-        hidden_QD = base.hidden(
-            torch.tensor([ids + [0] * (width - real)], device=device),  # of the same shape to the last
-            attention_mask=None if width == 1 else _causal(base, width, past),
-            position_ids=positions_Q.unsqueeze(0),
-            cache=cache,
-        )[0]
-        yield from base.logits(hidden_QD)[:real]
-
-
-def _causal(base: Base, width: int, past: int) -> Tensor:
-    """An additive mask [1, 1, Q, K]."""
-    blocked_QK = torch.full((width, past + width), torch.finfo(base.dtype).min, dtype=base.dtype, device=base.device)
-    return blocked_QK.triu(past + 1)[None, None]
 
 
 def _last(logits: Iterator[Tensor]) -> Tensor:
