@@ -54,11 +54,21 @@ def shared():
 
 
 @pytest.fixture(scope="session")
-def smollm2_base():
-    """SmolLM2 in float32: the folder that CTCDRAFT_SMOLLM2 names, or what the cache has."""
+def smollm2_path():
+    """The folder that CTCDRAFT_SMOLLM2 names, or what the cache has."""
     path = os.environ.get("CTCDRAFT_SMOLLM2") or cached_smollm2(ROOT / ".cache")
     if path is None:
         pytest.skip(
             "SmolLM2 is neither in .cache (launch/doctor.py base=smollm2 fetches it) nor named by CTCDRAFT_SMOLLM2"
         )
-    return load_base(str(path), "fp32")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_base(smollm2_path):
+    return load_base(smollm2_path, "fp32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16(smollm2_path):
+    return load_base(smollm2_path, "bf16")

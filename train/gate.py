@@ -1,11 +1,17 @@
 """The overfit gate: train a head on one conversation until whole drafts are accepted, and name what disagrees.
 
 The stages are asked in the order in which data takes its way, each against a second way to the same figure that shares
-no code with the first; what comes after a stage that disagrees is not asked. Shape suffixes as in train/task.py.
+no code with the first; what comes after a stage that disagrees is not asked.
+
+Where the two ways put the same tokens through the base in forwards of other shapes, they agree if they differ by little
+more than ordinary causal forwards of other shapes do (model/rounding.py): that depends on the base's dtype and depth,
+and is measured. What head and search compute is compared in float32, whatever the base's dtype. Shape suffixes as in
+train/task.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +30,9 @@ from ctcdraft.model.head import HeadConfig, Slots
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes, slots_looked_at
+from ctcdraft.model.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
 from ctcdraft.model.tree import Tree, first_emissions
+from ctcdraft.model.vocabulary import DraftVocabulary
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import (
@@ -40,7 +48,10 @@ from ctcdraft.train.task import (
 )
 
 RELABELLINGS = 16
-NEAR = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1}  # relative error that two ways may differ by
+SAFE = 8  # times the noise of a base
+NEAR = 1e-3  # relative error that two ways through a head in float32 may differ by
+PSI_NEAR = 0.01
+BASE_OWN = 0.98  # of the labels must be
 LEARNT = 0.9  # of the longest drafts that can be accepted
 CHECK_EVERY = 25
 FORK = Tree(np.array([5, 6, 7, 8]), np.array([-1, 0, 0, 1]), np.array([1, 2, 2, 3]), np.ones(4, np.float32))
@@ -123,10 +134,24 @@ class _Gate:
             torch.manual_seed(0)
             self.head = head_for(head, base, corpus)
         self.task = DraftTask(self.head, objective, base)
-        self.vocabulary = self.head.draft_vocabulary(base)
+        self.vocabulary = _in_float32(self.head.draft_vocabulary(base))
         self.sampler = Sampler(corpus, batch=1, anchors=4096, labels=objective.labels, max_length=4096, seed=0)
         self.batch = self.sampler.collate(0, slice(0, 1)).to(base.device)
-        self.near = NEAR[base.dtype]
+
+    @cached_property
+    def noise(self) -> ShapeNoise:
+        """Of the conversation's answer, in the width of a decoding step."""
+        answer = [int(i) for i in self.example.ids[len(self.prompt) :]]
+        return shape_noise(self.base, self.prompt, answer, self.draft.nodes + 1)
+
+    @property
+    def most_nats(self) -> float:
+        """What two forwards of the same tokens may differ by."""
+        return SAFE * (self.noise.nats + torch.finfo(self.base.dtype).eps)
+
+    def own_choice(self, logits_V: Tensor, token: int) -> bool:
+        """Is it the base's, or within what rounding may have put in its place?"""
+        return float(logits_V.max() - logits_V[token]) <= max(bound_of(logits_V), 2 * self.noise.logit)
 
     # -- data -----------------------------------------------------------------------------------------------
 
@@ -174,16 +199,18 @@ class _Gate:
         """Do the features give the base's own logits, and the roots the next token's embedding?"""
         hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
         with torch.no_grad():
-            self.truth_LV = self.base.model(input_ids=self.batch.ids_BL).logits[0].float()
-        got_LV = self.base.logits(hidden.to(self.base.dtype))[0].float()
-        off = _error(got_LV, self.truth_LV)
-        if off > self.near:
-            raise Disagreement(
-                f"features of the wrong layer: through the LM head they are off by {off:.1%} of the base's logits"
-            )
-        if _error(roots[0, :-1], self.base.embed(self.batch.ids_BL[0, 1:]).detach().float()) > self.near:
-            raise Disagreement("wrong roots: they are not the embeddings of the tokens that follow")
-        return f"they give the base's logits ({off:.1e} apart)"
+            self.truth_LV = self.base.model(input_ids=self.batch.ids_BL).logits[0]
+            off = float(divergence(self.base.logits(hidden.to(self.base.dtype))[0], self.truth_LV).max())
+            if not off <= self.most_nats:
+                raise Disagreement(
+                    f"features of the wrong layer: through the LM head they are {off:.2g} nats off, {self._explained()}"
+                )
+            if not torch.equal(roots[0, :-1], self.base.embed(self.batch.ids_BL[0, 1:]).float()):
+                raise Disagreement("wrong roots: they are not the embeddings of the tokens that follow")
+        return f"they give the base's logits ({off:.1e} nats apart, {self._explained()})"
+
+    def _explained(self) -> str:
+        return f"where the base's rounding explains {self.most_nats:.1e}"
 
     def positions(self) -> str:
         """Are anchors where a root and a label lie in the answer, and a tree's nodes at root + depth?"""
@@ -200,20 +227,17 @@ class _Gate:
 
     def labels(self) -> str:
         """Are an anchor's labels what the base itself says after the root?"""
-        choice = self.truth_LV.argmax(dim=-1).tolist()
+        columns = self.batch.position_N, self.batch.labels_NU, self.batch.lengths_N
         right = total = 0
-        for t, row, length in zip(*(column.tolist() for column in self._known()), strict=True):
-            right += sum(choice[t + 1 + k] == row[k] for k in range(length))
+        for t, row, length in zip(*(column.tolist() for column in columns), strict=True):
+            right += sum(self.own_choice(self.truth_LV[t + 1 + k], row[k]) for k in range(length))
             total += length
-        if right < (0.98 if self.near < 0.01 else 0.9) * total:
+        if right < BASE_OWN * total:
             raise Disagreement(
                 f"shifted labels: only {right} of {total} are what the base says after the root, where labels are the "
                 "tokens t + 2, t + 3, ..."
             )
         return f"{right} of {total} are the base's own choice there"
-
-    def _known(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.batch.position_N, self.batch.labels_NU, self.batch.lengths_N
 
     # -- model ----------------------------------------------------------------------------------------------
 
@@ -225,19 +249,23 @@ class _Gate:
         past = ids.shape[1] - 1
         mask, at = TreeMask(self.base, len(FORK) + 1).of([FORK], np.array([past]))
         nodes = torch.tensor([[self.prompt[-1], *FORK.tokens.tolist()]], device=device)
-        tree = self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache)[0].float()
-        worst = 0.0
+        tree_RV = self.base.logits(self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache))[0, 1:]
+        alone = []
         for node in range(len(FORK)):
             path: list[int] = []
             i = node
             while i >= 0:
                 path.insert(0, int(FORK.tokens[i]))
                 i = int(FORK.parents[i])
-            alone = self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device))[0, -1].float()
-            worst = max(worst, _error(tree[node + 1], alone))
-        if worst > self.near:
-            raise Disagreement(f"wrong mask: a draft's node sees what its path does not hold ({worst:.1%} off)")
-        return f"a tree's nodes see their own paths ({worst:.1e} apart)"
+            whole = self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device))
+            alone.append(self.base.logits(whole[0, -1]))
+        off = float(divergence(tree_RV, torch.stack(alone)).max())
+        if not off <= self.most_nats:
+            raise Disagreement(
+                f"wrong mask: a draft's node sees what its path does not hold: it is {off:.2g} nats off, "
+                f"{self._explained()}"
+            )
+        return f"a tree's nodes see their own paths ({off:.1e} nats apart, {self._explained()})"
 
     @torch.no_grad()
     def blank(self) -> str:
@@ -246,7 +274,7 @@ class _Gate:
         if slots.blank_NT is None:
             return "this head has none"
         N, T, D = slots.states_NTD.shape
-        logits = (slots.states_NTD.reshape(N * T, D).to(self.base.dtype) @ self.vocabulary.lm_weight.T).float()
+        logits = slots.states_NTD.reshape(N * T, D) @ self.vocabulary.lm_weight.T
         whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
         want_NT = whole[:, -1].view(N, T)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
@@ -254,14 +282,14 @@ class _Gate:
         drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)
         emitted = torch.tensor(firsts[0][0], device=want_NT.device)
         tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
-        if max(_error(drafted, want_NT), _error(emitted, whole[:T, tokens])) > self.near:
+        if not (_error(drafted, want_NT) <= NEAR and _error(emitted, whole[:T, tokens]) <= NEAR):
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")
         out = self._losses(slots)
         lengths_N = self.batch.lengths_N
         seen_N = slots_looked_at(torch.full_like(lengths_N, T), lengths_N, self.objective.kind, self.head.topology)
         seen_NT = (torch.arange(T, device=lengths_N.device) < seen_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
         want_T = (want_NT * seen_NT).sum(dim=0) / seen_NT.sum(dim=0).clamp(min=1)
-        if _error(out.blank_rate_T, want_T) > self.near:
+        if not _error(out.blank_rate_T, want_T) <= NEAR:
             raise Disagreement("blank swapped: the loss takes another entry for the blank than the head computes")
         return f"loss and lattice agree on it ({float(want_NT.mean()):.1%} of a slot before training)"
 
@@ -275,7 +303,7 @@ class _Gate:
 
     def _drafted(self) -> list[Lattice | Tree]:
         hidden, _ = base_features(self.base, self.batch, torch.float32, self.head)
-        vocabulary = self.head.vocabulary(self.base, self.draft.top_k)
+        vocabulary = self.head.vocabulary(self.base, self.draft.top_k)._replace(tokens=self.vocabulary)
         at = self.batch.batch_N, self.batch.position_N
         return self.head.drafts_at(hidden, roots_of(self.batch), *at, None, vocabulary)
 
@@ -329,14 +357,14 @@ class _Gate:
         draft = replace(self.draft, prune=0.0, prompt_lookup=0)
         slots, decoder = self._slots(), Decoder(self.base, self.head, draft)
         psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
-        worst, held, able = 0.0, 0, 0
+        off, held, able = [0.0], 0, 0
         for n, (drafted, read) in enumerate(zip(self._drafted(), read_at(self.batch), strict=True)):
             tree, count = decoder.tree_of(drafted, read), int(can_NU[n].sum())
             path = tree.path_of(self.batch.labels_NU[n, :count].tolist())
             held, able = held + len(path), able + min(count, self.draft.nodes)
-            for k, node in enumerate(path):
-                worst = max(worst, abs(float(tree.psi[node]) - float(psi_NU[n, k])))
-        if worst > max(0.01, self.near):
+            off += np.abs(tree.psi[path] - psi_NU[n, : len(path)].cpu().numpy()).tolist()
+        worst = float(np.max(off))
+        if not worst <= PSI_NEAR:
             raise Disagreement(f"the tree's psi is off by {worst:.3f} from the loss's for the same prefix")
         if held < 0.8 * able:
             raise Disagreement(f"trees hold {held} of the {able} labels that the head has learnt")
@@ -350,20 +378,39 @@ class _Gate:
         draft = replace(self.draft, prompt_lookup=0, budget="fixed")  # else only the nodes that pay are verified
         drafted = Decoder(self.base, self.head, draft).generate(self.prompt, limit)
         if drafted.tokens != plain.tokens:
-            at = next((i for i, (a, b) in enumerate(zip(drafted.tokens, plain.tokens, strict=False)) if a != b), -1)
-            raise Disagreement(f"verification accepts what the base does not say, first at token {at} of the answer")
-        able = dict(zip(self.batch.position_N.tolist(), self._can().sum(dim=1).tolist(), strict=True))
+            logits = forced_logits(self.base, self.prompt, drafted.tokens, 1)
+            own = [self.own_choice(logits_V, token) for logits_V, token in zip(logits, drafted.tokens, strict=True)]
+            ended = len(drafted.tokens) == limit or drafted.tokens[-1] in self.base.eos_ids
+            if not (all(own) and ended):
+                at = own.index(False) if not all(own) else len(own)
+                raise Disagreement(
+                    f"verification accepts what the base does not say, first at token {at} of the answer"
+                )
+        text, able = [*self.prompt, *drafted.tokens], self._can().sum(dim=1).tolist()
+        rows = zip(self.batch.position_N.tolist(), self.batch.labels_NU.tolist(), able, strict=True)
+        learnt = {t: row[:count] for t, row, count in rows}
         at, whole = len(self.prompt) - 1, [0]  # the anchor of the first step: the root comes after it
         for accepted in drafted.accepted:
-            if accepted >= min(able.get(at, 0) or limit, self.draft.nodes):
+            if at in learnt and accepted >= min(_common(learnt[at], text[at + 2 :]), self.draft.nodes):
                 whole.append(accepted)
             at += accepted + 1
-        if max(whole) < min(2, max(able.values())):
+        if max(whole) < min(2, max(able)):
             raise Disagreement(
                 f"no whole draft was accepted, the longest part of one had {max(drafted.accepted, default=0)} tokens, "
                 "though the trees hold what comes: the decoder's features, roots or positions are not those of training"
             )
         return f"a whole draft of {max(whole)} tokens accepted; {len(plain.tokens)} tokens in {drafted.steps} steps"
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens they begin with together."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _in_float32(vocabulary: DraftVocabulary) -> DraftVocabulary:
+    vocabulary.lm_weight = vocabulary.lm_weight.float()
+    return vocabulary
 
 
 def _corpus_of(example: Example) -> Corpus:

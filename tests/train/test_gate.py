@@ -34,9 +34,14 @@ STAGES = ["tokenizer", "mask", "features", "positions", "labels", "attention", "
 
 
 @pytest.fixture(scope="module")
-def trained_base(tmp_path_factory):
+def toy(tmp_path_factory):
     """Small, but with a language of its own: a random base would take any tokenizer for its own."""
     return load_base(str(toy_base(tmp_path_factory.mktemp("cache"), SMALL)))
+
+
+@pytest.fixture(scope="module", params=["toy", "smollm2_base", "smollm2_bf16"])
+def trained_base(request):
+    return request.getfixturevalue(request.param)
 
 
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
@@ -48,7 +53,7 @@ def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
         ObjectiveConfig(kind=objective, follow=None),
         DataConfig(),
         DraftConfig(),
-        GateConfig(steps=steps),
+        GateConfig(steps=steps, answer_tokens=32),
     )
 
 
@@ -56,15 +61,27 @@ def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     ("kind", "objective", "options"),
     [
         ("ctc", "prefix_ctc", {}),
-        ("ctc", "prefix_ctc", {"slots": 13, "merge": False, "band": 1}),  # as the default
+        ("ctc", "prefix_ctc", {"slots": 13, "merge": False, "band": 1}),
         ("ctc", "ctc", {}),
         ("parallel", "cross_entropy", {}),
     ],
 )
-def test_a_sound_pipeline_passes_every_stage(trained_base, kind, objective, options):
-    found = gate(trained_base, kind, objective, **options)
+def test_a_sound_pipeline_passes_every_stage(toy, kind, objective, options):
+    found = gate(toy, kind, objective, **options)
     assert [f.stage for f in found if f.agrees] == STAGES, found[-1]
     assert "a whole draft of" in found[-1].seen
+
+
+AS_DEFAULT = {"slots": 13, "merge": False, "band": 1, "base_layers": None, "slots_per_query": 4} | {
+    "transition": "shortlist",
+    "shortlist": 16,
+    "successors": 16,
+}
+
+
+def test_the_default_head_passes_every_stage_on_any_base(trained_base):
+    found = gate(trained_base, **AS_DEFAULT)
+    assert [f.stage for f in found if f.agrees] == STAGES, found[-1]
 
 
 def another_tokenizer(base):
@@ -112,9 +129,21 @@ def test_a_wrong_mask_is_named(trained_base, monkeypatch, fault):
     assert (found.stage, found.seen[:10]) == ("mask", "wrong mask")
 
 
-def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch):
+@pytest.mark.parametrize("fault", ["everything seen", "a sibling seen", "the root hidden"])
+def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch, fault):
     true = mask.Tree.ancestors
-    monkeypatch.setattr(mask.Tree, "ancestors", lambda self: np.ones_like(true(self)))
+
+    def wrong(self):
+        seen = true(self)
+        if fault == "everything seen":
+            seen[:] = True
+        elif fault == "a sibling seen":
+            seen[3, 2] = True
+        else:
+            seen[1:, 0] = False
+        return seen
+
+    monkeypatch.setattr(mask.Tree, "ancestors", wrong)
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:10]) == ("attention", "wrong mask")
 
@@ -178,6 +207,19 @@ def test_a_swapped_blank_is_named(trained_base, monkeypatch, where):
 def test_a_head_that_cannot_learn_is_named(trained_base):
     found = gate(trained_base, steps=2)[-1]
     assert (found.stage, found.agrees) == ("loss", False)
+
+
+def test_a_tree_with_other_beliefs_is_named(trained_base, monkeypatch):
+    true = Decoder.tree_of
+
+    def doubtful(self, *given):
+        tree = true(self, *given)
+        return dataclasses.replace(tree, psi=0.95 * tree.psi)
+
+    monkeypatch.setattr(Decoder, "tree_of", doubtful)
+    found = gate(trained_base)[-1]
+    assert (found.stage, found.agrees) == ("tree", False)
+    assert "psi is off by 0.0" in found.seen
 
 
 def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch):
