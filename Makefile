@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p .types/ctcdraft && for d in conf data eval launch model train; do ln -sfn ../../$$d .types/ctcdraft/$$d; done
 	@rm .venv/.begun && touch $@
 
-train: $(STAMP)  ## toy base, data, head, export, eval; ends with a table
+train: $(STAMP)  ## base, its answers, head, export, eval; ends with a table
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LAUNCH) launch/train.py $(ARGS)
 
 eval: $(STAMP)  ## decode a benchmark with a run's head: ARGS="name=<run> bench=..."
@@ -48,8 +48,8 @@ bench: $(STAMP)  ## loss, training step and tree search side by side with what t
 	@$(BIN)/python bench/decode.py
 	@$(BIN)/python bench/tree.py
 
-ablation: $(STAMP)  ## every variant of head and objective, side by side, about two hours: ARGS="base=local base.path=..."
-	@$(BIN)/python bench/ablation.py $(ARGS)
+ablation: $(STAMP)  ## every variant of head and objective, side by side, on the toy about two hours: ARGS="base=local base.path=..."
+	@$(BIN)/python bench/ablation.py $(or $(ARGS),experiment=toy)
 
 soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never killed: ARGS="--zero 2 --ranks 2"
 	@$(BIN)/python tests/soak.py $(ARGS)

@@ -40,7 +40,7 @@ class BenchConfig:
 
     kind: str = "heldout"
     path: str | None = None
-    questions: int | None = 80
+    questions: int | None = 24
     prompt_tokens: list[int] = field(default_factory=lambda: [32, 140])
     max_new_tokens: int = 128
     warmups: int = 3

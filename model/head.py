@@ -48,7 +48,7 @@ class HeadConfig:
     """
 
     kind: str = "ctc"
-    slots: int = 20
+    slots: int = 9
     width: int = 128
     heads: int = 4
     layers: int = 1

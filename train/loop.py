@@ -32,6 +32,8 @@ from ctcdraft.train.simulate import Simulator
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit, head_for
 from ctcdraft.train.watch import Replay, Watch, save_replay
 
+RECENT = 0.9  # weight of what was in the running mean, at each logged step
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -41,7 +43,7 @@ class TrainConfig:
     checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
     hang_minutes: the same, where no part of a step ends for so long."""
 
-    steps: int = 2000
+    steps: int = 500
     batch: int = 4
     micro_batch: int | None = None
     anchors: int = 32
@@ -50,9 +52,9 @@ class TrainConfig:
     precision: str = "auto"
     max_minutes: float | None = None
     log_every: int = 10
-    eval_every: int = 400
+    eval_every: int = 250
     eval_anchors: int = 512
-    save_every: int = 400
+    save_every: int = 250
     keep: int = 2
     max_skips: int = 10
     deterministic: bool = False
@@ -197,7 +199,7 @@ class Trainer:
                 row = self._one_step()
                 if row is not None:
                     loss = row.get("train/loss", math.nan)
-                    bar.set_postfix_str(f"loss {loss:.3f} tau {row['draft/tokens_per_step']:.2f}")
+                    bar.set_postfix_str(f"loss {loss:.3f} tokens/step {self.state.recent:.2f}")
                     self._warn(self.watch.warnings(row))
                     if log:
                         log.write(row)
@@ -236,7 +238,10 @@ class Trainer:
             if row is not None:
                 row["dev/tokens_per_step"] = tau
         if row is not None:
-            row["draft/tokens_per_step"] = self.simulator.on_train(weights, step - 1)
+            tau = self.simulator.on_train(weights, step - 1)  # of one batch, which may hold a loop that drafts itself
+            recent = RECENT * self.state.recent + (1 - RECENT) * tau if self.state.recent else tau
+            self.state = replace(self.state, recent=recent)
+            row |= {"draft/tokens_per_step": tau, "draft/tokens_per_step_mean": recent}
         self.state = replace(self.state, seconds=self.state.seconds + time.perf_counter() - start)
         return row
 

@@ -65,7 +65,7 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
 def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
     for path in (ROOT / "conf" / "data").glob("*.yaml"):
         found = typed(compose("train", [f"data={path.stem}", "data.path=x"]), TrainEntry).data
-        same = {"limit", "holdout", "max_new_tokens", "kind", "path"}
+        same = {"limit", "holdout", "max_new_tokens", "kind", "path", "features"}
         for name, value in asdict(DataConfig()).items():
             assert name in same or asdict(found)[name] == value, (path.stem, name)
 
@@ -84,8 +84,8 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, eagle, medusa, parallel"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
-        (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=20"),
-        (["objective.labels=8"], "error: objective.labels=8 and head.band=1 leave slots without a label"),
+        (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=9"),
+        (["objective.labels=7"], "error: objective.labels=7 and head.band=1 leave slots without a label"),
         (["objective=ctc"], "error: objective=ctc asks where a draft ends, which head.band=1 decides"),
         (["head.merge=true"], "error: head.merge=true takes any number of blanks: use head.band=null"),
         (["draft.nodes=0"], "error: draft.nodes=0"),

@@ -81,7 +81,12 @@ def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
     assert list(found) == [1, 2, 3, 4, 5, 6]
     assert "identical to plain greedy" in out
     assert "parameters; a draft costs" in out
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    mean = rows[0]["draft/tokens_per_step"]
+    for row in rows:
+        mean = mean if row["step"] == 1 else 0.9 * mean + 0.1 * row["draft/tokens_per_step"]
+        assert row["draft/tokens_per_step_mean"] == pytest.approx(mean)
+    row = rows[0]
     for key in ("optim/grad_norm", "draft/psi_sum", "draft/tokens_per_step", "draft/blank_rate/slot_1", "time/base"):
         assert row[key] is not None
 
