@@ -32,8 +32,8 @@ SPARE_BYTES = 32 << 20
 class TrainState:
     """step: optimizer steps done (also the data position); tokens: sequence tokens seen; seconds: spent
     training, all sittings together; best, best_step: highest simulated tokens per step so far; skipped: steps without
-    an update because a number was not finite, in_a_row of them the last ones; recent: simulated tokens per step, a running
-    mean over logged steps; psi_U: see `DraftTask`."""
+    an update because a number was not finite, in_a_row of them the last ones; recent: simulated tokens per step, a
+    running mean over logged steps; psi_U: see `DraftTask`."""
 
     step: int = 0
     tokens: int = 0
