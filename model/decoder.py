@@ -35,7 +35,8 @@ from ctcdraft.model.tree import Tree
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
 PROBE_TOKENS = 64  # context of the steps that are timed for the budget, and psi of each node behind the one before
 PROBE_PSI = 0.5
-LIKELY = 0.25  # psi of the nodes whose logits a CPU computes together, before the walk comes by
+LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
+LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three
 
 
 @dataclass(frozen=True)
@@ -409,6 +410,8 @@ class Decoder:
         chosen: dict[int, int] = {}
         path: list[int] = []
         rows = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
+        if len(rows) < LEAST_ROWS:
+            rows = list(range(min(LEAST_ROWS, len(tree) + 1)))
         while True:
             at = path[-1] if path else -1
             if at + 1 not in chosen:
