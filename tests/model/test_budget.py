@@ -130,6 +130,13 @@ def test_step_times_bear_a_machine_that_does_other_things(monkeypatch):
     assert np.abs(seconds / seconds.mean() / (want / want.mean()) - 1).max() < 0.1
 
 
+def test_more_nodes_in_less_time_are_what_fewer_are_worth(monkeypatch):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("ctcdraft.model.budget.ENOUGH", 1e9)
+    seconds = step_seconds(8, lambda nodes: clock.verify(30 if nodes == 2 else nodes), clock.draft)
+    assert np.allclose(seconds[[0, 1, 2, 4, 8]], 1.5 + np.array([0, 1, 4, 4, 8]) / 10)
+
+
 def test_a_base_of_slow_steps_is_timed_at_few_sizes(monkeypatch):
     clock = Clock(monkeypatch)
     seconds = step_seconds(20, clock.verify, clock.draft)  # each of 1 to 3 seconds
