@@ -48,7 +48,7 @@ from ctcdraft.train.task import (
 )
 
 RELABELLINGS = 16
-SAFE = 8  # times the noise of a base
+SAFE = 3  # times the noise of a base: in bfloat16 a sound tree needs 1, one that sees a sibling has 5 and more
 NEAR = 1e-3  # relative error that two ways through a head in float32 may differ by
 PSI_NEAR = 0.01
 BASE_OWN = 0.98  # of the labels must be

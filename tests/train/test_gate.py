@@ -45,7 +45,8 @@ def trained_base(request):
 
 
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
-    head = HeadConfig(kind=kind, width=64, mixer_width=64, heads=2, mixer_heads=2, **options)
+    sizes = {"width": 64, "mixer_width": 64, "heads": 2, "mixer_heads": 2, "draft_vocab_size": 4096} | options
+    head = HeadConfig(kind=kind, **sizes)
     return overfit_gate(
         base,
         MESSAGES,
@@ -76,6 +77,7 @@ AS_DEFAULT = {"slots": 13, "merge": False, "band": 1, "base_layers": None, "slot
     "transition": "shortlist",
     "shortlist": 16,
     "successors": 16,
+    "draft_vocab_size": None,
 }
 
 
