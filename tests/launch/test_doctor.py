@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 def test_a_machine_with_nothing_on_it_yet_is_told_what_comes(folder):
     (folder / "torch" / "py311_cpu" / "op").mkdir(parents=True)
     (folder / "torch" / "py311_cpu" / "op" / "lock").touch()
-    done = doctor(folder, "--json", "logger=none", TORCH_EXTENSIONS_DIR=str(folder / "torch"))
+    done = doctor(folder, "--json", "experiment=toy", "logger=none", TORCH_EXTENSIONS_DIR=str(folder / "torch"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = dict(found["rows"])
