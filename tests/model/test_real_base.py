@@ -1,15 +1,20 @@
 """A real base and real data by others, where they lie beside the project; skipped with a reason elsewhere."""
 
 import json
+import os
 
 import pytest
 import torch
 
+from ctcdraft.data import questions
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import read_rows
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+from ctcdraft.model.head import head_on
+
+QUESTIONS, NEW_TOKENS = 16, 48
 
 
 def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stories_base, shared):
@@ -33,6 +38,33 @@ def test_smollm2_writes_what_transformers_writes(smollm2_base):
         tokens = want[0, len(prompt) :].tolist()
         assert Decoder(smollm2_base).generate(prompt, 32).tokens == tokens
         assert len(set(tokens)) > 3
+
+
+@pytest.fixture(scope="module")
+def plain_answers(smollm2_base):
+    """(prompt, SmolLM2's own next tokens) of 16 questions: of the file of MT-Bench's that CTCDRAFT_MT_BENCH names, or
+    such as they are."""
+    if path := os.environ.get("CTCDRAFT_MT_BENCH"):
+        asked = load_questions(BenchConfig("mt_bench", path, questions=QUESTIONS), smollm2_base, None, 0)
+        turns = [question.turns[0] for question in asked]
+    else:
+        turns = [question["turns"][0] for question in questions.questions()[::5]]
+    prompts = [prompt_ids(smollm2_base.tokenizer, [{"role": "user", "content": turn}]) for turn in turns]
+    assert len(prompts) == QUESTIONS
+    return [(prompt, Decoder(smollm2_base).generate(prompt, NEW_TOKENS).tokens) for prompt in prompts]
+
+
+def test_no_draft_changes_what_smollm2_answers(smollm2_base, plain_answers):
+    """Copied tokens are often right; an untrained head puts wrong ones beside them."""
+    torch.manual_seed(0)
+    head = head_on(smollm2_base, HeadConfig(slots=4, base_layers=None, transition="shortlist", successors=4)).eval()
+    trees, chains = (Decoder(smollm2_base, head, DraftConfig(kind, 16)) for kind in ("tree", "chain"))
+    accepted = 0
+    for number, (prompt, tokens) in enumerate(plain_answers):
+        found = (chains if number % 4 == 3 else trees).generate(prompt, NEW_TOKENS)
+        assert found.tokens == tokens
+        accepted += sum(found.accepted)
+    assert accepted > 0
 
 
 def test_real_conversations_parse_and_are_masked(stories_base, shared):
