@@ -2,19 +2,25 @@
 
 import json
 import os
+from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
 from ctcdraft.data import questions
+from ctcdraft.data.batches import Sampler
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import read_rows
+from ctcdraft.data.store import Corpus
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.bench import BenchConfig, load_questions
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_head
 from ctcdraft.model.head import head_on
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, head_for
 
-QUESTIONS, NEW_TOKENS = 16, 48
+QUESTIONS, NEW_TOKENS, STEPS = 16, 48, 40
+DRAFT = DraftConfig(nodes=16, prompt_lookup=8)
 
 
 def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stories_base, shared):
@@ -65,6 +71,43 @@ def test_no_draft_changes_what_smollm2_answers(smollm2_base, plain_answers):
         assert found.tokens == tokens
         accepted += sum(found.accepted)
     assert accepted > 0
+
+
+def test_a_head_of_a_few_steps_helps_smollm2_after_its_export(smollm2_base, plain_answers, tmp_path):
+    """On questions that it has not seen: no worse than prompt lookup alone."""
+    base, unseen = smollm2_base, plain_answers[3::4]
+    seen = [answer for answer in plain_answers if answer not in unseen]
+    rows = [[*prompt, *tokens] for prompt, tokens in seen]
+    ids = np.concatenate(rows).astype(np.int32)
+    mask = np.concatenate([[0] * len(prompt) + [1] * len(tokens) for prompt, tokens in seen]).astype(np.uint8)
+    corpus = Corpus(ids, mask, ids, np.array([0, *accumulate(map(len, rows))], np.int64))
+    torch.manual_seed(0)
+    config = HeadConfig(slots=4, merge=False, band=1, base_layers=None, transition="shortlist", draft_vocab_size=2048)
+    head = head_for(config, base, corpus)
+    task = DraftTask(head, ObjectiveConfig(labels=4), base)
+    batch = Sampler(corpus, batch=12, anchors=32, labels=4, max_length=512, seed=0).collate(0, slice(None))
+    features = base_features(base, batch, torch.float32, head)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(STEPS):
+        loss, sums = task(*features, batch)
+        optimizer.zero_grad()
+        (loss / sums.anchors).backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach() / sums.anchors))
+    assert np.mean(losses[-5:]) < 0.7 * losses[0]
+
+    training = {"objective": "prefix_ctc", "step": STEPS, "tokens": len(ids), "simulated": 1.0}
+    export_head(head.eval(), base, tmp_path / "head", training)
+    loaded = load_head(tmp_path / "head", base)
+    assert all(map(torch.equal, loaded.state_dict().values(), head.state_dict().values()))
+    tokens_per_step = {}
+    for name, drafter in (("head", loaded), ("lookup", None)):
+        found = [Decoder(base, drafter, DRAFT).generate(prompt, NEW_TOKENS) for prompt, _ in unseen]
+        assert [one.tokens for one in found] == [tokens for _, tokens in unseen]
+        tokens_per_step[name] = sum(len(one.tokens) for one in found) / sum(one.steps for one in found)
+    assert tokens_per_step["head"] > max(1.0, tokens_per_step["lookup"] - 0.1), tokens_per_step
 
 
 def test_real_conversations_parse_and_are_masked(stories_base, shared):
