@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import deque
 from itertools import accumulate
 
 import numpy as np
@@ -16,6 +17,7 @@ from ctcdraft.data.store import Corpus
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_head
+from ctcdraft.model.generate import Continuation, continue_all
 from ctcdraft.model.head import head_on
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, head_for
 
@@ -37,12 +39,14 @@ def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stor
 
 def test_smollm2_writes_what_transformers_writes(smollm2_base):
     questions = ("Name three rivers of Europe.", "What is 17 + 25?", "Write a haiku about rain.")
-    for question in questions:
-        prompt = prompt_ids(smollm2_base.tokenizer, [{"role": "user", "content": question}])
+    prompts = [prompt_ids(smollm2_base.tokenizer, [{"role": "user", "content": question}]) for question in questions]
+    together = [Continuation(prompt, 32) for prompt in prompts]
+    list(continue_all(smollm2_base, deque(together), 2))
+    for prompt, continuation in zip(prompts, together, strict=True):
         ids = torch.tensor([prompt])
         want = smollm2_base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
         tokens = want[0, len(prompt) :].tolist()
-        assert Decoder(smollm2_base).generate(prompt, 32).tokens == tokens
+        assert Decoder(smollm2_base).generate(prompt, 32).tokens == continuation.tokens == tokens
         assert len(set(tokens)) > 3
 
 
