@@ -4,9 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# One process per GPU where there are several; else one process, without a launcher's start-up time.
-LAUNCH = $$($(BIN)/python -c "import torch; n = torch.cuda.device_count(); \
-	print('$(BIN)/deepspeed --num_gpus %d' % n if n > 1 else '$(BIN)/python')")
+# One process per GPU; without one, a process per core, at most four: of two threads the second one mostly waits.
+LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count(); cores = len(os.sched_getaffinity(0)); \
+	ranks = 1 if gpus or cores < 2 else 2 if cores < 4 else 4; \
+	print('$(BIN)/deepspeed --num_gpus %d' % gpus if gpus > 1 else \
+	'$(BIN)/torchrun --standalone --nproc_per_node %d' % ranks if ranks > 1 else '$(BIN)/python')")
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train eval export test lint bench ablation soak fuzz doctor clean

@@ -37,6 +37,7 @@ def main(config: TrainEntry) -> int:
             stages.say(stages.describe_head(config.head, base))
             sitting = train(config, folder, base, data_folder)
         if sitting.exit_code is None and ds.rank() == 0:
+            ds.take_threads_of_all()
             return finish(config, folder, base, data_folder, sitting)
     return sitting.exit_code or 0
 

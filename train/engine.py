@@ -87,6 +87,12 @@ def init_distributed() -> None:
     deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
 
 
+def take_threads_of_all() -> None:
+    """The threads of all ranks of this machine, for the one that is left at work."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(torch.get_num_threads() * local_world_size())
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """All that the ranks do together. Where one of them fails, dies or hangs, all end, with 1, and say what failed

@@ -65,7 +65,7 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
 def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
     for path in (ROOT / "conf" / "data").glob("*.yaml"):
         found = typed(compose("train", [f"data={path.stem}", "data.path=x"]), TrainEntry).data
-        same = {"limit", "holdout", "max_new_tokens", "kind", "path", "features"}
+        same = {"limit", "holdout", "max_new_tokens", "kind", "path", "features", "shard_rows"}
         for name, value in asdict(DataConfig()).items():
             assert name in same or asdict(found)[name] == value, (path.stem, name)
 
