@@ -74,8 +74,12 @@ class TreeCache(Cache):
         self._static: tuple[Tensor, int] | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        lengths = self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
+        lengths = self._lengths_in_forward
         return int(lengths.max()) if len(lengths) else 0
+
+    @property
+    def _lengths_in_forward(self) -> np.ndarray:
+        return self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
 
     def alone(self, sequence: int | None) -> None:
         """The next forward holds this sequence only (None: all of them again)."""
@@ -87,11 +91,12 @@ class TreeCache(Cache):
         self._static = None if slots_Q is None else (slots_Q, width)
 
     def sight(self, rows: int, device: torch.device) -> Sight:
-        """What `rows` new positions of each sequence see: its own committed ones, and those before them."""
-        past_B1 = torch.from_numpy(self.lengths[: self.batch, None]).to(device)
+        """What `rows` new positions of each sequence see, or of the one alone: its own committed ones, and those before
+        them."""
+        past_B1 = torch.from_numpy(self._lengths_in_forward[:, None]).to(device)
         positions_BL = past_B1 + torch.arange(rows, device=device)
         longest = self.get_seq_length()
-        if longest == 0 or (rows == 1 and self.batch == 1):
+        if longest == 0 or (rows == 1 and len(past_B1) == 1):
             return Sight(positions_BL, None)
         entry_S = torch.arange(longest + rows, device=device)
         return Sight(positions_BL, (entry_S <= positions_BL.unsqueeze(2)).unsqueeze(1))
@@ -149,12 +154,15 @@ class TreeCache(Cache):
     def drop(self, sequence: int) -> None:
         """Forget a sequence: the last one takes its place."""
         last = self.batch - 1
-        if sequence != last:
-            length = int(self.lengths[last])
+        self.begin(sequence, last, int(self.lengths[last]))
+        self.batch = last
+
+    def begin(self, sequence: int, source: int, length: int) -> None:
+        """A sequence then holds the first `length` entries of another, or of its own, and nothing else."""
+        if sequence != source:
             for block in self._blocks:
-                block[:, :, sequence, :, :length] = block[:, :, last, :, :length]
-            self.lengths[sequence] = length
-        self.batch, self._index = last, None
+                block[:, :, sequence, :, :length] = block[:, :, source, :, :length]
+        self.lengths[sequence], self._index = length, None
 
     def add(self) -> int:
         """Another sequence, with nothing committed yet, behind those in use; its number."""

@@ -47,29 +47,31 @@ class Continuation:
 def continue_all(base: Base, waiting: deque[Continuation], rows: int) -> Iterator[Continuation]:
     """Take continuations from the left of `waiting`, at most `rows` of them in flight, and yield each when it is done.
 
-    More may be appended to `waiting` whenever one is yielded. Greedy tokens are those of transformers' `generate`,
-    sampled ones those that `Decoder.generate` draws from the same seed; what else is in flight changes a token only
-    where rounding does. The cache grows with the longest row in flight. Raises ValueError on an empty prompt, or one
-    that leaves no room in the context.
+    More may be appended to `waiting` whenever one is yielded; the last of them takes its place at once where it goes
+    on from there, as the next turn of a conversation does. Greedy tokens are those of transformers' `generate`, sampled
+    ones those that `Decoder.generate` draws from the same seed; what else is in flight changes a token only where
+    rounding does. The cache grows with the longest row in flight. Raises ValueError on an empty prompt, or one that
+    leaves no room in the context.
     """
     layers = base.model.config.get_text_config().num_hidden_layers
     cache = TreeCache(layers, rows, CAPACITY_STEP, in_use=0)
     active: list[Continuation] = []
     while waiting or active:
         while waiting and len(active) < rows:
-            one = waiting.popleft()
-            _check(base, one)
-            cache.reserve(-(-(len(one.prompt) + one.max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP)
-            _prefill(base, cache, one)
-            active.append(one)
+            _prefill(base, cache, active, cache.add(), waiting.popleft())
         for row in reversed(range(len(active))):
-            if _is_done(base, active[row]):
-                done, last = active[row], active.pop()
+            while row < len(active) and _is_done(base, active[row]):
+                done = active[row]
+                yield done
+                if waiting:
+                    follows = waiting[-1].prompt[: done.length] == done.prompt + done.tokens
+                    _prefill(base, cache, active, row, waiting.pop() if follows else waiting.popleft())
+                    continue
+                last = active.pop()
                 if last is not done:  # as the cache moves its last row
                     active[row] = last
                 cache.drop(row)
-                yield done
-        if active and not (waiting and len(active) < rows):
+        if active:
             _step(base, cache, active)
 
 
@@ -86,16 +88,28 @@ def _is_done(base: Base, one: Continuation) -> bool:
 
 
 @torch.no_grad()
-def _prefill(base: Base, cache: TreeCache, one: Continuation) -> None:
-    """Read a prompt into a new row, and choose its first token."""
-    row = cache.add()
-    ids = torch.tensor([one.prompt], device=base.device)
-    positions = torch.arange(len(one.prompt), device=base.device).unsqueeze(0)
+def _prefill(base: Base, cache: TreeCache, active: list[Continuation], row: int, one: Continuation) -> None:
+    """Let a row hold another prompt, or the first row that is free, and choose its first token. What the prompt has in
+    common with one of the rows, its own end included, is copied from there: a system prompt, earlier turns."""
+    _check(base, one)
+    cache.reserve(-(-(len(one.prompt) + one.max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP)
+    shared = [_shared_length(one.prompt[:-1], other.prompt + other.tokens[:-1]) for other in active]
+    source = max(range(len(active)), key=shared.__getitem__, default=row)
+    cache.begin(row, source, shared[source] if active else 0)
+    active[row : row + 1] = [one]
     cache.alone(row)
-    hidden = base.hidden(ids, position_ids=positions, cache=cache)
+    ids = torch.tensor([one.prompt[cache.get_seq_length() :]], device=base.device)
+    sight = cache.sight(ids.shape[1], base.device)
+    mask = sight.additive(base.dtype)
+    hidden = base.hidden(ids, attention_mask=mask, position_ids=sight.positions_BL, cache=cache)
     cache.alone(None)
     cache.lengths[row] = len(one.prompt)
     one.tokens += _choose(base.logits(hidden[:, -1]), [one])
+
+
+def _shared_length(left: list[int], right: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 @torch.no_grad()

@@ -192,7 +192,9 @@ def rewrite(
     asked = sum(d.left for d in dialogues)
     with tqdm(total=asked, desc=title, unit="turn", mininterval=1, disable=not asked) as bar:
         if config.url is None:
-            ready = sorted((d for d in dialogues if d.next_prompt()), key=lambda d: len(d.prompt))
+            ready = sorted(
+                (d for d in dialogues if d.next_prompt()), key=lambda d: -d.left
+            )  # long ones do not end last
             work = deque((d, d.prompt, d.temperature, d.name) for d in ready)
             tokens_so_far = 0
             options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}

@@ -41,44 +41,49 @@ def attend(query_BH1D: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask_B11S: 
     out_BJGD = torch.empty_like(query_BJGD)
     keys, values = (part.detach().view(kind).numpy() for part in (key_BJSD, value_BJSD))
     arrays = query_BJGD.numpy(), keys, values, shift, mask_BS.numpy(), out_BJGD.numpy()
-    _attend(use_torch_threads(), *arrays)  # type: ignore[call-arg]
+    if torch.get_num_threads() == 1:  # a process that was forked must not touch its parent's threads
+        _attend_pairs(0, B * J, *arrays)
+    else:
+        _attend(use_torch_threads(), *arrays)  # type: ignore[call-arg]
     return out_BJGD.view(B, H, 1, D).to(query_BH1D.dtype)
 
 
-@njit(cache=True, parallel=True, fastmath={"reassoc", "contract", "nsz"})
+@njit(cache=True, parallel=True)
 def _attend(threads, query, key, value, shift, mask, out):
-    """Queries and masks are multiplied with log2(e) already."""
-    B, J, G, D = query.shape
+    pairs = query.shape[0] * query.shape[1]
     for chunk in prange(threads):
-        row, sums, weights = (
-            np.empty(D, np.float32),
-            np.empty((G, D), np.float32),
-            np.empty((G, mask.shape[1]), np.float32),
-        )
-        for pair in range(B * J * chunk // threads, B * J * (chunk + 1) // threads):
-            b, j = pair // J, pair % J
-            end = mask.shape[1]
-            while end > 1 and mask[b, end - 1] <= np.float32(HIDDEN):
-                end -= 1
-            for s in range(end):
-                for d in range(D):
-                    row[d] = np.uint32(np.uint32(key[b, j, s, d]) << np.uint32(shift)).view(np.float32)
-                for g in range(G):
-                    score = np.float32(0)
-                    for d in range(D):
-                        score += query[b, j, g, d] * row[d]
-                    weights[g, s] = score + mask[b, s]
+        _attend_pairs(pairs * chunk // threads, pairs * (chunk + 1) // threads, query, key, value, shift, mask, out)
+
+
+@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _attend_pairs(first, last, query, key, value, shift, mask, out):
+    """Of some of the pairs of sequence and key head. Queries and masks are multiplied with log2(e) already."""
+    _, J, G, D = query.shape
+    row, sums, weights = np.empty(D, np.float32), np.empty((G, D), np.float32), np.empty((G, mask.shape[1]), np.float32)
+    for pair in range(first, last):
+        b, j = pair // J, pair % J
+        end = mask.shape[1]
+        while end > 1 and mask[b, end - 1] <= np.float32(HIDDEN):
+            end -= 1
+        for s in range(end):
+            for d in range(D):
+                row[d] = np.uint32(np.uint32(key[b, j, s, d]) << np.uint32(shift)).view(np.float32)
             for g in range(G):
-                _softmax(weights[g, :end])
-            sums[:] = 0
-            for s in range(end):
+                score = np.float32(0)
                 for d in range(D):
-                    row[d] = np.uint32(np.uint32(value[b, j, s, d]) << np.uint32(shift)).view(np.float32)
-                for g in range(G):
-                    weight = weights[g, s]
-                    for d in range(D):
-                        sums[g, d] += weight * row[d]
-            out[b, j] = sums
+                    score += query[b, j, g, d] * row[d]
+                weights[g, s] = score + mask[b, s]
+        for g in range(G):
+            _softmax(weights[g, :end])
+        sums[:] = 0
+        for s in range(end):
+            for d in range(D):
+                row[d] = np.uint32(np.uint32(value[b, j, s, d]) << np.uint32(shift)).view(np.float32)
+            for g in range(G):
+                weight = weights[g, s]
+                for d in range(D):
+                    sums[g, d] += weight * row[d]
+        out[b, j] = sums
 
 
 @njit(cache=True, fastmath={"reassoc", "contract", "nsz"})

@@ -52,6 +52,27 @@ def test_what_is_appended_while_others_run_is_continued_too(base):
         assert one.tokens == Decoder(base).generate(one.prompt, one.max_new_tokens).tokens
 
 
+def test_what_a_prompt_shares_with_a_row_is_not_read_again(base):
+    system, turn = prompts(1, 1, seed=5)[0] * 40, [9, 8, 7]
+    read: list[int] = []
+    decoder = base.model.get_decoder()
+    hook = decoder.register_forward_pre_hook(
+        lambda _, __, options: read.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        waiting, done = deque(Continuation([*system, 5 + i], 6) for i in range(4)), []
+        for one in continue_all(base, waiting, 2):
+            done.append(one)
+            if len(one.prompt) < 43:
+                waiting.append(Continuation([*one.prompt, *one.tokens, *turn], 6))
+    finally:
+        hook.remove()
+    assert sorted(count for count in read if count > 1) == [4, 4, 4, 4, 41]  # the last token of an answer was not read
+    assert len(done) == 8
+    for one in done:
+        assert one.tokens == Decoder(base).generate(one.prompt, 6).tokens
+
+
 def test_the_end_of_the_context_ends_an_answer(base):
     one = Continuation(prompts(1, 1)[0] * (base.context_length - 3), 50)
     list(continue_all(base, deque([one]), 2))
