@@ -1,7 +1,8 @@
 """Raw rows of data files, one at a time: memory does not grow with the file.
 
-JSON lists and JSONL, plain or compressed (gzip, bz2, xz, zstd, known by their first bytes), globs, Hub datasets.
-What cannot be read is a RowError in its place, and reading goes on behind it.
+JSONL, JSON lists, objects around such or behind each other, plain or compressed (gzip, bz2, xz, zstd); Parquet, Arrow;
+all known by their content. Globs, Hub datasets. What cannot be read is a RowError in its place, and reading goes on
+behind it.
 """
 
 import bz2
@@ -13,13 +14,26 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+from pyarrow import ipc, parquet
 
 CHUNK = 1 << 20
 LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is counted and rejected, never held
 STRUCTURE = re.compile(rb'["\[\]{},]')
-DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)  # what a cut or broken compressed file raises
+DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, pyarrow.ArrowException)  # what a cut or broken file raises
+WIDE = {  # encodings of two bytes by how a file begins: with their mark, or with the "{" or "[" of JSON
+    rb"\xff\xfe|[{\[]\0": "UTF-16LE",
+    rb"\xfe\xff|\0[{\[]": "UTF-16BE",
+}
+WRAPPERS = ("data", "train", "rows", "examples", "instances", "dataset")  # {"data": [{...}, ...]}
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+ROWS_AT_ONCE = 64  # of a table's columns made into rows
+MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+BLANK = b" \t\r\n\x1e"  # RFC 7464 puts a record separator before each JSON text
 
 
 class RowError(ValueError):
@@ -33,7 +47,7 @@ def read_rows(path: str, option: str = "data.path") -> Iterator[Any]:
     Raises ValueError when nothing is there.
     """
     check_source(option, path)
-    files = _files(path)
+    files = local_files(path)
     if not files:
         yield from _read_hub(option, path)
     for file in files:
@@ -64,14 +78,21 @@ def read_mixture(paths: Sequence[str], weights: Sequence[float] | None = None) -
 
 def check_source(option: str, path: str | None) -> None:
     """Raises ValueError when files are named that are not there or hold nothing: long work starts after this."""
-    if path is None or _looks_like_hub(path):
+    if path is None:
         return
-    files = _files(path)
+    files = local_files(path)
     if not files:
+        if _looks_like_hub(path):
+            return
         raise ValueError(f"{option}={path}: no such file")
     for file in files:
         if file.is_dir():
-            raise ValueError(f"{option}={path}: {file} is a folder; give a JSON or JSONL file, or a glob")
+            raise ValueError(f"{option}={path}: {file} is a folder; give a file in it, or a glob: {file}/*")
+        encoding = _wide_encoding(file)
+        if encoding:
+            raise ValueError(
+                f"{option}={path}: {file} is {encoding}: write it as UTF-8 (iconv -f {encoding} -t UTF-8 {file.name})"
+            )
     if not any(file.stat().st_size for file in files):
         raise ValueError(f"{option}={path}: the file {files[0]} is empty")
 
@@ -79,15 +100,29 @@ def check_source(option: str, path: str | None) -> None:
 def source_hash(path: str) -> str:
     """A hash over the content of the files that `path` names (over the name, for the Hub)."""
     digest = hashlib.sha256()
-    files = _files(path)
+    files = local_files(path) or [file for file in sorted(Path(path).rglob("*")) if file.is_file()]
     for file in files:
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest() if files else path
 
 
-def _files(path: str) -> list[Path]:
-    return [Path(file) for file in sorted(glob.glob(str(Path(path).expanduser()), recursive=True))]
+def local_files(path: str) -> list[Path]:
+    """The file of that name, or those that it is a pattern of. None where it names a Hub dataset, or a folder that
+    `datasets` finds under such a name."""
+    named = Path(path).expanduser()
+    if named.is_dir() and _looks_like_hub(path):
+        return []
+    return [named] if named.exists() else [Path(file) for file in sorted(glob.glob(str(named), recursive=True))]
+
+
+def _wide_encoding(file: Path) -> str | None:
+    try:
+        with _opened(file) as stream:
+            start = stream.read(4)
+    except DAMAGE:
+        return None
+    return next((name for pattern, name in WIDE.items() if start[:2] and re.match(pattern, start)), None)
 
 
 def _opened(file: Path) -> Any:
@@ -100,8 +135,6 @@ def _opened(file: Path) -> Any:
     if magic.startswith(b"\xfd7zXZ\x00"):
         return lzma.open(file)
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        import pyarrow
-
         return pyarrow.input_stream(file, compression="zstd")
     return file.open("rb")
 
@@ -118,31 +151,94 @@ def _chunks(file: Path) -> Iterator[bytes]:
 def _read_file(file: Path) -> Iterator[Any]:
     number = 0
     try:
-        chunks = _chunks(file)
-        start = next(chunks).lstrip()
-        while not start:  # blank so far
-            chunk = next(chunks, None)
-            if chunk is None:
-                yield RowError(f"{file.name} is empty")
-                return
-            start = chunk.lstrip() and chunk
-        read = _list_rows if start.lstrip().startswith(b"[") else _line_rows
-        for row in read(_chained(start, chunks)):
+        for row in _rows(file):
             yield row
             number += 1
     except DAMAGE as error:
         yield RowError(f"{file.name} is damaged after {number} rows ({str(error).strip() or type(error).__name__})")
 
 
-def _chained(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
+def _rows(file: Path) -> Iterator[Any]:
+    with file.open("rb") as stream:
+        magic = stream.read(6)
+    if magic.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
+        yield from _table_rows(file, magic)
+        return
+    chunks = _chunks(file)
+    start = next(chunks).lstrip(BLANK)
+    while not start:  # blank so far
+        chunk = next(chunks, None)
+        if chunk is None:
+            yield RowError(f"{file.name} is empty")
+            return
+        start = chunk.lstrip(BLANK)
+    yield from _json_rows(start, chunks)
+
+
+def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
+    """Rows of Parquet, or of Arrow's two forms (the stream is what `datasets` saves)."""
+    if magic.startswith(PARQUET):
+        batches: Iterable[Any] = parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE)
+    elif magic.startswith(ARROW_FILE):
+        reader = ipc.open_file(pyarrow.memory_map(str(file)))
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        batches = ipc.open_stream(pyarrow.memory_map(str(file)))
+    for batch in batches:
+        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+            yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
+def _json_rows(start: bytes, rest: Iterator[bytes]) -> Iterator[Any]:
+    """Rows of JSON text, whose start tells its form."""
+    chunks = chain([start], rest)
+    if start.startswith(b"["):
+        return _list_rows(chunks)
+    line, _, following = start.partition(b"\n")
+    if not start.startswith(b"{") or (following.strip() and (_is_json(line) or following.startswith(b"{"))):
+        return _line_rows(chunks)
+    wrapped, values = _outline(start.decode("latin-1"))
+    if wrapped:  # {"data": [...]}
+        return _list_rows(chain([start[wrapped:]], rest))
+    if len(values) > 1 and all(isinstance(value, dict) for value in values):  # {"0": {...}, "1": {...}}
+        return _member_rows(chunks)
+    if _is_json(line) or not following:
+        return _line_rows(chunks)
+    return _list_rows(chain([b"["], chunks, [b"]"]))  # objects of several lines each
+
+
+def _is_json(text: bytes) -> bool:
+    return not isinstance(_parsed(text, ""), RowError)
+
+
+def _outline(text: str) -> tuple[int, list[Any]]:
+    """Of an object, as far as its text goes: where the list of rows in it starts (0: it has none), and the values of
+    its members up to there."""
+    values: list[Any] = []
+    decoder, at = json.JSONDecoder(), 1
+    try:
+        while key := MEMBER.match(text, at):
+            if json.loads(key[1]) in WRAPPERS and re.compile(r"\[\s*\{").match(text, key.end()):
+                return key.end(), values
+            value, at = decoder.raw_decode(text, key.end())
+            values.append(value)
+    except (ValueError, RecursionError):  # it goes on behind the text
+        pass
+    return 0, values
+
+
+def _member_rows(chunks: Iterable[bytes]) -> Iterator[Any]:
+    """The values of an object's members."""
+    for number, element in enumerate(_elements(chunks), 1):
+        data = b"{" + element + b"}" if isinstance(element, bytes) else element
+        row = data if isinstance(data, RowError) else _parsed(data, f"row {number} of the object")
+        yield from row.values() if isinstance(row, dict) else [row]
 
 
 def _line_rows(chunks: Iterable[bytes]) -> Iterator[Any]:
     for number, line in enumerate(_lines(chunks), 1):
-        if isinstance(line, int) or line.strip():
-            yield _parsed(line, f"line {number}")
+        if isinstance(line, int) or line.strip(BLANK):
+            yield _parsed(line if isinstance(line, int) else line.lstrip(b"\x1e"), f"line {number}")
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes | int]:
@@ -172,9 +268,10 @@ def _list_rows(chunks: Iterable[bytes]) -> Iterator[Any]:
 
 
 def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
-    """Each element of a JSON list as bytes (of one that is too long, its length), found by brackets alone, so
-    that one that does not parse costs no other. At the end a RowError when the list is not closed."""
-    buffer, quoted = b"", False
+    """Each element of a JSON list (or member of an object) as bytes (of one that is too long, its length), found by
+    brackets alone, so that one that does not parse costs no other; between objects there may be no comma. At the end a
+    RowError when the list is not closed."""
+    buffer, quoted, ended = b"", False, False
     start = at = depth = dropped = number = 0
     chunks = iter(chunks)
     for chunk in chunks:
@@ -193,16 +290,17 @@ def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
                 quoted = True
                 continue
             depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
-            if token == b"[" and depth == 1:
+            if token in b"[{" and depth == 1:
                 start = at
-            elif depth == 0 or (depth == 1 and token == b","):
-                element = buffer[start : match.start()]
-                if depth or number or dropped or element.strip():
+            elif depth == 0 or (depth == 1 and token in b",]}"):
+                closed = depth == 1 and token != b","
+                element = buffer[start : at if closed else match.start()]
+                if element.strip() or dropped or not (ended or (depth == 0 and number == 0)):
                     number += 1
                     yield dropped + len(element) if dropped else element
-                start, dropped = at, 0
+                start, dropped, ended = at, 0, closed
                 if depth == 0:
-                    behind = len(buffer[at:].strip()) + sum(len(more.strip()) for more in chunks)
+                    behind = sum(len(more.strip(b" \t\r\n}")) for more in chain([buffer[at:]], chunks))
                     if behind:
                         yield RowError(f"{behind} bytes follow the end of the list")
                     return
@@ -210,9 +308,10 @@ def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
         if len(buffer) - start > LONGEST_ROW:  # keep only what says where in a string we are
             dropped += at - 1 - start
             start = at - 1
-    if depth == 1 and not (dropped or quoted) and buffer[start:].strip():
-        number += 1
-        yield buffer[start:]
+    if depth == 1 and not (dropped or quoted):
+        if buffer[start:].strip():
+            number += 1
+            yield buffer[start:]
         yield RowError(f"the list is not closed after row {number}: the file was cut")
     else:
         yield RowError(f"the list ends inside row {number + 1}: the file was cut")
@@ -236,11 +335,19 @@ def _parsed(data: bytes | int, where: str) -> Any:
     try:
         return json.loads(data.decode())
     except UnicodeDecodeError as error:
-        return RowError(f"{where} is not UTF-8 at byte {error.start}")
+        return RowError(f"{where} is not UTF-8 at byte {error.start}{_as_windows_1252(data, error.start)}")
     except RecursionError:
         return RowError(f"{where} is nested too deeply")
     except ValueError:
         return RowError(f"{where} is no JSON")
+
+
+def _as_windows_1252(data: bytes, at: int) -> str:
+    try:
+        near = data[max(0, at - 8) : at + 8].decode("cp1252")
+    except UnicodeDecodeError:
+        return ""
+    return f" (in Windows-1252 it reads {near!r}: iconv -f WINDOWS-1252 -t UTF-8)"
 
 
 def _looks_like_hub(path: str) -> bool:

@@ -7,6 +7,7 @@ import lzma
 import tracemalloc
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,107 @@ LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
 @pytest.mark.parametrize("packed", [bytes, gzip.compress, bz2.compress, lzma.compress, zstd])
 def test_lists_and_lines_plain_or_compressed_give_the_same_rows(tmp_path, content, packed):
     assert rows_of(tmp_path, packed(content)) == ROWS
+
+
+TURNS = [[{"from": "human", "value": f"é {i} {{["}, {"from": "gpt", "value": "x" * i}] for i in range(150)]
+TABLE = [{"conversations": turns, "n": i, "system": None if i % 2 else "s"} for i, turns in enumerate(TURNS)]
+
+
+def parquet(path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path, row_group_size=70)
+
+
+def arrow_file(path):
+    table = pyarrow.Table.from_pylist(TABLE)
+    with pyarrow.ipc.new_file(path, table.schema) as out:
+        out.write_table(table, max_chunksize=70)
+
+
+def arrow_stream(path):
+    table = pyarrow.Table.from_pylist(TABLE)
+    with pyarrow.ipc.new_stream(path, table.schema) as out:
+        out.write_table(table)
+
+
+@pytest.mark.parametrize("write", [parquet, arrow_file, arrow_stream])
+def test_tables_are_read_row_by_row_whatever_their_name_and_what_is_cut_is_said(tmp_path, write):
+    path = tmp_path / "rows"
+    write(str(path))
+    assert list(read_rows(str(path))) == TABLE
+    path.write_bytes(path.read_bytes()[:-200])
+    rows = list(read_rows(str(path)))
+    assert "rows is damaged after" in reasons(rows)[-1]
+
+
+def dumped(value, **options):
+    return json.dumps(value, ensure_ascii=False, **options).encode()
+
+
+OBJECTS = [{"text": 'a\n{[,"\\'}, {"text": "é", "n": [1, [2, {"x": "]"}]], "m": {}}, {"data": ["q", "a"]}]
+JSON_FORMS = {
+    "wrapped": dumped({"version": 1, "meta": {"data": 2}, "data": OBJECTS}),
+    "wrapped on lines": dumped({"train": OBJECTS}, indent=2),
+    "object of rows": dumped({str(i): row for i, row in enumerate(OBJECTS)}),
+    "object of rows on lines": dumped({str(i): row for i, row in enumerate(OBJECTS)}, indent=1),
+    "objects on lines": b"\n".join(dumped(row, indent=2) for row in OBJECTS),
+    "objects on lines, crlf": b"\r\n".join(dumped(row, indent=2).replace(b"\n", b"\r\n") for row in OBJECTS),
+    "lines": b"\n".join(dumped(row) for row in OBJECTS),
+    "lines, crlf": b"\r\n".join(dumped(row) for row in OBJECTS),
+    "json-seq": b"".join(b"\x1e" + dumped(row) + b"\n" for row in OBJECTS),
+}
+
+
+@pytest.mark.parametrize("form", JSON_FORMS)
+@pytest.mark.parametrize("chunk", [1 << 20, 200])
+def test_json_is_read_in_every_form(tmp_path, form, chunk, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", chunk)
+    content = JSON_FORMS[form]
+    assert rows_of(tmp_path, content) == OBJECTS
+    assert rows_of(tmp_path, b"\xef\xbb\xbf" + content, "g") == OBJECTS
+    assert rows_of(tmp_path, gzip.compress(content), "h") == OBJECTS
+
+
+def test_one_object_alone_is_one_row(tmp_path):
+    for row in ({"conversations": [{"from": "human", "value": "x"}]}, {"data": ["q", "a"]}, {"prompt": "q"}):
+        for indent in (None, 2):
+            assert rows_of(tmp_path, dumped(row, indent=indent)) == [row]
+
+
+def test_what_follows_the_wrapped_list_is_counted(tmp_path):
+    rows = rows_of(tmp_path, dumped({"train": OBJECTS, "test": [1]}))
+    assert rows[:-1] == OBJECTS
+    assert "bytes follow the end of the list" in str(rows[-1])
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_is_named_before_any_work(tmp_path, packed, encoding):
+    path = written(tmp_path, packed(LINES.decode().encode(encoding)))
+    name = "UTF-16BE" if encoding.endswith("be") else "UTF-16LE"
+    with pytest.raises(ValueError, match=rf"f.json is {name}: write it as UTF-8 \(iconv -f {name} -t UTF-8"):
+        list(read_rows(path))
+
+
+def test_windows_1252_is_named_with_what_it_would_read(tmp_path):
+    first, second = rows_of(tmp_path, '{"text": "abc café crème"}\n{"text": "b"}'.encode("cp1252"))
+    assert "line 1 is not UTF-8 at byte 17 (in Windows-1252 it reads '\"abc café crème\"'" in str(first)
+    assert second == {"text": "b"}
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a (1).jsonl", "a*.jsonl", "a?", "my [data]/rows", "a,b=c.jsonl"])
+def test_a_file_of_that_very_name_comes_before_a_pattern(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    written(tmp_path, b'{"text": "other"}', "a1.jsonl")
+    path = written(tmp_path, b'{"text": "this"}', name)
+    assert list(read_rows(path)) == [{"text": "this"}]
+    assert sources.source_hash(path) != sources.source_hash(str(tmp_path / "a1.jsonl"))
+
+
+def test_a_file_that_looks_like_a_hub_name_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    written(tmp_path, b'{"text": "this"}', "chats/rows")
+    assert list(read_rows("chats/rows")) == [{"text": "this"}]
 
 
 def test_a_glob_reads_its_files_in_order(tmp_path):
