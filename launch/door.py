@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar, get_args, get_type_hints
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from ctcdraft.data.secrets import masked
 
 CONF = "ctcdraft.conf"
+SYNTAX = re.compile(r"[^\w./-]")  # characters of a value that may mean something in Hydra's grammar
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
@@ -98,8 +99,17 @@ def typed(config: DictConfig, schema: type[Entry]) -> Entry:
 
 
 def _quoted(word: str) -> str:
-    """`zero=2` names a choice of a group; Hydra would read a number there."""
-    return re.sub(r"^([a-z]+)=(\d+)$", r"\1='\2'", word) if _is_group(word.split("=")[0]) else word
+    """`zero=2` names a choice of a group, where Hydra would read a number; the name of a file that is there is no
+    syntax: `data.path=chats (1).jsonl`."""
+    key, _, value = word.partition("=")
+    if (_is_group(key) and value.isdecimal()) or (SYNTAX.search(value) and os.path.exists(os.path.expanduser(value))):
+        return f"{key}={_in_quotes(value)}"
+    return word
+
+
+def _in_quotes(value: str) -> str:
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), value)
+    return f"'{escaped}'"
 
 
 def _is_group(name: str) -> bool:
@@ -122,6 +132,14 @@ def _guarded(task: Callable[[], int | None]) -> int:
 
 def _override_sentence(config_name: str, error: Exception) -> str:
     text = str(error)
+    commas = re.match(r"Ambiguous value for argument '(.+)'$", text.split("\n")[0])
+    word = commas[1] if commas else error.override if isinstance(error, OverrideParseException) else ""
+    option, equals, value = word.partition("=")
+    if equals:
+        return (
+            f"{_short(word)} cannot be read: no file has that name, so brackets, commas, quotes and the like are "
+            f'syntax there; with quotes of its own it is a name: "{option}={_short(_in_quotes(value))}"'
+        )
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         known = _leaves(config_name)

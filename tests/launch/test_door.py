@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ctcdraft.launch import stages
-from ctcdraft.launch.door import compose, enter, typed
+from ctcdraft.launch.door import _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 from ctcdraft.train.regenerate import RegenerateConfig
 from ctcdraft.train.shards import DataConfig
@@ -53,6 +53,39 @@ def test_every_choice_composes():
     typed(compose("eval", ["bench=mt_bench", "bench.path=x"]), EvalEntry)
     typed(compose("export", ["name=a"]), ExportEntry)
     assert compose("prepare", ["data=text"]).data.kind == "text"
+
+
+NAMES = (
+    "a[1].jsonl",
+    "a (1).jsonl",
+    "a,b.jsonl",
+    "a=b.jsonl",
+    "my data",
+    "it's",
+    "a\\'b",
+    "{a}",
+    "end\\",
+    "#1",
+    "~a",
+    "a b=[c]",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_file_that_is_there_needs_no_quotes(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch()
+    config = compose("train", [_quoted(word) for word in ("zero=2", "data=sharegpt", f"data.path={name}")])
+    assert config.data.path == name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("my data", "end\\")])
+def test_a_name_that_is_not_there_gets_a_sentence_whose_advice_works(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no file has that name") as error:
+        compose("train", ["data=sharegpt", _quoted(f"data.path={name}")])
+    advice = str(error.value).rsplit(': "', 1)[1].removesuffix('"')
+    assert compose("train", ["data=sharegpt", advice]).data.path == name
 
 
 def test_answers_are_rewritten_by_default_and_regenerate_says_how():
