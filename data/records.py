@@ -1,7 +1,7 @@
 """Raw rows -> conversations, texts or token sequences; a row that cannot be used is a RowError with the reason.
 
-Conversations: ShareGPT rows (`conversations` with `from`/`value`), `messages` (`role`/`content`), or prompts only
-(`turns`, `prompt`). Texts: strings, `{"text": ...}`. Tokens: `input_ids` with `loss_mask`.
+Conversations: a list of turns (`conversations`, `messages`), or question and answer in columns of their own, or
+questions alone. Texts: strings, `{"text": ...}`. Tokens: `input_ids` with a mask. Null columns are absent columns.
 """
 
 import hashlib
@@ -10,39 +10,33 @@ import marshal
 from dataclasses import dataclass, field
 from typing import Any
 
+from ctcdraft.data.messages import THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
 from ctcdraft.data.sources import RowError
 
-Message = dict[str, Any]
-
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
 FOLLOWERS = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
-KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name")  # what a template may read beside the content
-TEXT_KEYS = ("text", "story", "content", "prompt")
+# Columns by what they hold. Where a row has several of a line, the first is read and the others are named as unread.
+LISTS = ("conversations", "messages", "conversation", "dialogue", "dialog", "chat")
+SYSTEM = ("system", "system_prompt", "system_message")
+QUESTIONS = ("prompt", "instruction", "question", "query", "problem", "input")
+INPUTS = ("input", "context")  # alpaca's and dolly's: what the instruction is about
+ANSWERS = ("completion", "response", "output", "answer", "chosen", "solution")
+TOOLS = ("tools", "functions")
+TEXTS = ("text", "story", "content", "prompt")
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+NAMES = ("id", "question_id", "category")  # read elsewhere, or nowhere, and no loss
+IGNORED_LABEL = -100  # in a column `labels`, as torch's cross-entropy has it
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages `{"role", "content", ...}`: an optional system turn, then user and assistant in turn, with tool
-    turns after an assistant's; or user turns alone. tools: the schemas that the template shows."""
+    """Messages in the form of data/messages.py: an optional system turn, then user and assistant in turn, with tool
+    turns after an assistant's; or user turns alone. tools: the schemas that the template shows. unread: columns of the
+    row, and keys of its turns, that have no known meaning."""
 
     id: str
     messages: tuple[Message, ...]
     tools: list[Any] | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
@@ -61,6 +55,7 @@ class Text:
 
     id: str
     text: str
+    unread: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
@@ -78,6 +73,7 @@ class Tokens:
     id: str
     ids: list[int] = field(repr=False)
     mask: list[int] = field(repr=False)
+    unread: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
@@ -101,46 +97,57 @@ def record_of(row: Any, name: str, kind: str) -> Record:
 
     Raises RowError with what is wrong.
     """
-    if kind == "text":
-        return text_of(row, name)
-    if isinstance(row, dict) and "input_ids" in row:
-        return tokens_of(row, name)
-    if kind == "mixed" and (isinstance(row, str) or (isinstance(row, dict) and "text" in row)):
-        return text_of(row, name)
-    return conversation_of(row, name)
+    columns = filled(row) if isinstance(row, dict) else {}
+    is_text = isinstance(row, str) or ("text" in columns and not any(columns.get(key) for key in LISTS))
+    try:
+        if kind != "text" and "input_ids" in columns:
+            return tokens_of(row, name)
+        return text_of(row, name) if kind == "text" or (kind == "mixed" and is_text) else conversation_of(row, name)
+    except RecursionError:
+        raise RowError("nested too deeply") from None
 
 
 def conversation_of(row: Any, name: str | int) -> Conversation:
     """The conversation in a row. Raises RowError with what is wrong and in which turn."""
-    row = _object(row)
-    messages = _prompts(row)
-    if messages is None:
-        turns = row.get("conversations", row.get("messages"))
-        if not isinstance(turns, list) or not turns:
-            raise RowError("no list under 'conversations' or 'messages'")
-        messages = tuple(_message(turn, i) for i, turn in enumerate(turns))
+    left = _columns(row)
+    unread: list[str] = []
+    messages = [m for i, turn in enumerate(_turns(left)) for m in read_turn(turn, f"turn {i}", unread)]
+    for i, message in enumerate(messages):
+        if message["role"] != "tool" and not message["content"].strip() and "tool_calls" not in message:
+            raise RowError(f"turn {i} (from the {message['role']}) is empty")
+    questions_alone = row.get("turns") and "turns" not in left and all(m["role"] == "user" for m in messages)
+    if not questions_alone:
         _check_order(messages)
-    return Conversation(str(row.get("id", name)), messages, _tools(row.get("tools")))
+    system = taken(left, SYSTEM)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [*read_turn({"role": "system", "content": system}, "the system column", unread), *messages]
+    elif system is not None and system != messages[0]["content"]:
+        unread.append("system (beside a system turn)")
+    tools = read_tools(taken(left, TOOLS))
+    return Conversation(str(row.get("id", name)), tuple(messages), tools, (*unread, *_unread(left)))
 
 
 def text_of(row: Any, name: str | int) -> Text:
     """The text in a row. Raises RowError when there is none."""
     if isinstance(row, RowError):
         raise row
+    left: dict[str, Any] = {}
     if isinstance(row, dict):
-        name = row.get("id", name)
-        row = next((row[key] for key in TEXT_KEYS if key in row), None)
+        left = filled(row)
+        name, row = left.get("id", name), taken(left, TEXTS)
     if not isinstance(row, str):
-        raise RowError(f"neither a string nor an object with one of {', '.join(TEXT_KEYS)}")
+        raise RowError(f"neither a string nor an object with one of {', '.join(TEXTS)}")
     if not row.strip():
         raise RowError("empty text")
-    return Text(encodable(str(name), "its id"), encodable(row, "the text"))
+    return Text(encodable(str(name), "its id"), encodable(row, "the text"), _unread(left))
 
 
 def tokens_of(row: Any, name: str | int) -> Tokens:
     """The tokens in a row. Raises RowError when they are none or do not fit their mask."""
-    row = _object(row)
-    ids, mask = row.get("input_ids"), row.get("loss_mask")
+    left = _columns(row)
+    ids, mask = left.pop("input_ids", None), taken(left, MASKS)
+    if mask is None and isinstance(left.get("labels"), list):
+        mask = [int(label != IGNORED_LABEL) for label in left.pop("labels")]
     for key, found in (("input_ids", ids), ("loss_mask", mask)):
         if not isinstance(found, list) or not all(type(x) in (int, bool) and x >= 0 for x in found):
             raise RowError(f"no list of numbers under '{key}'")
@@ -150,7 +157,7 @@ def tokens_of(row: Any, name: str | int) -> Tokens:
         raise RowError(f"{len(mask)} entries of loss_mask (0 or 1) for {len(ids)} of input_ids")
     if not any(mask):
         raise RowError("loss_mask marks no token")
-    return Tokens(str(row.get("id", name)), ids, [int(m) for m in mask])
+    return Tokens(str(row.get("id", name)), ids, [int(m) for m in mask], _unread(left))
 
 
 def _digest(content: Any) -> bytes:
@@ -158,25 +165,73 @@ def _digest(content: Any) -> bytes:
     return hashlib.blake2b(marshal.dumps(content, 0), digest_size=12).digest()
 
 
-def _object(row: Any) -> dict[str, Any]:
+def turns_of_text(text: str) -> list[Any]:
+    """The turns in a column that knows no lists: in JSON text, or the one question itself."""
+    if text.lstrip().startswith("["):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):  # "[INST] ..."
+            pass
+    return [text]
+
+
+def _columns(row: Any) -> dict[str, Any]:
+    """Those that hold anything."""
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
         raise RowError(f"an object is needed, this is a {type(row).__name__}")
-    return row
+    return filled(row)
 
 
-def _prompts(row: dict[str, Any]) -> tuple[Message, ...] | None:
-    """User turns alone: MT-Bench's `turns`, or one `prompt`."""
-    if "conversations" in row or "messages" in row or not {"turns", "prompt"} & set(row):
-        return None
-    turns = row["turns"] if "turns" in row else [row["prompt"]]
-    if not isinstance(turns, list) or not turns:
-        raise RowError("no list of questions under 'turns'")
-    return tuple(_message({"role": "user", "content": turn}, i) for i, turn in enumerate(turns))
+def _unread(left: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(key for key in left if key not in NAMES)
 
 
-def _check_order(messages: tuple[Message, ...]) -> None:
+def _turns(left: dict[str, Any]) -> list[Any]:
+    """The turns of a row in order, raw; the columns that they come from are taken out."""
+    columns = ", ".join(left) or "none"
+    listed = taken(left, LISTS)
+    if listed is not None:
+        turns = turns_of_text(listed) if isinstance(listed, str) else listed
+        if not isinstance(turns, list):
+            raise RowError("no list under 'conversations' or 'messages'")
+        return turns
+    if isinstance(left.get("turns"), list | str):  # MT-Bench's
+        asked = left.pop("turns")
+        return _as_turns(turns_of_text(asked) if isinstance(asked, str) else asked, "user")
+    asked, answer = taken(left, QUESTIONS), taken(left, ANSWERS)
+    if asked is None and answer is None:
+        raise RowError(f"no list under 'conversations' or 'messages', and no question (its columns: {columns})")
+    about = next((key for key in INPUTS if isinstance(left.get(key), str)), None)
+    if about and isinstance(asked, str):
+        asked = f"{asked}\n{left.pop(about)}"  # as LLaMA-Factory joins them
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer} | {k: left.pop(k) for k in THOUGHT_KEYS if k in left}
+    prompt, answers = _as_turns(asked, "user"), _as_turns(answer, "assistant")
+    if answers[: len(prompt)] == prompt:  # TRL's implicit prompt
+        return answers
+    return [*_history(left.pop("history", [])), *prompt, *answers]
+
+
+def _history(pairs: Any) -> list[Any]:
+    """LLaMA-Factory's earlier turns: pairs of question and answer."""
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RowError("'history' is no list of pairs")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _as_turns(found: Any, role: str) -> list[Any]:
+    """A question's or an answer's turns: a text, a turn, or a list of either."""
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    return [turn if isinstance(turn, dict) else {"role": role, "content": turn} for turn in listed]
+
+
+def _check_order(messages: list[Message]) -> None:
     before = ""
     for i, message in enumerate(messages):
         role, due = message["role"], FOLLOWERS[before]
@@ -188,55 +243,3 @@ def _check_order(messages: tuple[Message, ...]) -> None:
         before = role
     if not before:
         raise RowError("no user turn")
-
-
-def _message(turn: Any, index: int) -> Message:
-    if not isinstance(turn, dict):
-        raise RowError(f"turn {index} is no object")
-    role = turn.get("from", turn.get("role"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise RowError(f"turn {index} has the unknown role {role!r}")
-    message = {"role": ROLES[role], "content": _content(turn.get("value", turn.get("content")), index)}
-    extra = {key: turn[key] for key in KEPT if turn.get(key)} if len(turn) > 2 else {}
-    message |= extra
-    if not message["content"].strip() and not (message["role"] == "assistant" and message.get("tool_calls")):
-        raise RowError(f"turn {index} (from the {message['role']}) is empty")
-    encodable(message["content"], f"turn {index}")
-    if extra:
-        encodable(json.dumps(extra, ensure_ascii=False), f"turn {index}")
-    return message
-
-
-def _content(content: Any, index: int) -> str:
-    """Plain text; of a list of parts, as chat APIs have them, the text parts joined."""
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type", "no text") if isinstance(part, dict) else type(part).__name__
-                raise RowError(f"turn {index} holds a part that is no text ({kind})")
-        return "".join(part["text"] for part in content)
-    return content if isinstance(content, str) else ""
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    """A list of schemas, or the JSON of one, as files that know no nested columns have it."""
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise RowError("'tools' is no JSON") from None
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("'tools' is no list of objects")
-    return tools
-
-
-def encodable(text: str, where: str) -> str:
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"{where} holds half a character (a lone surrogate) at {error.start}") from error
-    return text

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
-from ctcdraft.data.records import Message
+from ctcdraft.data.messages import Message, for_server, read_turn
 from ctcdraft.data.secrets import masked
+from ctcdraft.data.sources import RowError
 
 PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed in a moment
 REFUSING = {400, 413, 422}  # it never will; of others (401, 404 ...) that is up to who runs the server
@@ -29,10 +31,12 @@ class Refusal(ServerError):
 
 
 class Answer(NamedTuple):
-    """message: `{"role": "assistant", "content", ...}`; cut: it ended for want of tokens, not by itself."""
+    """message: in the form of data/messages.py; cut: it ended for want of tokens, not by itself; unread: what else the
+    server said in it."""
 
     message: Message
     cut: bool
+    unread: Sequence[str] = ()
 
 
 class ChatServer:
@@ -73,7 +77,8 @@ class ChatServer:
             try:
                 if self.model is None:
                     self.model = await self._tried("GET", "/models", None, _first_model)
-                body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **options}
+                sent = [for_server(message) for message in messages]
+                body = {"model": self.model, "messages": sent, **({"tools": tools} if tools else {}), **options}
                 found = await self._tried("POST", "/chat/completions", body, _answer)
             except Refusal:
                 self._failures = 0  # it does answer
@@ -112,13 +117,14 @@ def _first_model(found: Any) -> str:
 def _answer(found: Any) -> Answer:
     choice = found["choices"][0]
     said, reason = choice["message"], choice["finish_reason"]
-    if reason not in ("stop", "length", "tool_calls", "eos"):
+    if reason not in ("stop", "length", "tool_calls", "function_call", "eos"):
         raise KeyError(f"finish_reason {reason}")
-    message: Message = {"role": "assistant", "content": said.get("content") or ""}
-    message |= {key: said[key] for key in ("reasoning_content", "tool_calls") if said.get(key)}
-    if not isinstance(message["content"], str):
-        raise TypeError("the content is no text")
-    return Answer(message, reason == "length")
+    unread: list[str] = []
+    try:
+        (message,) = read_turn({**said, "role": "assistant"}, "the answer", unread)
+    except RowError as error:
+        raise Refusal(str(error)) from error  # the model's own words, which it would say again
+    return Answer(message, reason == "length", unread)
 
 
 def _retry_after(response: httpx.Response) -> float:

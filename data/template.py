@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ctcdraft.data.records import Conversation, Message
+from ctcdraft.data.messages import THOUGHT_KEYS, Message
+from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
 
 Messages = Sequence[Message]
@@ -22,6 +23,8 @@ ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
     "data.labels=rewrite without a server, which needs no mask"
 )
+
+NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
 
 
 class Family(NamedTuple):
@@ -80,9 +83,9 @@ def render_all(
         template = _Template(tokenizer, conversation.tools) if conversation.tools else plain
         try:
             text, spans = template.answers(conversation.messages)
+            return text, _labels(spans, conversation.messages, last_turn)
         except RowError as error:
             return error
-        return text, spans[-1:] if last_turn else spans
 
     def masked(layouts: list[Layout | RowError], encodings: Any) -> Iterator[Rendered | RowError]:
         for layout in layouts:
@@ -106,6 +109,21 @@ def family_of(template: str) -> Family | None:
     return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), None)
 
 
+def thought_key(template: str) -> str | None:
+    """Under which key of a message a template looks for the thought before an answer."""
+    return next((key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)), None)
+
+
+def unread_by_template(tokenizer: Any, conversation: Conversation) -> list[str]:
+    """What a conversation holds that the chat template never shows."""
+    template = tokenizer.get_chat_template(tools=conversation.tools)
+    thoughts = [m for m in conversation.messages if "reasoning_content" in m]
+    return [
+        *(["the thought of a turn (the template shows none)"] * len(thoughts) if not thought_key(template) else []),
+        *(["tools (the template shows none)"] if conversation.tools and not re.search(r"\btools\b", template) else []),
+    ]
+
+
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     """(leading special tokens, tokens of the text itself)."""
     ids = tokenizer(text).input_ids
@@ -120,6 +138,7 @@ class _Template:
     def __init__(self, tokenizer: Any, tools: list[Any] | None) -> None:
         self.text, self.tools = tokenizer.get_chat_template(tools=tools), tools
         self.marked, self.family = bool(MARKS.search(self.text)), family_of(self.text)
+        self.thought_key = thought_key(self.text)
         self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
         unknown = {None, tokenizer.unk_token_id}
         known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
@@ -129,7 +148,7 @@ class _Template:
         """(text, the spans that its generation marks cover, where asked for)"""
         try:
             rendered: Any = render_jinja_template(  # annotated as a string, returns two lists
-                conversations=[list(messages)],
+                conversations=[[self._readable(message) for message in messages]],
                 tools=self.tools,
                 chat_template=self.text,
                 **{**self._specials, **options},
@@ -140,6 +159,17 @@ class _Template:
             raise RowError(f"the chat template fails on it: {error}") from error
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
+
+    def _readable(self, message: Message) -> Message:
+        """The message with its thought under the key that the template reads, where it reads any."""
+        if len(message) == 2:
+            return message
+        if "tool_calls" in message and "tool_calls" not in self.text:
+            raise RowError("the chat template shows no tool calls")
+        kept = {key: value for key, value in message.items() if key not in ("label", "reasoning_content")}
+        if self.thought_key and "reasoning_content" in message:
+            kept[self.thought_key] = message["reasoning_content"]
+        return kept
 
     def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text and the characters [start, end) of each answer, its end of turn included."""
@@ -174,10 +204,24 @@ class _Template:
         if said < 0:
             raise RowError(f"the chat template does not show turn {index} as it is")
         stop = text.find(end, said + len(content))
-        between = "" if "tool_calls" in messages[index] else text[said + len(content) : stop].strip()
+        more = not content or "tool_calls" in messages[index]  # a thought alone, or calls, stand before the end
+        between = "" if more else text[said + len(content) : stop].strip()
         if stop < 0 or text.find(end, start, said) >= 0 or between:
             raise RowError(f"the chat template does not end turn {index} with {end}")
         return start, stop + len(end)
+
+
+def _labels(spans: list[tuple[int, int]], messages: Messages, last_turn: bool) -> list[tuple[int, int]]:
+    """The spans of answers that are learned. Raises RowError where that is none of them."""
+    wanted = [message.get("label", True) for message in messages if message["role"] == "assistant"]
+    if not all(wanted):
+        if len(spans) != len(wanted):
+            raise RowError(f"{len(spans)} of {len(wanted)} answers are marked: which of them is no label is not known")
+        spans = [span if label else (span[0], span[0]) for span, label in zip(spans, wanted, strict=True)]
+    spans = [(start, stop) for start, stop in (spans[-1:] if last_turn else spans) if stop > start]
+    if wanted and not spans:
+        raise RowError(NO_LABEL)
+    return spans
 
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:

@@ -34,6 +34,7 @@ from ctcdraft.train.prepare import FREE_REGENERATE, account_of, prepare, prepare
 from ctcdraft.train.toy_base import toy_base
 
 LONGEST_NAME = 200
+UNREAD_SHOWN = 12
 # What may differ between two commands that continue one run.
 FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft", "zero")
 FREE_DATA = ("show", "batch_size")
@@ -114,6 +115,10 @@ def get_data(config: TrainEntry, base: Base) -> Path:
     )
     if any(turns.values()) and not there:
         say(f"turns: {account_of(turns)}")
+    if count.get("unread") and not there:
+        most = [f"{repr(name)[1:-1][:60]} ({times:,})" for name, times in list(count["unread"].items())[:UNREAD_SHOWN]]
+        more = len(count["unread"]) - len(most)
+        say(f"not read: {', '.join(most)}{f' and {more} more, in {folder}/manifest.json' if more else ''}")
     if count["near_duplicates"]:
         say(
             f"data: {count['near_duplicates']} training rows nearly repeat an evaluation question; they are in "

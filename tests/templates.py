@@ -258,3 +258,14 @@ KNOWN = {
         "<s>Be kind.\n\nUSER: Hi!\nASSISTANT:[[ Hello.</s>]]\nUSER: Bye?\nASSISTANT:[[ So long.</s>]]\n",
     ),
 }
+
+
+def thinking(key):
+    """ChatML with calls and results of tools as Qwen writes them, and thoughts under that key of a message."""
+    return (
+        "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.KEY %}{{ '<think>' + message.KEY + '</think>' }}{% endif %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ).replace("KEY", key)

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,7 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import Rendered, render_all
+from ctcdraft.data.template import Rendered, render_all, unread_by_template
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.train.regenerate import LEAST_ROOM, continued, rewrite
@@ -31,7 +32,7 @@ def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Exa
     rejects: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal")
-        made = ExampleMaker(base, config, seed, journal, rejects, Counter(), "one record").examples([record])
+        made = ExampleMaker(base, config, seed, journal, rejects, Counter(), Counter(), "one record").examples([record])
         journal.close()
     if not made:
         raise ValueError(f"the record {record.id} cannot be used: {rejects[0]['reason']}")
@@ -52,10 +53,11 @@ class ExampleMaker:
         journal: Journal,
         rejects: list[dict[str, Any]],
         turns: Counter[str],
+        unread: Counter[str],
         title: str,
     ) -> None:
         self.base, self.config, self.seed, self.journal = base, config, seed, journal
-        self.rejects, self.turns, self.title = rejects, turns, title
+        self.rejects, self.turns, self.unread, self.title = rejects, turns, unread, title
         self.errors: list[str] = []
 
     def examples(self, records: Sequence[Record]) -> list[Example]:
@@ -84,8 +86,11 @@ class ExampleMaker:
         found: dict[str, list[Example]] = {chat.id: [] for chat in chats}
         for dialogue in dialogues:
             found[dialogue.conversation.id] += dialogue.examples(last_turn=config.last_turn)
+            self.unread.update(dialogue.unread)
             if dialogue.errors:
                 self.errors.append(dialogue.reason)
+        for chat in chats:
+            self.unread.update(unread_by_template(self.base.tokenizer, replace(chat, messages=())))
         for dialogue in dialogues[:: len(rewriting.temperatures)]:
             if not found[dialogue.conversation.id]:
                 self._reject(dialogue.conversation.id, dialogue.reason)
@@ -97,6 +102,7 @@ class ExampleMaker:
         for chat in chats:
             if any(m["role"] == "assistant" for m in chat.messages):
                 answered.append(chat)
+                self.unread.update(unread_by_template(self.base.tokenizer, chat))
             else:
                 self._reject(chat.id, "no answer to keep")
         rendered = render_all(self.base.tokenizer, answered, last_turn=self.config.last_turn)

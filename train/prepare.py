@@ -38,7 +38,7 @@ from ctcdraft.train.examples import ExampleMaker
 from ctcdraft.train.regenerate import Turns
 from ctcdraft.train.shards import GENERATED, SPLITS, DataConfig, Shard, asked_text, read_shards
 
-FORMAT = 3
+FORMAT = 4
 FREE = ("path", "batch_size", "features", "show")  # options that do not change what is prepared (a path's content does)
 FREE_REGENERATE = ("url", "concurrency", "retries", "timeout", "reject_errors")
 
@@ -147,7 +147,8 @@ def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int,
     """Everything that a shard gives, in files. Raises Unanswered where a server may yet answer what it has not."""
     rejects, turns, errors = shard.rejects, Counter[str](), list[str]()
     for split in SPLITS[:2]:
-        maker = ExampleMaker(base, config, seed, journal, rejects, turns, f"shard {shard.number}: base answers {split}")
+        title = f"shard {shard.number}: base answers {split}"
+        maker = ExampleMaker(base, config, seed, journal, rejects, turns, shard.unread, title)
         examples = maker.examples(shard.splits[split])
         save_corpus(folder / f"{split}.safetensors", examples)
         errors += maker.errors
@@ -158,6 +159,7 @@ def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int,
     asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
     write_jsonl(folder / "asked.jsonl", (row for row in asked if row["asked"]))
     account = {"read": shard.read, "rejected": len({r["row"] for r in rejects}), "turns": dict(turns)}
+    account["unread"] = dict(shard.unread)
     (folder / "account.json").write_text(json.dumps(account))
 
 
@@ -177,11 +179,12 @@ def _questions(heldout: list[Record]) -> list[dict[str, Any]]:
 
 def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: DataConfig) -> None:
     """All shards as one folder; the account is written last."""
-    accounts = [read_object(shard / "account.json", "read", "rejected", "turns") for shard in shards]
+    accounts = [read_object(shard / "account.json", "read", "rejected", "turns", "unread") for shard in shards]
     read, rejected = (sum(account[key] for account in accounts) for key in ("read", "rejected"))
-    turns: Counter[str] = Counter()
+    turns, unread = Counter[str](), Counter[str]()
     for account in accounts:
         turns.update(account["turns"])
+        unread.update(account["unread"])
     write_jsonl(fresh / "rejects.jsonl", (row for shard in shards for row in read_jsonl(shard / "rejects.jsonl")))
     heldout = [row for shard in shards for row in read_jsonl(shard / "heldout.jsonl")]
     questions = GENERATED[config.kind].questions() if config.kind in GENERATED else heldout
@@ -203,7 +206,7 @@ def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: Dat
     near = list(_near_duplicates(shards, questions))
     write_jsonl(fresh / "near_duplicates.jsonl", near)
     account = {"read": read, "used": read - rejected, "rejected": rejected, "heldout": len(heldout)}
-    account |= {"turns": dict(turns), "near_duplicates": len(near)}
+    account |= {"turns": dict(turns), "unread": dict(unread.most_common()), "near_duplicates": len(near)}
     manifest = {"base": base.identity, "options": masked(asdict(config)), **account, **counts}
     (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 

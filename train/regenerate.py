@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from ctcdraft.data.records import Conversation, Message
+from ctcdraft.data.messages import Message
+from ctcdraft.data.records import Conversation
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import prompt_ids, render_all
+from ctcdraft.data.template import NO_LABEL, Rendered, prompt_ids, render_all, thought_key
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import Continuation, continue_all
 from ctcdraft.model.sampling import Sampling
@@ -85,6 +87,8 @@ class Dialogue:
         self.prompt: list[int] = []
         self.reason = ""
         self.answered = self.refused = self.errors = self.skipped = 0
+        self.unread: list[str] = []
+        self._wanted = [m.get("label", True) for m in conversation.messages if m["role"] == "assistant"]
         self._left = [m for m in conversation.messages if m["role"] != "assistant"]
         self._done: list[Example] = []
         self._ids: list[int] = []
@@ -133,19 +137,40 @@ class Dialogue:
     def answer_text(self, answer: Answer) -> None:
         """What a server said behind `said`, tokenised as the template writes it."""
         conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
+        self.unread += (f"answer.{name.removeprefix('turn.')}" for name in answer.unread)
+        if "reasoning_content" in answer.message and not thought_key(self.base.tokenizer.get_chat_template()):
+            self.refuse("the answer comes with a thought, which the chat template does not show")
+            return
         (rendered,) = render_all(self.base.tokenizer, [conversation], last_turn=True)
         if isinstance(rendered, RowError) or not any(rendered.mask):
             self.refuse(str(rendered) if isinstance(rendered, RowError) else "the answer has no tokens")
             return
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
-        end -= answer.cut  # the end of turn is the template's, not the base's
+        if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
+            end = self._end_of_words(rendered, end, answer.message)
         self._extend(rendered.ids[:end], rendered.mask[:end], answer.message)
         if answer.cut:
             self._end(f"answer {self.answered} was cut")
 
+    def _end_of_words(self, rendered: Rendered, end: int, message: Message) -> int:
+        """Where the words of a cut answer end in the rendering, whose labels end at `end`."""
+        if message["content"] or "reasoning_content" not in message:
+            return end - 1
+        start, thought = rendered.mask.index(1), message["reasoning_content"].strip()
+
+        def length(stop: int) -> int:
+            return len(self.base.tokenizer.decode(rendered.ids[start:stop]))
+
+        whole = self.base.tokenizer.decode(rendered.ids[start:end])
+        return bisect_right(range(end), whole.find(thought) + len(thought), lo=start + 1, key=length) - 1
+
     def examples(self, *, last_turn: bool) -> list[Example]:
         """The sequences it gave: one, or several where the template rewrites what was said before."""
         self._flush()
+        if last_turn and not self._is_label(self.answered - 1):
+            self._done = []
+        if self.answered and not self._done:
+            self.reason = NO_LABEL
         if not last_turn or not self._done:
             return self._done
         ids, mask, labels = self._done[-1]
@@ -155,10 +180,15 @@ class Dialogue:
     def _extend(self, ids: list[int], mask: Sequence[int], message: Message) -> None:
         if ids[: len(self._ids)] != self._ids:
             self._flush()
-        self._mask += mask[len(self._mask) :]
+        new = mask[len(self._mask) :]
+        self._mask += new if self._is_label(self.answered) else [0] * len(new)
         self._ids = ids
         self.answered += 1
         self.said = [*self.said, message]
+
+    def _is_label(self, answer: int) -> bool:
+        """The row, where it has that answer, does not say that it is none."""
+        return all(self._wanted[answer : answer + 1])
 
     def _flush(self) -> None:
         if any(self._mask):

@@ -1,6 +1,7 @@
 """What is prepared, read as a stream of shards: rows that are worked on together."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -87,12 +88,14 @@ class DataConfig:
 
 
 class Shard(NamedTuple):
-    """Rows that are worked on together: how many were read, what can be used of them by split, what cannot."""
+    """Rows that are worked on together: how many were read, what can be used of them by split, what cannot, and how
+    often what stands in those that can has no known meaning."""
 
     number: int
     read: int
     splits: dict[str, list[Record]]
     rejects: list[dict[str, Any]]
+    unread: Counter[str]
 
 
 def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
@@ -119,6 +122,7 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
             shard.rejects.append({"row": name, "reason": str(error)})
         else:
             shard.splits[_split(record, config.holdout)].append(replace(record, id=name))
+            shard.unread.update(record.unread)
     yield shard
 
 
@@ -130,7 +134,7 @@ def _rows(config: DataConfig, seed: int) -> Iterator[tuple[str, Any]]:
 
 
 def _empty(number: int) -> Shard:
-    return Shard(number, 0, {split: [] for split in SPLITS}, [])
+    return Shard(number, 0, {split: [] for split in SPLITS}, [], Counter())
 
 
 def _split(record: Record, holdout: float) -> str:

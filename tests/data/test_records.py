@@ -28,7 +28,7 @@ def test_both_conversation_forms_give_the_same_messages():
         (turns(("human", "hi"), ("gpt", "  \n")), "is empty"),
         (turns(("human", "hi"), ("human", "there")), "turn 1 is from the user where the assistant is due"),
         (turns(("robot", "hi")), "unknown role 'robot'"),
-        (turns(("human", 7)), "is empty"),
+        (turns(("human", 7)), "turn 0 holds no text but a int"),
         (turns(("human", "\ud800")), "half a character"),
         ({"conversations": []}, "no list under"),
         ({"conversations": ["hi"]}, "turn 0 is no object"),
@@ -70,11 +70,91 @@ def test_tools_and_reasoning_survive():
         assert found.tools == [schema]
     assert [m["role"] for m in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert found.messages[1]["content"] == found.opening == "ab"
-    assert found.messages[2]["tool_calls"] == CALL["tool_calls"]
+    assert found.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     assert found.messages[3]["tool_call_id"] == "x"
     assert found.messages[4]["reasoning_content"] == "the tool said so"
     shares = conversation_of(turns(("human", "q"), ("function_call", "f()"), ("observation", "1"), ("gpt", "one")), 0)
     assert [m["role"] for m in shares.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def answered(question, answer, *before):
+    return (*before, {"role": "user", "content": question}, {"role": "assistant", "content": answer})
+
+
+def said_by_system(text):
+    return {"role": "system", "content": text}
+
+
+PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+NESTED = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "want", "unread"),
+    [
+        ({"prompt": "q", "completion": "a"}, answered("q", "a"), ()),
+        ({"prompt": "q", "response": "a", "source": "x"}, answered("q", "a"), ("source",)),
+        ({"prompt": PAIR[:1], "completion": PAIR[1:]}, answered("q", "a"), ()),
+        ({"prompt": [said_by_system("s"), *PAIR[:1]], "completion": "a"}, answered("q", "a", said_by_system("s")), ()),
+        ({"prompt": "q", "chosen": PAIR, "rejected": PAIR}, answered("q", "a"), ("rejected",)),
+        ({"chosen": PAIR, "rejected": PAIR}, answered("q", "a"), ("rejected",)),
+        ({"instruction": "q", "input": "", "output": "a"}, answered("q", "a"), ()),
+        ({"instruction": "q", "input": "on x", "output": "a"}, answered("q\non x", "a"), ()),
+        ({"instruction": "q", "context": "on x", "response": "a", "category": "c"}, answered("q\non x", "a"), ()),
+        ({"input": "q", "output": "a"}, answered("q", "a"), ()),
+        ({"question": "q", "answer": "a"}, answered("q", "a"), ()),
+        ({"query": "q", "response": "a"}, answered("q", "a"), ()),
+        ({"problem": "q", "solution": "a"}, answered("q", "a"), ()),
+        ({"instruction": "q", "output": "a", "history": [["b", "c"]]}, answered("b", "c") + answered("q", "a"), ()),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, answered("q", "a", said_by_system("s")), ()),
+        ({"system": "s", **NESTED}, answered("q", "a", said_by_system("s")), ()),
+        ({"system": "s", "messages": [said_by_system("s"), *PAIR]}, answered("q", "a", said_by_system("s")), ()),
+        (
+            {"system": "t", "messages": [said_by_system("s"), *PAIR]},
+            answered("q", "a", said_by_system("s")),
+            ("system (beside a system turn)",),
+        ),
+        ({"messages": json.dumps(PAIR)}, answered("q", "a"), ()),
+        (
+            {"messages": PAIR, "conversations": None, "prompt": None, "text": None, "system": None},
+            answered("q", "a"),
+            (),
+        ),
+        ({"messages": PAIR, "conversations": [], "prompt": "", "extra": []}, answered("q", "a"), ()),
+        ({"messages": PAIR, "prompt": "q"}, answered("q", "a"), ("prompt",)),
+        ({"turns": '["q", "r"]'}, ({"role": "user", "content": "q"}, {"role": "user", "content": "r"}), ()),
+        ({"turns": "[INST] q"}, ({"role": "user", "content": "[INST] q"},), ()),
+        ({"prompt": '["q", "r"]'}, ({"role": "user", "content": '["q", "r"]'},), ()),
+        (
+            {"question": "q", "reasoning": "hm", "answer": "a"},
+            (PAIR[0], {**PAIR[1], "reasoning_content": "hm"}),
+            (),
+        ),
+    ],
+)
+def test_every_convention_of_columns_is_read_and_what_is_not_is_named(row, want, unread):
+    found = conversation_of(row, 0)
+    assert found.messages == want
+    assert found.unread == unread
+
+
+def test_tools_are_schemas_whatever_their_column():
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string", "enum": None}}}}
+    want = json.loads(json.dumps(function).replace(', "enum": null', ""))
+    for tools, kept in (
+        ({"tools": [{"type": "function", "function": function}]}, want),
+        ({"tools": json.dumps([{"type": "function", "function": function}])}, function),
+        ({"tools": [json.dumps({"type": "function", "function": function})]}, function),
+        ({"tools": {"type": "function", "function": function}}, want),
+        ({"tools": [function]}, want),
+        ({"tools": [{"type": "function", **function}]}, want),
+        ({"functions": [function], "tools": None}, want),
+    ):
+        found = conversation_of({"messages": PAIR, **tools}, 0)
+        assert found.tools == [{"type": "function", "function": kept}]
+        assert not found.unread
+    for none in (None, "", "  ", "[]", "null", []):
+        assert conversation_of({"messages": PAIR, "tools": none}, 0).tools is None
 
 
 def messages(*pairs):
@@ -87,14 +167,17 @@ def messages(*pairs):
         (messages(("user", "q"), ("tool", "x")), "turn 1 is from the tool where the assistant is due"),
         (messages(("user", "q"), ("system", "x")), "turn 1 is from the system where the assistant is due"),
         (messages(("system", "a"), ("system", "x")), "starts with the system where the user is due"),
-        (messages(("user", float("nan"))), "is empty"),
+        (messages(("user", float("nan"))), "holds no text but a float"),
         (messages(("user", None)), "is empty"),
         (messages(("user", [{"type": "image_url"}])), r"a part that is no text \(image_url\)"),
         (messages(("user", [])), "is empty"),
         ({**messages(("user", "q")), "tools": "{"}, "'tools' is no JSON"),
         ({**messages(("user", "q")), "tools": "[1]"}, "'tools' is no list"),
-        ({"turns": []}, "no list of questions"),
-        ({"turns": [7]}, "is empty"),
+        ({"turns": []}, r"no question \(its columns: none\)"),
+        ({"turns": [7]}, "turn 0 holds no text but a int"),
+        ({"a": 1, "b": "x"}, r"no question \(its columns: a, b\)"),
+        ({"output": "x"}, "starts with the assistant"),
+        ({"prompt": "q", "history": ["a"]}, "'history' is no list of pairs"),
     ],
 )
 def test_an_unusable_message_says_why(row, reason):
@@ -105,6 +188,17 @@ def test_an_unusable_message_says_why(row, reason):
 def test_prompts_alone_are_conversations_without_answers():
     assert [m["role"] for m in conversation_of({"turns": ["a", "b"], "question_id": 81}, 0).messages] == ["user"] * 2
     assert conversation_of({"prompt": "a"}, 3).messages == ({"role": "user", "content": "a"},)
+
+
+def test_a_mask_is_read_under_any_of_its_names():
+    for mask in (
+        {"loss_mask": [0, 1]},
+        {"completion_mask": [0, 1]},
+        {"assistant_masks": [0, 1]},
+        {"labels": [-100, 6]},
+    ):
+        found = tokens_of({"input_ids": [5, 6], **mask, "attention_mask": [1, 1], "text": None}, 0)
+        assert (found.ids, found.mask, found.unread) == ([5, 6], [0, 1], ("attention_mask",))
 
 
 def test_tokens_come_with_a_mask_that_fits():
@@ -127,8 +221,11 @@ def test_the_kind_says_which_forms_a_row_may_have():
         "Conversation": turns(("human", "hi"), ("gpt", "hello")),
         "Tokens": {"input_ids": [5, 6], "loss_mask": [0, 1]},
     }
+    union = {"text": None, "conversations": None, "messages": None, "input_ids": None, "loss_mask": None}
     for name, row in forms.items():
         assert type(record_of(row, "0", "mixed")).__name__ == name
+        assert record_of(union | row, "0", "mixed") == record_of(row, "0", "mixed")
+    assert type(record_of({**forms["Conversation"], "text": "rendered"}, "0", "mixed")).__name__ == "Conversation"
     assert type(record_of("bare", "0", "mixed")).__name__ == "Text"
     with pytest.raises(RowError):
         record_of(forms["Text"], "0", "sharegpt")

@@ -6,7 +6,7 @@ from bases import TEMPLATE, tiny_tokenizer
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import family_of, prompt_ids, render, render_all
+from ctcdraft.data.template import family_of, prompt_ids, render, render_all, thought_key, unread_by_template
 from ctcdraft.model.base import PLAIN_TEMPLATE, VICUNA_TEMPLATE
 
 CHAT = [
@@ -192,3 +192,54 @@ def test_cuts_lie_in_the_text_and_within_the_lengths():
 def test_a_text_too_short_to_continue_gives_no_prompt():
     assert list(cut_prompts(tiny_tokenizer(), "abc", (5, 20), 2, (0,))) == []
     assert [len(c) for c in cut_prompts(tiny_tokenizer(), "abcdef", (5, 20), 2, (0,))] == [5, 5]
+
+
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+THOUGHTFUL = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "content": "noon"},
+    {"role": "assistant", "content": "cd", "reasoning_content": "so"},
+]
+IM = ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_a_thought_is_shown_under_the_key_that_the_template_reads(key):
+    tokenizer = tiny_tokenizer(templates.thinking(key), IM)
+    assert thought_key(tokenizer.chat_template) == key
+    assert unread_by_template(tokenizer, Conversation("", tuple(THOUGHTFUL), [CALL])) == []
+    want = (
+        "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n[[<think>hm</think><call>"
+        '{"name": "clock", "arguments": {"zone": "UTC"}}</call><|im_end|>]]\n<|im_start|>tool\nnoon<|im_end|>\n'
+        "<|im_start|>assistant\n[[<think>so</think>cd<|im_end|>]]\n"
+    )
+    assert shown(tokenizer, render(tokenizer, THOUGHTFUL)) == want
+
+
+def test_what_a_template_does_not_show_is_named_and_calls_are_refused():
+    tokenizer = tiny_tokenizer(templates.CHATML, IM)
+    assert thought_key(templates.CHATML) is None
+    spoken = Conversation("", (THOUGHTFUL[0], THOUGHTFUL[3]), [CALL])
+    assert unread_by_template(tokenizer, spoken) == [
+        "the thought of a turn (the template shows none)",
+        "tools (the template shows none)",
+    ]
+    assert unread_by_template(tokenizer, Conversation("", tuple(CHAT))) == []
+    with pytest.raises(RowError, match="the chat template shows no tool calls"):
+        render(tokenizer, THOUGHTFUL)
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.thinking("thinking"), TEMPLATE])
+def test_an_answer_that_is_not_to_be_learned_is_read_and_has_no_label(template):
+    tokenizer = tiny_tokenizer(template, IM)
+    whole = shown(tokenizer, render(tokenizer, CHAT))
+    end = "</s>" if template is TEMPLATE else "<|im_end|>"
+    for off, gone in ((1, f"cd{end}"), (3, f"f{end}")):
+        chat = [message | ({"label": False} if i == off else {}) for i, message in enumerate(CHAT)]
+        assert shown(tokenizer, render(tokenizer, chat)) == whole.replace(f"[[{gone}]]", gone)
+    (last,) = render_all(tokenizer, [Conversation("", tuple(chat))], last_turn=True)
+    assert "none of its answers is to be learned" in str(last)
+    none = [message | ({"label": False} if message["role"] == "assistant" else {}) for message in CHAT]
+    with pytest.raises(RowError, match="none of its answers is to be learned"):
+        render(tokenizer, none)

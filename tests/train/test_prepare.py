@@ -124,6 +124,40 @@ def test_nothing_usable_is_an_error_that_names_a_reason(chat_base, tmp_path):
         prepared(chat_base, tmp_path, [1, 2])
 
 
+def test_what_has_no_known_meaning_is_counted_once_by_its_name(chat_base, tmp_path):
+    rows = [row | {"source": "x", "empty": None} for row in conversations(10)]
+    rows[3]["conversations"][0]["timestamp"] = 7
+    rows.append({"conversations": [], "lost": 1})
+    for labels in ("rewrite", "argmax"):
+        folder = prepared(chat_base, tmp_path, rows, labels=labels, shard_rows=4)
+        assert read_manifest(folder)["unread"] == {"source": 10, "turn.timestamp": 1}
+    assert read_manifest(prepared(chat_base, tmp_path, conversations(10)))["unread"] == {}
+    rows = [row | {"tools": [{"name": "clock"}]} for row in conversations(10)]
+    for labels in ("rewrite", "argmax"):
+        folder = prepared(chat_base, tmp_path, rows, labels=labels)
+        used = 10 - sum(1 for _ in read_jsonl(folder / "heldout.jsonl"))
+        assert read_manifest(folder)["unread"] == {"tools (the template shows none)": used}
+
+
+@pytest.mark.parametrize("labels", ["argmax", "given"])
+def test_an_answer_of_no_weight_is_read_and_has_no_label(chat_base, tmp_path, labels):
+    rows = conversations(10)
+    for row in rows:
+        row["conversations"][1]["weight"] = 0
+    rows[9]["conversations"][3]["train"] = False
+    whole = prepared(chat_base, tmp_path, conversations(10), labels=labels, holdout=0.01)
+    folder = prepared(chat_base, tmp_path, rows, labels=labels, holdout=0.01)
+    assert [reject["row"] for reject in read_jsonl(folder / "rejects.jsonl")] == ["9"]
+    assert "none of its answers is to be learned" in read_jsonl(folder / "rejects.jsonl")[0]["reason"]
+    corpus, want = load_corpus(folder, "train"), load_corpus(whole, "train")
+    for i in range(len(corpus)):
+        mask = [int(m) for m in want[i].mask]
+        first = mask.index(1)
+        mask[first : mask.index(0, first)] = [0] * (mask.index(0, first) - first)
+        assert corpus[i].ids.tolist() == want[i].ids.tolist()
+        assert corpus[i].mask.tolist() == mask
+
+
 def test_equal_rows_are_used_once(chat_base, tmp_path):
     rows = conversations(10)
     folder = prepared(chat_base, tmp_path, [*rows, {**rows[3], "id": "other"}])
@@ -268,7 +302,7 @@ def test_the_malformed_rows_of_a_file_are_counted_and_cost_no_other(chat_base, t
     manifest = read_manifest(folder)
     assert (manifest["read"], manifest["used"], manifest["rejected"]) == (32, 24, 8)
     reasons = [row["reason"] for row in read_jsonl(folder / "rejects.jsonl")]
-    wanted = ("no JSON", "MiB", "not UTF-8", "is empty", "a float", "nested", "no list under", "a list")
+    wanted = ("no JSON", "MiB", "not UTF-8", "but a float", "a float", "nested", "no list under", "a list")
     for reason, want in zip(reasons, wanted, strict=True):
         assert want in reason
 

@@ -17,7 +17,7 @@ from ctcdraft.data.store import Journal, load_corpus
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import regenerate as stage
 from ctcdraft.train.prepare import prepare
-from ctcdraft.train.regenerate import RegenerateConfig, rewrite
+from ctcdraft.train.regenerate import Dialogue, RegenerateConfig, rewrite
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,24 @@ def test_nothing_follows_a_tool_that_the_base_may_not_have_called(base, tmp_path
     assert (turns.asked, turns.answered, turns.skipped) == (2, 1, 1)
     assert dialogue.reason == "answer 1 was cut" or "same tool" in dialogue.reason
     assert len(dialogue.examples(last_turn=False)) == 1
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_an_answer_that_is_not_to_be_learned_is_rewritten_and_has_no_label(base, off):
+    chat = said("user", "assistant", "user", "assistant")
+    chat.messages[2 * off + 1]["label"] = False
+    dialogue = Dialogue(base, chat, 0.0, 0)
+    prompts, answers = [], ([70, 71, base.eos_ids[0]], [72, base.eos_ids[0]])
+    for answer in answers:
+        assert dialogue.next_prompt()
+        prompts.append(dialogue.prompt)
+        dialogue.answer(answer)
+    (example,) = dialogue.examples(last_turn=False)
+    assert example.ids == [*prompts[1], *answers[1]]
+    start = len(prompts[1 - off])
+    assert [i for i, m in enumerate(example.mask) if m] == list(range(start, start + len(answers[1 - off])))
+    last = dialogue.examples(last_turn=True)
+    assert last == ([] if off else [example])
 
 
 def test_prompts_alone_are_answered_in_turn(base, tmp_path):

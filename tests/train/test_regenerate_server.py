@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import templates
+from bases import tiny_tokenizer, write_base
 from chat_server import FAULTS, Handler, Server
 from regeneration import FORK, all_equal, config_of, conversations, done, lines, work_of
 
@@ -240,3 +242,84 @@ def test_requests_carry_what_was_asked_for(base, tmp_path):
         prepare(base, config_of(tmp_path, 12, regenerate=through(server)), 0, tmp_path / "b")
         assert {body["model"] for body in server.bodies} == {"tiny"}
         assert not any("seed" in body for body in server.bodies)
+
+
+ASKED = [{"turns": [f"ask {i}"]} for i in range(9)]
+CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+
+
+@pytest.fixture(scope="module")
+def thinking_base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("thinking") / "b"
+    write_base(folder, context=512, vocab_size=262)
+    tiny_tokenizer(templates.thinking("thinking"), ("<|im_start|>", "<|im_end|>")).save_pretrained(folder)
+    return load_base(str(folder))
+
+
+def labels_of(base, tmp_path, monkeypatch, message, finish="stop", rows=ASKED):
+    """(the labels of the first sequence as text, its manifest, what the server was asked) where it says that."""
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": finish}
+    monkeypatch.setattr(Handler, "_answer", lambda *_: json.dumps({"choices": [choice]}).encode())
+    with serving(base) as server:
+        folder = prepare(base, config_of(tmp_path, rows=rows, regenerate=through(server)), 0, tmp_path / "cache")
+    ids, mask, _ = load_corpus(folder, "train")[0]
+    return base.tokenizer.decode(ids[mask == 1].tolist()), read_manifest(folder), server.bodies
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_servers_thought_is_a_label_whatever_the_server_calls_it(thinking_base, tmp_path, monkeypatch, key):
+    message = {"content": "hello", key: "let me see", "annotations": [], "audio": None, "provider": "x"}
+    labels, manifest, _ = labels_of(thinking_base, tmp_path, monkeypatch, message)
+    assert labels == "<think>let me see</think>hello<|im_end|>"
+    assert set(manifest["unread"]) == {"answer.provider"}
+
+
+@pytest.mark.parametrize("said", [{"tool_calls": [CALL]}, {"function_call": CALL["function"]}])
+def test_a_servers_call_is_a_label_as_the_template_writes_it(thinking_base, tmp_path, monkeypatch, said):
+    message = {"content": None, "reasoning": "hm", **said}
+    labels, _, _ = labels_of(thinking_base, tmp_path, monkeypatch, message, next(iter(said)))
+    assert labels == '<think>hm</think><call>{"name": "clock", "arguments": {"zone": "UTC"}}</call><|im_end|>'
+
+
+def test_a_servers_own_answer_goes_back_to_it_as_openai_writes_it(thinking_base, tmp_path, monkeypatch):
+    rows = [{"turns": [f"ask {i}", "again"]} for i in range(9)]
+    message = {"content": "", "reasoning": "hm", "tool_calls": [CALL]}
+    _, _, bodies = labels_of(thinking_base, tmp_path, monkeypatch, message, rows=rows)
+    sent = next(body["messages"][1] for body in bodies if len(body["messages"]) == 3)
+    assert sent == {
+        "role": "assistant",
+        "content": "",
+        "reasoning": "hm",
+        "reasoning_content": "hm",
+        "tool_calls": [CALL],
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "labels"),
+    [
+        ({"content": "hello", "reasoning": "hm"}, "<think>hm</think>hello"),
+        ({"content": None, "reasoning": "let me think"}, "<think>let me think"),
+    ],
+)
+def test_labels_of_a_cut_answer_are_its_own_words(thinking_base, tmp_path, monkeypatch, message, labels):
+    assert labels_of(thinking_base, tmp_path, monkeypatch, message, "length")[0] == labels
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "what the answer gives to f is no JSON"),
+        ({"content": [{"type": "audio", "data": "x"}]}, "the answer holds a part that is no text"),
+    ],
+)
+def test_what_a_server_says_in_no_form_that_is_known_is_refused_once(
+    thinking_base, tmp_path, monkeypatch, message, reason
+):
+    with pytest.raises(ValueError, match=f"7 of 7 requests were refused .*{reason}"):
+        labels_of(thinking_base, tmp_path, monkeypatch, message, rows=[{"turns": [f"ask {i}"]} for i in range(9)])
+
+
+def test_a_thought_that_the_template_does_not_show_is_no_label(base, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="a thought, which the chat template does not show"):
+        labels_of(base, tmp_path, monkeypatch, {"content": "hello", "reasoning": "hm"})

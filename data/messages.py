@@ -1,0 +1,248 @@
+"""Messages as files and servers write them, read once into one form.
+
+`{"role", "content"}`, both text, and where there is such: of an answer `reasoning_content` (the thought before it),
+`tool_calls` (`{"type": "function", "function": {"name", "arguments": <object>}}`, some with `id`) and `label: False`
+(it is read, but not learned); of a tool's result `tool_call_id`; of any `name`.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ctcdraft.data.sources import RowError
+
+Message = dict[str, Any]
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+CALLING_ROLES = ("function_call", "tool_call")  # their content is a call, as JSON text
+ROLE_KEYS = ("from", "role")
+CONTENT_KEYS = ("value", "content")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+CALL_KEYS = ("tool_calls", "function_call")
+ARGUMENT_KEYS = ("arguments", "input", "parameters")
+LABEL_KEYS = ("weight", "train", "training", "trainable", "loss")  # OpenAI, axolotl, ms-swift: 0 or false is no label
+PARTS = {  # the types of a content's parts, as OpenAI, Anthropic and Mistral have them, and what they hold
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "thinking": "thought",
+    "reasoning": "thought",
+    "tool_use": "call",
+    "tool_result": "result",
+}
+PART_KEYS = ("text", "thinking", "reasoning", "content", "summary")
+
+
+def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
+    """The messages in a turn: one, with the results of tools before it that are parts of it.
+
+    unread: gets the names of the keys that have no known meaning. Null keys are absent keys. Raises RowError.
+    """
+    if not isinstance(turn, dict):
+        raise RowError(f"{where} is no object")
+    left = filled(without_nulls(turn))
+    word = taken(left, ROLE_KEYS)
+    role = ROLES.get(word.lower()) if isinstance(word, str) else None
+    if role is None:
+        raise RowError(f"{where} has the unknown role {word!r}")
+    content = taken(left, CONTENT_KEYS)
+    if word.lower() in CALLING_ROLES and isinstance(content, str) and content.lstrip().startswith(("{", "[")):
+        left["function_call"], content = content, None
+    if role == "tool":
+        content = _result_text(content)
+    found = _Parts(content, where, unread)
+    message: Message = {"role": role, "content": found.text}
+    if role == "assistant":
+        thought = found.thought or _Parts(taken(left, THOUGHT_KEYS), f"the thought of {where}", unread).text
+        calls = [*found.calls, *_read_calls(taken(left, CALL_KEYS), where, unread)]
+        message |= {"reasoning_content": thought} if thought.strip() else {}
+        message |= {"tool_calls": calls} if calls else {}
+    if (found.thought or found.calls) if role != "assistant" else found.results:
+        raise RowError(f"{where} is from the {role} and holds parts of another's turn")
+    if not _is_label(left, role, unread) and role == "assistant":
+        message["label"] = False
+    for key in ("name", *(("tool_call_id",) if role == "tool" else ())):
+        if isinstance(left.get(key), str):
+            message[key] = left.pop(key)
+    unread += [f"turn.{key}" for key in left]
+    messages = [*found.results, message] if found.text or not found.results else found.results
+    for each in messages:
+        encodable(each["content"], where)
+        if len(each) > 2:
+            encodable(json.dumps(each, ensure_ascii=False), where)
+    return messages
+
+
+def read_tools(tools: Any) -> list[Any] | None:
+    """Schemas `{"type": "function", "function": {...}}`, given as objects or as JSON text. Raises RowError."""
+    tools = from_json(tools.strip() or "null", "'tools'") if isinstance(tools, str) else without_nulls(tools)
+    if not tools:
+        return None
+    tools = tools if isinstance(tools, list) else [tools]
+    tools = [from_json(tool, "'tools'") if isinstance(tool, str) else tool for tool in tools]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowError("'tools' is no list of objects")
+    encodable(json.dumps(tools, ensure_ascii=False), "'tools'")
+    return [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in tools
+    ]
+
+
+def for_server(message: Message) -> Message:
+    """A message as OpenAI's API has it: arguments are JSON text. vLLM reads a thought as `reasoning` since 0.16, and as
+    `reasoning_content` before (vllm#38488): it gets both."""
+    sent = {key: value for key, value in message.items() if key != "label"}
+    if "reasoning_content" in sent:
+        sent["reasoning"] = sent["reasoning_content"]
+    if "tool_calls" in sent:
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in sent["tool_calls"]
+        ]
+    return sent
+
+
+def filled(found: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that hold nothing: a union of schemas (Parquet, Arrow) puts null ones everywhere."""
+    return {key: value for key, value in found.items() if value is not None and value not in ("", [], {})}
+
+
+def without_nulls(found: Any) -> Any:
+    """Null keys are absent keys, at every depth."""
+    if isinstance(found, dict):
+        return {key: without_nulls(value) for key, value in found.items() if value is not None}
+    return [without_nulls(value) for value in found] if isinstance(found, list) else found
+
+
+def taken(left: dict[str, Any], keys: Iterable[str]) -> Any:
+    """What stands under the first of the keys that is there, taken out, with others that hold the same."""
+    value = next((left[key] for key in keys if key in left), None)
+    for key in keys:
+        if key in left and left[key] == value:
+            del left[key]
+    return value
+
+
+def from_json(text: str, where: str) -> Any:
+    """Raises RowError where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RowError(f"{where} is no JSON") from None
+
+
+def encodable(text: str, where: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{where} holds half a character (a lone surrogate) at {error.start}") from error
+    return text
+
+
+class _Parts:
+    """A content: text, or a list of parts, as chat APIs have them."""
+
+    def __init__(self, content: Any, where: str, unread: list[str]) -> None:
+        self.text = self.thought = ""
+        self.calls: list[Any] = []
+        self.results: list[Message] = []
+        self.where, self.unread = where, unread
+        if isinstance(content, str):
+            self.text = content
+            return
+        for part in content if isinstance(content, list) else [] if content is None else [content]:
+            self._read({"text": part} if isinstance(part, str) else part)
+
+    def _read(self, part: Any) -> None:
+        if not isinstance(part, dict):
+            raise RowError(f"{self.where} holds no text but a {type(part).__name__}")
+        left = dict(part)
+        name = left.pop("type", "text")
+        kind = PARTS.get(name) if isinstance(name, str) else None
+        if kind == "call":
+            self.calls += _read_calls(part, self.where, self.unread)
+            return
+        value = taken(left, PART_KEYS)
+        if kind == "result":
+            identity = taken(left, ("tool_use_id", "tool_call_id"))
+            text = _Parts(_result_text(value), self.where, self.unread).text
+            self.results.append({"role": "tool", "content": text} | ({"tool_call_id": identity} if identity else {}))
+        elif kind is None or value is None:
+            raise RowError(f"{self.where} holds a part that is no text ({name if 'type' in part else 'no text'})")
+        elif kind == "thought":
+            self.thought += _Parts(value, self.where, self.unread).text
+        elif isinstance(value, str):
+            self.text += value
+        else:
+            raise RowError(f"{self.where} holds no text but a {type(value).__name__}")
+        self.unread += [f"turn.content.{key}" for key in filled(left)]
+
+
+def _result_text(content: Any) -> Any:
+    """What a tool gave, where that is no text and no parts, as JSON text."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if parts and all(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
+        return content
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _read_calls(calls: Any, where: str, unread: list[str]) -> list[Any]:
+    """Calls: one or a list, objects or JSON text; OpenAI's, its older `function_call`, Anthropic's `tool_use`."""
+    calls = from_json(calls, f"the call of {where}") if isinstance(calls, str) else calls
+    return [_read_call(call, where, unread) for call in (calls if isinstance(calls, list) else [calls]) if call]
+
+
+def _read_call(call: Any, where: str, unread: list[str]) -> dict[str, Any]:
+    left = dict(call) if isinstance(call, dict) else {}
+    function = left.pop("function", left)
+    name = function.pop("name", None) if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RowError(f"{where} calls a tool without a name")
+    arguments = taken(function, ARGUMENT_KEYS)
+    if isinstance(arguments, str):
+        arguments = from_json(arguments.strip() or "{}", f"what {where} gives to {name}")
+    if not isinstance(arguments, dict | None):
+        raise RowError(f"what {where} gives to {name} is no JSON object")
+    identity = {"id": left.pop("id")} if isinstance(left.get("id"), str) else {}
+    unread += [f"turn.tool_calls.{key}" for key in filled({**left, **function}) if key not in ("type", "index")]
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _is_label(left: dict[str, Any], role: str, unread: list[str]) -> bool:
+    """Nothing says that this turn is none. A weight between 0 and 1, or one on a turn that is no answer, is unread."""
+    found = {key: left.pop(key) for key in LABEL_KEYS if key in left}
+    for key, value in found.items():
+        if isinstance(value, (int, float)) and value and (role != "assistant" or value != 1):
+            unread.append(f"turn.{key}={value}")
+        elif not isinstance(value, (int, float)):
+            left[key] = value
+    return not any(isinstance(value, (int, float)) and not value for value in found.values())
