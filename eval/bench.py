@@ -12,7 +12,7 @@ from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import prompt_ids
-from ctcdraft.eval.rows import benchmark_rows, category_of, row_id, user_turns
+from ctcdraft.eval.rows import benchmark_rows, category_of, row_id, system_and_tools, user_turns
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.sampling import Sampling
 
@@ -72,23 +72,26 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Question:
-    """Either user turns to be answered in order, or one prompt of tokens; `stop` are strings that end an answer."""
+    """Either user turns to be answered in order, behind a system turn and with tools where there are such, or one
+    prompt of tokens; `stop` are strings that end an answer."""
 
     id: str
     category: str
     turns: tuple[str, ...] = ()
     prompt: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    system: str | None = None
+    tools: list[Any] | None = field(default=None, hash=False)
 
     def prompts(self, base: Base) -> Generator[list[int], list[int], None]:
         """Token prompts, one per turn. Send each turn's answer (tokens) back in before the next."""
         if self.prompt:
             yield list(self.prompt)
             return
-        messages: list[dict[str, str]] = []
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns:
             messages.append({"role": "user", "content": turn})
-            answer = yield prompt_ids(base.tokenizer, messages)
+            answer = yield prompt_ids(base.tokenizer, messages, self.tools)
             text = base.tokenizer.decode(answer, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
 
@@ -145,8 +148,9 @@ def _asked(config: BenchConfig, base: Base, row: Any, number: int) -> Question:
     try:
         turns = user_turns(config.kind, row)
         name, category = row_id(row, number), category_of(config.kind, row)
+        system, tools = system_and_tools(row)
     except RowError as error:
         raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
     if config.kind == "humaneval" and base.plain_template:  # no chat model: the code itself is to be continued
         return Question(name, category, prompt=tuple(base.tokenizer(turns[0]).input_ids), stop=FUNCTION_ENDS)
-    return Question(name, category, turns)
+    return Question(name, category, turns, system=system, tools=tools)

@@ -5,13 +5,12 @@ instruction and no examples before it, and follow-up turns come after the model'
 those projects write them for every benchmark, are taken everywhere.
 """
 
-import glob
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from ctcdraft.data.records import encodable
-from ctcdraft.data.sources import RowError, check_source, read_rows, source_hash
+from ctcdraft.data.messages import encodable, filled, read_tools, taken
+from ctcdraft.data.records import SYSTEM, TOOLS, turns_of_text
+from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
 
 FIELDS = {
     "mt_bench": ("turns", "prompt"),
@@ -36,7 +35,7 @@ def questions_hash(path: str | None) -> str | None:
 
 
 def _is_local(path: str) -> bool:
-    return any(Path(file).is_file() for file in glob.glob(str(Path(path).expanduser())))
+    return any(file.is_file() for file in local_files(path))
 
 
 def _hub_rows(kind: str, name: str) -> Iterator[Any]:
@@ -56,15 +55,27 @@ def user_turns(kind: str, row: Any) -> tuple[str, ...]:
     if isinstance(row, RowError):
         raise row
     fields = FIELDS.get(kind, ("turns",))
-    found = next((row[key] for key in fields if key in row), None) if isinstance(row, dict) else None
+    row = filled(row) if isinstance(row, dict) else {}
+    found = next((row[key] for key in fields if key in row), None)
     if isinstance(found, list) and found and all(isinstance(m, dict) for m in found):  # messages: the first question
         found = next((m.get("content") for m in found if m.get("role") == "user"), None)
     turns = [found] if isinstance(found, str) else found
+    if "turns" in fields and found is row.get("turns") and isinstance(found, str):
+        turns = turns_of_text(found)
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise RowError(f"no text under {' or '.join(repr(key) for key in fields)}")
     if kind in ONE_TURN and len(turns) > 1:
         raise RowError(f"{len(turns)} turns, where {kind} asks one question")
     return tuple(encodable(turn, "a turn") for turn in turns)
+
+
+def system_and_tools(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
+    """What stands before the user's turns. Raises RowError where it is no text, or no list of tools."""
+    left = filled(row)
+    system = taken(left, SYSTEM)
+    if not isinstance(system, str | None):
+        raise RowError(f"the system column holds no text but a {type(system).__name__}")
+    return encodable(system or "", "the system column") or None, read_tools(taken(left, TOOLS))
 
 
 def row_id(row: dict[str, Any], number: int) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,19 @@ def _questions(heldout: list[Record]) -> list[dict[str, Any]]:
         if isinstance(record, Text):
             rows.append({"question_id": record.id, "category": "text", "text": record.text})
         elif isinstance(record, Conversation):
-            turns = [m["content"] for m in record.messages if m["role"] == "user"]
-            rows.append({"question_id": record.id, "category": "chat", "turns": turns[:2]})
+            rows.append({"question_id": record.id, "category": "chat", **_asked(record)})
         elif isinstance(record, Tokens) and record.prompt:
             rows.append({"question_id": record.id, "category": "chat", "input_ids": record.prompt})
     return rows
+
+
+def _asked(chat: Conversation) -> dict[str, Any]:
+    """The first two user turns up to a tool's result (the base need not call it), the system turn and the tools."""
+    messages = list(takewhile(lambda message: message["role"] != "tool", chat.messages))
+    asked: dict[str, Any] = {"turns": [m["content"] for m in messages if m["role"] == "user"][:2]}
+    if messages[0]["role"] == "system":
+        asked["system"] = messages[0]["content"]
+    return asked | ({"tools": chat.tools} if chat.tools else {})
 
 
 def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: DataConfig) -> None:

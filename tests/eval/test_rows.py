@@ -6,6 +6,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import templates
 from bases import write_base
 
 from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions
@@ -49,6 +50,29 @@ def test_spec_bench_counts_the_eight_categories_of_mt_bench_as_one_task(chat_bas
     want = [("81", "mt_bench", ("a", "b")), ("161", "translation", ("c",)), ("241", "math_reasoning", ("d",))]
     assert [asked(q) for q in found] == want
     assert asked(load(chat_base, "mt_bench", tmp_path / "question.jsonl")[0]) == ("81", "writing", ("a", "b"))
+
+
+def test_turns_in_json_text_are_turns(chat_base, tmp_path):
+    rows = [{"question_id": 1, "turns": '["a b", "c d"]'}, {"question_id": 2, "turns": "[INST] a"}]
+    found = load(chat_base, "mt_bench", written(tmp_path / "q.jsonl", rows))
+    assert [question.turns for question in found] == [("a b", "c d"), ("[INST] a",)]
+
+
+def test_a_question_keeps_its_system_turn_and_its_tools(tmp_path):
+    base = load_base(str(write_base(tmp_path / "b", template=templates.thinking("thinking"))))
+    tool = {"type": "function", "function": {"name": "clock"}}
+    rows = [{"question_id": 1, "system": "be kind", "tools": json.dumps([tool]), "turns": ["a", "b"]}]
+    (question,) = load(base, "mt_bench", written(tmp_path / "q.jsonl", rows))
+    prompts = question.prompts(base)
+    first = base.tokenizer.decode(next(prompts))
+    want = (
+        f"<|im_start|>tools\n{json.dumps([tool])}<|im_end|>\n<|im_start|>system\nbe kind<|im_end|>\n"
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert first == want
+    second = base.tokenizer.decode(prompts.send(base.tokenizer("c").input_ids))
+    assert second == f"{want}c<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert hash(question) == hash(question)
 
 
 def test_a_few_questions_are_of_all_categories(chat_base, tmp_path):

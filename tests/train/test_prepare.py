@@ -158,6 +158,22 @@ def test_an_answer_of_no_weight_is_read_and_has_no_label(chat_base, tmp_path, la
         assert corpus[i].mask.tolist() == mask
 
 
+def test_a_heldout_question_keeps_its_system_turn_and_tools_and_ends_before_a_tools_result(chat_base, tmp_path):
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    rows = [{"system": "be kind", "tools": json.dumps(tools), **row} for row in conversations(30)]
+    folder = prepared(chat_base, tmp_path, rows, labels="given")
+    questions = read_jsonl(folder / "heldout.jsonl")
+    assert questions
+    assert all((q["system"], q["tools"], len(q["turns"])) == ("be kind", tools, 2) for q in questions)
+    loaded = load_questions(BenchConfig("heldout"), chat_base, folder, 0)
+    assert all((q.system, q.tools) == ("be kind", tools) for q in loaded)
+    for row in rows:
+        row["conversations"].insert(2, {"from": "tool", "value": "noon"})
+        row["conversations"].insert(3, {"from": "gpt", "value": "so"})
+    questions = read_jsonl(prepared(chat_base, tmp_path, rows, labels="given") / "heldout.jsonl")
+    assert all(len(q["turns"]) == 1 for q in questions)
+
+
 def test_equal_rows_are_used_once(chat_base, tmp_path):
     rows = conversations(10)
     folder = prepared(chat_base, tmp_path, [*rows, {**rows[3], "id": "other"}])
