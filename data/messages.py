@@ -37,6 +37,7 @@ ROLES = {
     "function_response": "tool",
 }
 CALLING_ROLES = ("function_call", "tool_call")  # their content is a call, as JSON text
+PLAIN_ROLES = ROLES.keys() - set(CALLING_ROLES)
 ROLE_KEYS = ("from", "role")
 CONTENT_KEYS = ("value", "content")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -62,6 +63,11 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     """
     if not isinstance(turn, dict):
         raise RowError(f"{where} is no object")
+    word, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if (
+        len(turn) == 2 and isinstance(word, str) and isinstance(content, str) and word in PLAIN_ROLES
+    ):  # nearly every turn
+        return [{"role": ROLES[word], "content": encodable(content, where)}]
     left = filled(without_nulls(turn))
     word = taken(left, ROLE_KEYS)
     role = ROLES.get(word.lower()) if isinstance(word, str) else None

@@ -140,6 +140,19 @@ def test_null_keys_are_absent_and_unknown_ones_are_named():
     assert read_turn({"from": "GPT", "role": None, "value": "a", "content": None}, "", []) == read({"content": "a"})[0]
 
 
+def test_a_plain_turn_is_read_as_one_with_more_keys():
+    for turn in (
+        {"content": "user", "role": "gpt"},
+        {"value": "user", "from": "model"},
+        {"role": "ai", "value": "user"},
+    ):
+        for more in ({}, {"weight": None}):
+            assert read_turn({**turn, **more}, "", []) == [{"role": "assistant", "content": "user"}]
+    for turn, word in (({"role": ["a"], "content": "q"}, r"\['a'\]"), ({"role": "user", "from": "q"}, "'q'")):
+        with pytest.raises(RowError, match=f"unknown role {word}"):
+            read_turn(turn, "", [])
+
+
 def test_a_server_gets_what_openai_defines():
     message = answer(tool_calls=[{"id": "x", **CALL}], reasoning_content="hm", label=False)
     sent = for_server(message)
