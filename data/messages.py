@@ -63,10 +63,9 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     """
     if not isinstance(turn, dict):
         raise RowError(f"{where} is no object")
+    # nearly every turn is plain
     word, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if (
-        len(turn) == 2 and isinstance(word, str) and isinstance(content, str) and word in PLAIN_ROLES
-    ):  # nearly every turn
+    if len(turn) == 2 and isinstance(word, str) and isinstance(content, str) and word in PLAIN_ROLES:
         return [{"role": ROLES[word], "content": encodable(content, where)}]
     left = filled(without_nulls(turn))
     word = taken(left, ROLE_KEYS)

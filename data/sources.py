@@ -22,6 +22,7 @@ import pyarrow
 from pyarrow import ipc, parquet
 
 CHUNK = 1 << 20
+LONGEST_REASON = 400
 LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is counted and rejected, never held
 STRUCTURE = re.compile(rb'["\[\]{},]')
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, pyarrow.ArrowException)  # what a cut or broken file raises
@@ -37,7 +38,10 @@ BLANK = b" \t\r\n\x1e"  # RFC 7464 puts a record separator before each JSON text
 
 
 class RowError(ValueError):
-    """Why a row cannot be used."""
+    """Why a row cannot be used, short and encodable, though it may quote the row."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason[:LONGEST_REASON].encode(errors="backslashreplace").decode())
 
 
 def read_rows(path: str, option: str = "data.path") -> Iterator[Any]:

@@ -8,6 +8,7 @@ the whole, and the answer must follow it word for word up to its end-of-turn tok
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -109,6 +110,7 @@ def family_of(template: str) -> Family | None:
     return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), None)
 
 
+@cache
 def thought_key(template: str) -> str | None:
     """Under which key of a message a template looks for the thought before an answer."""
     return next((key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)), None)

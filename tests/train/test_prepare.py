@@ -119,6 +119,22 @@ def test_given_answers_get_the_bases_argmax_as_labels(chat_base, tmp_path):
     assert Decoder(chat_base).generate(ids[:at], 1).tokens == [labels[at]]
 
 
+def test_half_characters_in_names_are_written_as_their_code(chat_base, tmp_path):
+    half = "\ud800"
+    rows = [row | {half: 1} for row in conversations(8)]
+    bad = (
+        {half: 1},
+        {"messages": [{"role": half, "content": "q"}]},
+        {"messages": [{"role": "user", "content": [{"type": half}]}]},
+    )
+    folder = prepared(chat_base, tmp_path, [*rows, *bad, {"x" * 9000: 1}])
+    assert read_manifest(folder)["unread"] == {half: 8}
+    rejects = [row["reason"] for row in read_jsonl(folder / "rejects.jsonl")]
+    assert all("\\ud800" in reason for reason in rejects[:3])
+    assert len(rejects) == 4
+    assert max(map(len, rejects)) < 1000
+
+
 def test_nothing_usable_is_an_error_that_names_a_reason(chat_base, tmp_path):
     with pytest.raises(ValueError, match=r"none gave a train sequence; 2 rejected .*an object is needed"):
         prepared(chat_base, tmp_path, [1, 2])
