@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,9 +116,9 @@ def local_files(path: str) -> list[Path]:
     """The file of that name, or those that it is a pattern of. None where it names a Hub dataset, or a folder that
     `datasets` finds under such a name."""
     named = Path(path).expanduser()
-    if named.is_dir() and _looks_like_hub(path):
-        return []
-    return [named] if named.exists() else [Path(file) for file in sorted(glob.glob(str(named), recursive=True))]
+    if not os.path.exists(named):  # where Path.exists raises on a name that is too long
+        return [Path(file) for file in sorted(glob.glob(str(named), recursive=True))]
+    return [] if named.is_dir() and _looks_like_hub(path) else [named]
 
 
 def _wide_encoding(file: Path) -> str | None:
