@@ -113,8 +113,8 @@ def source_hash(path: str) -> str:
 
 
 def local_files(path: str) -> list[Path]:
-    """The file of that name, or those that it is a pattern of. None where it names a Hub dataset, or a folder that
-    `datasets` finds under such a name."""
+    """The file of that name, or those that it is a pattern of. Empty where it names a Hub dataset, or a folder
+    that `datasets` finds under such a name."""
     named = Path(path).expanduser()
     if not os.path.exists(named):  # where Path.exists raises on a name that is too long
         return [Path(file) for file in sorted(glob.glob(str(named), recursive=True))]
