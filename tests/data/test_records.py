@@ -1,9 +1,10 @@
 import json
 
+import pyarrow.parquet
 import pytest
 
 from ctcdraft.data.records import conversation_of, record_of, text_of, tokens_of
-from ctcdraft.data.sources import RowError
+from ctcdraft.data.sources import RowError, read_rows
 
 
 def turns(*pairs):
@@ -231,6 +232,27 @@ def test_the_kind_says_which_forms_a_row_may_have():
         record_of(forms["Text"], "0", "sharegpt")
     with pytest.raises(RowError):
         record_of(forms["Conversation"], "0", "text")
+
+
+def test_a_union_of_schemas_changes_no_record(tmp_path):
+    """Parquet gives every row all columns, every turn all keys, every call all arguments of the others."""
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": "x"}, {"b": 1}, {})]
+    rows = [
+        {"messages": [PAIR[0], {"role": "assistant", "content": None, "tool_calls": calls[i : i + 1]}], "source": "s"}
+        for i in range(3)
+    ]
+    rows += [
+        {"messages": [{**PAIR[0], "name": "ann"}, {**PAIR[1], "reasoning": "hm", "weight": 0}]},
+        {"prompt": "q", "completion": "a", "system": "s"},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"conversations": NESTED["conversations"], "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ]
+    columns = {key for row in rows for key in row}
+    table = pyarrow.Table.from_pylist([{key: row.get(key) for key in columns} for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "rows")
+    found = [record_of(row, str(i), "sharegpt") for i, row in enumerate(read_rows(str(tmp_path / "rows")))]
+    assert found == [record_of(row, str(i), "sharegpt") for i, row in enumerate(rows)]
+    assert found[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"b": 1}
 
 
 def test_equal_content_has_equal_digests_whatever_its_form():
