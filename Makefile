@@ -5,10 +5,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 # One process per GPU; without one, a process per core, at most four: of two threads the second one mostly waits.
+# The ranks share OMP_NUM_THREADS out among them.
 LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count(); cores = len(os.sched_getaffinity(0)); \
 	ranks = 1 if gpus or cores < 2 else 2 if cores < 4 else 4; \
 	print('$(BIN)/deepspeed --num_gpus %d' % gpus if gpus > 1 else \
-	'$(BIN)/torchrun --standalone --nproc_per_node %d' % ranks if ranks > 1 else '$(BIN)/python')")
+	'env OMP_NUM_THREADS=%s $(BIN)/torchrun --standalone --nproc_per_node %d' \
+	% (os.environ.get('OMP_NUM_THREADS', cores), ranks) if ranks > 1 else '$(BIN)/python')")
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train eval export test lint bench ablation soak fuzz doctor clean

@@ -126,7 +126,7 @@ def test_real_conversations_parse_and_are_masked(stories_base, shared):
 
 @pytest.mark.filterwarnings("ignore:.*no chat template")
 def test_mt_bench_has_its_80_questions_in_8_categories(stories_base, shared):
-    config = BenchConfig("mt_bench", str(shared / "data" / "mt_bench.jsonl"))
+    config = BenchConfig("mt_bench", str(shared / "data" / "mt_bench.jsonl"), questions=None)
     questions = load_questions(config, stories_base, None, 0)
     assert len(questions) == 80
     assert len({q.category for q in questions}) == 8
