@@ -1,17 +1,11 @@
 """Conversations that a base rewrites, and what came of it."""
 
 import json
-import multiprocessing
 from contextlib import suppress
 
-import torch
-
 from ctcdraft.data.store import read_manifest
-from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import RegenerateConfig
 from ctcdraft.train.shards import DataConfig
-
-FORK = multiprocessing.get_context("fork")
 
 
 def conversations(count, turns=2):
@@ -42,11 +36,6 @@ def all_equal(folder, other):
     assert kept(folder) == kept(other)
     assert files(folder) == files(other)
     return True
-
-
-def work_of(base, config, cache):
-    torch.set_num_threads(1)
-    prepare(base, config, 0, cache)
 
 
 def lines(cache):

@@ -1,6 +1,5 @@
 """Training from stored hidden states is training, whoever stored them and however often they were killed."""
 
-import multiprocessing
 import random
 import shutil
 import signal
@@ -11,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 from bases import tiny_tokenizer, write_base
+from workers import logged_batches, store_of, storing, wait_for
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features, decoded
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import HeadConfig, load_base
+from ctcdraft.model.base import Base
 from ctcdraft.model.head import head_on
 from ctcdraft.train import features as stage
-from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
-FORK = multiprocessing.get_context("fork")
-POSITIONS = 120  # per shard: a dozen shards
 # A number is off by at most 2^-8 (bf16) or 2^-4 (fp8) of itself, a third of that in the root mean square and in any
 # direction: a gradient, linear in them, by about as much, a loss, a mean over many anchors, by less. Measured: 7e-5
 # and 1.2e-3 (loss), 9e-4 and 1.6e-2 (gradient); 2^-8 / 3 is 1.3e-3, 2^-4 / 3 is 2.1e-2.
@@ -49,19 +47,10 @@ def sequences(folder, count=60, seed=0):
     return folder
 
 
-def store_of(base, data, cache, kind="bf16", layers=0, positions=POSITIONS):
-    return FeatureStore(base, data, kind, cache, base.attended(layers), positions)
-
-
 def stored(*given, **options):
     store = store_of(*given, **options)
     store.fill()
     return store
-
-
-def fill(base, data, cache):
-    torch.set_num_threads(1)
-    store_of(base, data, cache).fill()
 
 
 def files(folder):
@@ -167,19 +156,12 @@ def steps_of(trainer):
 
 def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, data, tmp_path, monkeypatch):
     want = files(stored(base, data, tmp_path / "whole").folder)
-    log, honest = tmp_path / "batches", type(base).hidden
-
-    def logged(self, ids_BL, **options):
-        time.sleep(0.01)
-        with log.open("a") as stream:
-            stream.write("x")
-        return honest(self, ids_BL, **options)
-
-    monkeypatch.setattr(type(base), "hidden", logged)
+    log = tmp_path / "batches"
+    monkeypatch.setattr(Base, "hidden", logged_batches(log))
     rng, cache = random.Random(3), tmp_path / "cut"
     batches = sum(-(-len(shard) // stage.BATCH) for shard in store_of(base, data, cache)._shards)
     for kill in range(5):
-        process = FORK.Process(target=fill, args=(base, data, cache))
+        process = storing(base, data, cache, log)
         process.start()
         enough = (kill + rng.random()) * batches / 6
         while process.is_alive() and (not log.exists() or log.stat().st_size < enough):
@@ -196,15 +178,14 @@ def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, data, t
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_two_processes_share_the_shards_and_one_may_die(base, data, tmp_path, dies, monkeypatch):
+def test_two_processes_share_the_shards_and_one_may_die(base, data, tmp_path, dies):
     want = stored(base, data, tmp_path / "one").folder
-    honest = type(base).hidden
-    monkeypatch.setattr(type(base), "hidden", lambda *a, **k: time.sleep(0.01) or honest(*a, **k))
-    workers = [FORK.Process(target=fill, args=(base, data, tmp_path / "two")) for _ in range(2)]
+    log = tmp_path / "batches"
+    workers = [storing(base, data, tmp_path / "two", log if dies else None) for _ in range(2)]
     for worker in workers:
         worker.start()
     if dies:
-        time.sleep(0.1)
+        wait_for(log)
         workers[0].kill()
     for worker in workers[dies:]:
         worker.join()

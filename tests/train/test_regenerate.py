@@ -1,6 +1,5 @@
 """The base's own words: interrupted anywhere, nothing is lost or said twice."""
 
-import json
 import random
 import signal
 import time
@@ -10,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from bases import tiny_tokenizer
-from regeneration import FORK, all_equal, config_of, files, work_of
+from regeneration import all_equal, config_of, files
+from workers import logged_answers, preparing, wait_for
 
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus
@@ -29,22 +29,13 @@ def base(talking_base):
 def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, tmp_path, temperatures, monkeypatch):
     config = config_of(tmp_path, regenerate={"temperatures": temperatures})
     log = tmp_path / "answers"
-    honest = stage.continue_all
-
-    def logged(*options):
-        for done in honest(*options):
-            time.sleep(0.005)
-            with log.open("a") as stream:
-                stream.write(json.dumps(done.prompt) + "\n")
-            yield done
-
-    monkeypatch.setattr(stage, "continue_all", logged)
+    monkeypatch.setattr(stage, "continue_all", logged_answers(log))
     want = prepare(base, config, 0, tmp_path / "whole")
     answers = len(log.read_text().splitlines())
     log.unlink()
     rng, cache = random.Random(7), tmp_path / "cut"
     for kill in range(5):
-        process = FORK.Process(target=work_of, args=(base, config, cache))
+        process = preparing(base, config, cache, log)
         process.start()
         enough = (kill + rng.random()) * answers / 6
         while process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < enough):
@@ -62,7 +53,7 @@ def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, tmp_pat
 def test_two_processes_share_the_shards_and_give_the_bytes_of_one(base, tmp_path):
     config = config_of(tmp_path, count=100)
     want = prepare(base, config, 0, tmp_path / "one")
-    workers = [FORK.Process(target=work_of, args=(base, config, tmp_path / "two")) for _ in range(2)]
+    workers = [preparing(base, config, tmp_path / "two") for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -74,10 +65,11 @@ def test_two_processes_share_the_shards_and_give_the_bytes_of_one(base, tmp_path
 def test_a_worker_that_dies_leaves_its_shard_to_the_other(base, tmp_path):
     config = config_of(tmp_path, count=100)
     want = prepare(base, config, 0, tmp_path / "one")
-    workers = [FORK.Process(target=work_of, args=(base, config, tmp_path / "two")) for _ in range(2)]
+    log = tmp_path / "answers"
+    workers = [preparing(base, config, tmp_path / "two", log) for _ in range(2)]
     for worker in workers:
         worker.start()
-    time.sleep(0.4)
+    wait_for(log)
     workers[0].kill()
     workers[1].join()
     assert all_equal(tmp_path / "two" / want.name, want)

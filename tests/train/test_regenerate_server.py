@@ -15,7 +15,8 @@ import pytest
 import templates
 from bases import tiny_tokenizer, write_base
 from chat_server import FAULTS, Handler, Server
-from regeneration import FORK, all_equal, config_of, conversations, done, lines, work_of
+from regeneration import all_equal, config_of, conversations, done, lines
+from workers import preparing
 
 from ctcdraft.data import server as http
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
@@ -186,7 +187,7 @@ def test_a_server_killed_and_restarted_midway_changes_nothing(talking_base, base
     options = {"url": f"http://127.0.0.1:{port}/v1", "concurrency": 4, "timeout": 60.0, "retries": 5000}
     config = config_of(tmp_path, count=48, regenerate={**options, "model": str(talking_base)})
     server, cache = started(words, port), tmp_path / "cut"
-    worker = FORK.Process(target=work_of, args=(base, config, cache))
+    worker = preparing(base, config, cache)
     worker.start()
     while lines(cache) + 20 * done(cache) < 15:
         assert worker.is_alive()
@@ -216,7 +217,7 @@ def test_a_client_killed_midway_asks_for_nothing_twice(base, tmp_path):
         server.asked.clear()
         cache, kills = tmp_path / "cut", 0
         for at in (5, 30):
-            worker = FORK.Process(target=work_of, args=(base, config, cache))
+            worker = preparing(base, config, cache)
             worker.start()
             while worker.is_alive() and lines(cache) + 20 * done(cache) < at:
                 time.sleep(0.002)
