@@ -1,7 +1,8 @@
 """Keys and values of base or head for several sequences of unequal lengths: allocated once, compacted in place.
 
-One tensor per shape of layer, usually one for all of them, so that keeping the accepted path of a tree is one indexed
-copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block is [layers, 2, B, heads, capacity, width].
+One tensor per shape of keys and values, usually one for all of them, so that keeping the accepted path of a tree is one
+indexed copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block is [rows, B, heads, capacity, width],
+and each layer has a row for its keys and one for its values.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,11 @@ class Watched(Cache):
         if layer_idx in self.watched:
             self._made[layer_idx] = key_states, value_states
         return key_states, value_states
+
+    @property
+    def made(self) -> list[int]:
+        """The watched layers that made keys and values; others have none or look at another layer's."""
+        return sorted(self._made)
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a watched layer made last."""
@@ -68,7 +74,8 @@ class TreeCache(Cache):
         self.batch, self.capacity = batch if in_use is None else in_use, capacity
         self._layers_left = layers
         self._blocks: list[Tensor] = []
-        self._place: list[tuple[int, int]] = []  # of each layer: which block, which row of it
+        self._used: list[int] = []  # rows of each block
+        self._place: list[tuple[tuple[int, int], tuple[int, int]]] = []  # of each layer's keys, values: block and row
         self._alone: int | None = None
         self._index: tuple[Tensor, Tensor] | None = None
         self._static: tuple[Tensor, int] | None = None
@@ -77,9 +84,18 @@ class TreeCache(Cache):
         lengths = self._lengths_in_forward
         return int(lengths.max()) if len(lengths) else 0
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Entries that a forward of so many rows sees, and where they begin: for the masks that transformers makes."""
+        return self.get_seq_length() + query_length, 0
+
     @property
     def _lengths_in_forward(self) -> np.ndarray:
         return self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
+
+    @property
+    def is_filled(self) -> bool:
+        """Has any layer written keys and values?"""
+        return bool(self._place)
 
     def alone(self, sequence: int | None) -> None:
         """The next forward holds this sequence only (None: all of them again)."""
@@ -104,26 +120,25 @@ class TreeCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
         if layer_idx >= len(self._place):
-            self._allocate(key_states)
-        number, row = self._place[layer_idx]
-        block = self._blocks[number][row]
+            self._allocate(key_states, value_states)
+        keys, values = self._pair(layer_idx)
         Q = key_states.shape[2]
         if self._static is not None:
             (slots_Q, width), b = self._static, self._alone or 0
-            block[0, b].index_copy_(1, slots_Q, key_states[0])
-            block[1, b].index_copy_(1, slots_Q, value_states[0])
-            return block[0, b : b + 1, :, :width], block[1, b : b + 1, :, :width]
+            keys[b].index_copy_(1, slots_Q, key_states[0])
+            values[b].index_copy_(1, slots_Q, value_states[0])
+            return keys[b : b + 1, :, :width], values[b : b + 1, :, :width]
         if self._alone is not None or self.batch == 1:
             b = self._alone or 0
             start, end = int(self.lengths[b]), int(self.lengths[b]) + Q
-            block[0, b, :, start:end] = key_states[0]
-            block[1, b, :, start:end] = value_states[0]
-            return block[0, b : b + 1, :, :end], block[1, b : b + 1, :, :end]
+            keys[b, :, start:end] = key_states[0]
+            values[b, :, start:end] = value_states[0]
+            return keys[b : b + 1, :, :end], values[b : b + 1, :, :end]
         sequence_B1, slot_BQ = self._rows(Q, key_states.device)
-        block[0, sequence_B1, :, slot_BQ] = key_states.transpose(1, 2)
-        block[1, sequence_B1, :, slot_BQ] = value_states.transpose(1, 2)
+        keys[sequence_B1, :, slot_BQ] = key_states.transpose(1, 2)
+        values[sequence_B1, :, slot_BQ] = value_states.transpose(1, 2)
         end = self.get_seq_length() + Q
-        return block[0, : self.batch, :, :end], block[1, : self.batch, :, :end]
+        return keys[: self.batch, :, :end], values[: self.batch, :, :end]
 
     def keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Of what the last forward appended to sequence b, commit entries rows[b], in order; drop the rest."""
@@ -141,7 +156,7 @@ class TreeCache(Cache):
             else:
                 sequence = torch.tensor(moved, device=device)[:, None]
                 for block in self._blocks:
-                    block[:, :, sequence, :, target] = block[:, :, sequence, :, source]
+                    block[:, sequence, :, target] = block[:, sequence, :, source]
         for b, kept in enumerate(rows):
             self.lengths[b] += len(kept)
         self._index = None
@@ -149,7 +164,7 @@ class TreeCache(Cache):
     def move(self, source_P: Tensor, target_P: Tensor) -> None:
         """Copy entries of the only sequence; places are on the device."""
         for block in self._blocks:
-            block.index_copy_(4, target_P, block.index_select(4, source_P))
+            block.index_copy_(3, target_P, block.index_select(3, source_P))
 
     def drop(self, sequence: int) -> None:
         """Forget a sequence: the last one takes its place."""
@@ -161,7 +176,7 @@ class TreeCache(Cache):
         """A sequence then holds the first `length` entries of another, or of its own, and nothing else."""
         if sequence != source:
             for block in self._blocks:
-                block[:, :, sequence, :, :length] = block[:, :, source, :, :length]
+                block[:, sequence, :, :length] = block[:, source, :, :length]
         self.lengths[sequence], self._index = length, None
 
     def add(self) -> int:
@@ -176,8 +191,8 @@ class TreeCache(Cache):
             return
         end = self.get_seq_length()
         for number, block in enumerate(self._blocks):
-            grown = block.new_zeros(*block.shape[:4], capacity, block.shape[5])
-            grown[:, :, : self.batch, :, :end] = block[:, :, : self.batch, :, :end]
+            grown = block.new_zeros(*block.shape[:3], capacity, block.shape[4])
+            grown[:, : self.batch, :, :end] = block[:, : self.batch, :, :end]
             self._blocks[number] = grown
         self.capacity = capacity
 
@@ -189,29 +204,35 @@ class TreeCache(Cache):
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not
         move, up to the width of `at`); no copies."""
-        number, row = self._place[layer]
         entries = self.get_seq_length() if self._static is None else self._static[1]
-        keys, values = self._blocks[number][row][:, : self.batch, :, :entries]
-        return keys, values
+        keys, values = self._pair(layer)
+        return keys[: self.batch, :, :entries], values[: self.batch, :, :entries]
 
     def entries(self, layer: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
         """The committed keys and values [heads, length, width] of one layer and sequence."""
-        number, row = self._place[layer]
         length = int(self.lengths[sequence])
-        keys, values = self._blocks[number][row][:, sequence, :, :length]
-        return keys, values
+        keys, values = self._pair(layer)
+        return keys[sequence, :, :length], values[sequence, :, :length]
 
-    def _allocate(self, like: Tensor) -> None:
-        """A place for the next layer: in a block of its shape, or in a new one for all layers that are left."""
+    def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        (key_block, key_row), (value_block, value_row) = self._place[layer]
+        return self._blocks[key_block][key_row], self._blocks[value_block][value_row]
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Rows for the next layer: in blocks of their shapes, or in new ones for all layers that are left."""
+        left = max(1, self._layers_left - len(self._place))
+        per_layer = 2 if keys.shape == values.shape else 1
+        self._place.append((self._row(keys, per_layer * left), self._row(values, per_layer * left)))
+
+    def _row(self, like: Tensor, rows: int) -> tuple[int, int]:
         shape = (like.shape[1], self.capacity, like.shape[3])
         for number, block in enumerate(self._blocks):
-            used = sum(place[0] == number for place in self._place)
-            if block.shape[3:] == shape and used < len(block):
-                self._place.append((number, used))
-                return
-        left = max(1, self._layers_left - len(self._place))
-        self._blocks.append(like.new_zeros(left, 2, len(self.lengths), *shape))
-        self._place.append((len(self._blocks) - 1, 0))
+            if block.shape[2:] == shape and self._used[number] < len(block):
+                self._used[number] += 1
+                return number, self._used[number] - 1
+        self._blocks.append(like.new_zeros(rows, len(self.lengths), *shape))
+        self._used.append(1)
+        return len(self._blocks) - 1, 0
 
     def _rows(self, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the new entries of each sequence go; made once per forward."""
