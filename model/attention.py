@@ -17,8 +17,9 @@ NAME = "ctcdraft_decoding"
 
 
 def _forward(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    mask = attention_mask  # some models give it by name
     if options.get("position_bias") is not None or not cpu_attention.suits(query, key, value, mask):
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     scale = options.get("scaling")
