@@ -5,20 +5,30 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers import logging as hf_logging
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ctcdraft.model.cache import Watched
+from ctcdraft.model.cache import TreeCache, Watched
 from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.layers import Attended, turned_by
 from ctcdraft.model.precision import resolve_dtype
+from ctcdraft.model.window import Windows, windows_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SHAPE_KEYS = (
@@ -77,6 +87,16 @@ class Base:
         return self._lm_head.weight
 
     @cached_property
+    def windows(self) -> Windows:
+        return windows_of(self._decoder.config)
+
+    @cached_property
+    def _decoder(self) -> Any:
+        """The model without its LM head, which `get_decoder` does not find in every architecture."""
+        found = (self.model.get_decoder(), self.model.base_model, getattr(self.model, "model", None))
+        return next((one for one in found if isinstance(one, PreTrainedModel) and one is not self.model), found[0])
+
+    @cached_property
     def _lm_head(self) -> Any:
         return self.model.get_output_embeddings()  # which searches the model, each time
 
@@ -88,7 +108,8 @@ class Base:
     def _logit_scale(self) -> tuple[float, float | None]:
         """What logits are multiplied with, and what they are capped at softly."""
         config = self.model.config.get_text_config()
-        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
+        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma
 
     @cached_property
@@ -128,6 +149,8 @@ class Base:
     ) -> Tensor:
         """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L.
 
+        attention_mask: of padding [B, L], or additive [B, 1, L, K], which layers with a window get with their window.
+
         layers: behind each hidden state come the keys and values that these layers made of its position
         (`Attended.apart` takes them apart). With a cache they lie there (`TreeCache.committed`).
         """
@@ -135,9 +158,13 @@ class Base:
         if layers:
             assert cache is None, "a cache has them"
             cache = watched = Watched(layers)
-        out = self.model.get_decoder()(
+        seen: Any = attention_mask
+        if attention_mask is not None and attention_mask.dim() == 4:
+            assert position_ids is not None, "a window is counted from them"
+            seen = self.windows.masks(attention_mask, position_ids, cached=cache is not None and cache is not watched)
+        out = self._decoder(
             input_ids=ids_BL,
-            attention_mask=attention_mask,
+            attention_mask=seen,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -155,15 +182,19 @@ class Base:
         depth = self.model.config.get_text_config().num_hidden_layers
         if count > depth:
             raise ValueError(f"head.base_layers={count}: {self.name} has {depth} layers, choose at most as many")
-        layers = tuple((number + 1) * depth // count - 1 for number in range(count))
-        rotary = getattr(self.model.get_decoder(), "rotary_emb", None)
-        frequency = getattr(rotary, "inv_freq", None)
         ids_BL = torch.full((2, 1), self.vocab_size // 2, device=self.device)  # no padding, whose embedding may be 0
-        made = Watched((0, *layers))  # the first layer's input does not know its position
+        made = Watched(tuple(range(depth)))
         self.hidden(ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), cache=made)
-        keys, others = made.of(0)[0], [made.of(layer)[0] for layer in layers]
-        same = all(k.shape[1:] == others[0].shape[1:] == v.shape[1:] for k, v in map(made.of, layers))
-        if isinstance(frequency, Tensor) and same:
+        own = made.made  # Gemma 3n's last layers look at the keys of earlier ones
+        layers = tuple(own[max(0, (number + 1) * len(own) // count - 1)] for number in range(count)) if own else ()
+        keys, others = made.of(0)[0], [made.of(layer)[0] for layer in layers]  # layer 0's input knows no position
+        if not all(k.shape[1:] == others[0].shape[1:] == v.shape[1:] for k, v in map(made.of, layers)):
+            raise ValueError(
+                f"head.base_layers={count}: keys and values of {type(self.model).__name__}'s layers {layers} have "
+                "several shapes: leave it at 0"
+            )
+        frequency = getattr(getattr(self._decoder, "rotary_emb", None), "inv_freq", None)
+        if isinstance(frequency, Tensor):
             found = Attended(layers, others[0].shape[1], others[0].shape[3], tuple(frequency.double().tolist()))
             turned = turned_by(frequency.float(), keys[:1].float(), torch.tensor([[7]], device=self.device))
             if torch.allclose(turned, keys[1:].float(), rtol=1e-2, atol=1e-2 * float(keys.abs().max())):
@@ -284,10 +315,26 @@ def base_of(
     model: Any, tokenizer: Any, path: str, *, plain_template: bool = False, template: str | None = None
 ) -> Base:
     """A base from a model that is already there. Raises ValueError where it cannot be verified against drafts."""
-    base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), _context_length(model), plain_template, template)
-    _check_cache(base)
-    _check_logits(base)
-    _check_tree(base)
+    length = _context_length(model)
+    base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), length, plain_template, template)
+    if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
+        model.set_experts_implementation("eager")
+    try:
+        if length < 1:
+            raise _Refused("does not say how many positions it takes")
+        _check_states(base)
+        _check_tree(base)
+        _check_logits(base)
+    except _Refused as refused:
+        raise ValueError(f"base.path={path}: {type(model).__name__} {refused}") from refused.__cause__
+    window = base.windows.width
+    if window is not None and window < length and not _windows_work(base):
+        warnings.warn(
+            f"{base.name} gets a context of {window} tokens, its window: its {type(model).__name__} takes no mask that "
+            "would let a draft tree see a window",
+            stacklevel=2,
+        )
+        base = replace(base, context_length=window)
     return base
 
 
@@ -307,75 +354,123 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _context_length(model: Any) -> int:
-    """Positions that may be used. Tree masks know no sliding window, so a window caps the context. So does the length
-    from which longrope turns every row of a forward by other angles: a draft beyond it would change its own root's."""
+    """Positions that may be used: no more than from where longrope turns every row of a forward by other angles, since
+    a draft beyond it would change its own root's."""
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = getattr(config, "use_sliding_window", True) and (kinds is None or set(kinds) != {"full_attention"})
     longest = getattr(config, "max_position_embeddings", 0)
     rope = getattr(config, "rope_parameters", None) or {}
     of_kinds = all(isinstance(one, dict) for one in rope.values())  # some have one for each kind of layer
     ropes = rope.values() if of_kinds else [rope]
     short = [one["original_max_position_embeddings"] for one in ropes if one.get("rope_type") == "longrope"]
-    return min([longest, *short, *([window] if window and slides else [])])
-
-
-def _check_cache(base: Base) -> None:
-    """A draft can only be taken back from a cache of keys and values per position."""
-    cache, ids = DynamicCache(), torch.zeros(1, 3, dtype=torch.long, device=base.device)
-    try:
-        base.hidden(ids, position_ids=torch.arange(3, device=base.device).unsqueeze(0), cache=cache)
-        layers: list[Any] = cache.layers
-        good = bool(layers) and all(layer.keys.shape[2] == 3 for layer in layers)
-    except Exception:  # whatever a model with another kind of state makes of it
-        good = False
-    if not good or base.context_length < 1:
-        raise ValueError(
-            f"base.path={base.path}: {type(base.model).__name__} keeps no keys and values per position, so a "
-            "rejected draft could not be taken back"
-        )
+    return min([longest, *short])
 
 
 @torch.no_grad()
 def _check_logits(base: Base) -> None:
     ids = torch.arange(min(8, base.vocab_size), device=base.device).unsqueeze(0)
-    want = base.model(input_ids=ids).logits.float()
+    want = base.model(input_ids=ids, use_cache=False).logits.float()  # rounded as without a cache
     got = base.logits(base.hidden(ids)).float()
-    if not torch.allclose(got, want, atol=1e-3, rtol=1e-3):
-        raise ValueError(
-            f"base.path={base.path}: {type(base.model).__name__} changes its logits after the LM head in a "
-            "way that ctcdraft does not know; its drafts could not be verified exactly"
+    bound = 1e-3 if base.dtype in (torch.float32, torch.float64) else 2e-2  # some cap them before, some after rounding
+    if not _close(got[0], want[0], bound).all():
+        raise _Refused(
+            "makes its logits of hidden states in a way that ctcdraft does not know, so drafts could not be verified "
+            "exactly"
+        )
+
+
+PROBE_WINDOW, PROBE_SIBLINGS = 3, 12
+ONLY_KEYS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # of transformers' caches
+NO_TREE = "does not take the mask and the positions of a draft tree as they are"
+NO_KEYS = "keeps no keys and values per position, so a rejected draft could not be taken back"
+
+
+class _Refused(Exception):
+    """Why a base cannot be verified against drafts, behind its class's name."""
+
+
+def _check_states(base: Base) -> None:
+    """What transformers itself would keep of the past must be keys and values, and the model must not count distances
+    by places in the cache, where a node lies behind its siblings."""
+    config = base.model.config.get_text_config()
+    kept = DynamicCache(config=base.model.config).layers
+    states = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept)
+    if states:
+        raise _Refused(f"{NO_KEYS}: {states} of its {len(kept)} layers have one running state")
+    others = sorted({type(layer).__name__ for layer in kept} - ONLY_KEYS)
+    if others:
+        raise _Refused(
+            f"keeps more than keys and values ({', '.join(others)}), which the cache of draft trees does not"
+        )
+    biased = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
+    local = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's windows
+    if biased or local:
+        raise _Refused(
+            f"{NO_TREE}: it counts {'distances (ALiBi)' if biased else 'its windows'} by places in the cache"
         )
 
 
 @torch.no_grad()
 def _check_tree(base: Base) -> None:
-    """Nodes of a tree behind a cache must give what their paths give. One that does in low precision is enough: there a
-    mixture of experts may send rows of another shape to other experts."""
-    config, ids, device = base.model.config.get_text_config(), [4, 7, 5, 9, 8, 6, 3], base.device
-    *prompt, root, left, right, behind = [i % base.vocab_size for i in ids]  # left and right of the root, behind left
-    past, bound = len(prompt), 1e-2 if base.dtype in (torch.float32, torch.float64) else 0.1
-    sees_QQ = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool, device=device)
-    mask = torch.zeros(1, 1, 4, past + 4, dtype=base.dtype, device=device)
-    mask[..., past:].masked_fill_(~sees_QQ, torch.finfo(base.dtype).min)
-    depths, cache = torch.tensor([[0, 1, 1, 2]], device=device), DynamicCache()
+    """Nodes of a tree behind the cache that decoding uses must give what their paths give. In low precision one that
+    does is enough: there a mixture of experts may send rows of another shape to other experts."""
+    device, layers = base.device, base.model.config.get_text_config().num_hidden_layers
+    *prompt, root, left, right, behind = [i % base.vocab_size for i in (4, 7, 5, 9, 8, 6, 3)]
+    siblings = [i % base.vocab_size for i in range(10, 10 + PROBE_SIBLINGS)]  # a node's place is not its depth
+    past, precise = len(prompt), base.dtype in (torch.float32, torch.float64)
+    bound = 1e-3 if precise else 0.1
     paths = torch.tensor([[*prompt, root, right, behind], [*prompt, root, left, behind]], device=device)
-    try:
+    with _reason("does not run"):
+        alone = base.hidden(paths, position_ids=torch.arange(past + 3, device=device).expand(2, -1))
+    if not _close(alone[0, : past + 1], alone[1, : past + 1], bound).all():
+        raise _Refused("lets tokens see those that follow them, so it is no causal LM")
+    nodes = torch.tensor([[root, left, *siblings, right, behind]], device=device)
+    depths = torch.tensor([[0, *[1] * (len(siblings) + 2), 2]], device=device)
+    Q = nodes.shape[1]
+    sees_QQ = torch.eye(Q, dtype=torch.bool, device=device)
+    sees_QQ[:, 0] = sees_QQ[-1, 1] = True  # the last node stands behind `left`
+    mask = torch.zeros(1, 1, Q, past + Q, dtype=base.dtype, device=device)
+    mask[..., past:].masked_fill_(~sees_QQ, torch.finfo(base.dtype).min)
+    cache = TreeCache(layers, 1, past + Q)
+    with _reason("does not run with a cache of keys and values per position"):
         base.hidden(paths[:1, :past], position_ids=torch.arange(past, device=device).unsqueeze(0), cache=cache)
-        nodes = torch.tensor([[root, left, right, behind]], device=device)
-        got = base.hidden(nodes, attention_mask=mask, position_ids=past + depths, cache=cache)[0, 2:]
-        positions = torch.arange(past + 3, device=device).expand(2, -1)
-        want = base.hidden(paths, position_ids=positions)[[0, 1], [past + 1, past + 2]]
-        apart = torch.linalg.vector_norm((got - want).float(), dim=1) / torch.linalg.vector_norm(want.float(), dim=1)
-        good = bool(apart.min() < bound)
-    except Exception:  # whatever a model that knows no such mask makes of it
-        good = False
-    if not good or "local" in getattr(config, "attention_layers", ()):  # GPT-Neo's windows: by places in the cache
-        raise ValueError(
-            f"base.path={base.path}: {type(base.model).__name__} does not take the mask and the positions of a draft "
-            "tree as they are, so drafts could not be verified exactly"
-        )
+    if not cache.is_filled:
+        raise _Refused(NO_KEYS)
+    cache.keep([range(past)])
+    with _reason(NO_TREE):
+        got = base.hidden(nodes, attention_mask=mask, position_ids=past + depths, cache=cache)[0, -2:]
+    good = _close(got, alone[[0, 1], [past + 1, past + 2]], bound)
+    if not (good.all() if precise else good.any()):
+        raise _Refused(f"{NO_TREE}, so drafts could not be verified exactly")
+
+
+def _close(got_RD: Tensor, want_RD: Tensor, bound: float) -> Tensor:
+    apart_R = torch.linalg.vector_norm((got_RD - want_RD).float(), dim=1)
+    return apart_R <= bound * torch.linalg.vector_norm(want_RD.float(), dim=1)
+
+
+@contextmanager
+def _reason(what: str) -> Iterator[None]:
+    """Whatever a model raises is the reason that its user reads."""
+    try:
+        yield
+    except Exception as error:
+        said = (str(error).strip() or "no message").split("\n")[0][:200]
+        raise _Refused(f"{what} ({type(error).__name__}: {said})") from error
+
+
+@torch.no_grad()
+def _windows_work(base: Base) -> bool:
+    """Are tree masks that know a window what the model makes of one? Tried with a window of a few tokens."""
+    ids = torch.arange(7, device=base.device).unsqueeze(0) % base.vocab_size
+    try:
+        wide = base.hidden(ids)
+        with base.windows.narrowed(PROBE_WINDOW):
+            if torch.equal(wide, base.hidden(ids)):  # its width is not read where we changed it
+                return False
+            _check_tree(base)
+    except _Refused:
+        return False
+    return True
 
 
 def _tokenizer_bytes(tokenizer: Any) -> bytes:

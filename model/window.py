@@ -1,0 +1,80 @@
+"""Layers that see a window of the past: the masks that callers give a base, for each kind of its layers.
+
+transformers makes such masks itself where it is given none; one of four dimensions it takes as it is, for all layers.
+Shape suffixes: B sequences, Q rows of a forward, K cached and new entries.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FULL = "full_attention"
+WIDTHS = {  # the config's names for how many positions a layer of each kind sees
+    "sliding_attention": ("sliding_window", "sliding_window_size"),
+    "chunked_attention": ("attention_chunk_size",),
+}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """kinds: of layers that see a window, each with the name of its width in `config`; mixed: others see everything."""
+
+    config: Any
+    kinds: dict[str, str]
+    mixed: bool
+
+    @property
+    def width(self) -> int | None:
+        """Of the narrowest window, None where all layers see everything."""
+        return min((getattr(self.config, name) for name in self.kinds.values()), default=None)
+
+    def masks(self, mask_BQK: Tensor, positions_BQ: Tensor, cached: bool) -> Tensor | dict[str, Tensor]:
+        """What a base takes for an additive mask [B, 1, Q, K]: itself, or one for each kind of layer.
+
+        positions [B, Q] or [1, Q]; cached: entries stand behind those of a cache, as many as the first row's position.
+        """
+        if self.width is None or mask_BQK.shape[-1] <= self.width:
+            return mask_BQK
+        narrow = {kind: self._narrowed(kind, mask_BQK, positions_BQ, cached) for kind in self.kinds}
+        return {FULL: mask_BQK} | narrow if self.mixed or len(narrow) > 1 else next(iter(narrow.values()))
+
+    def _narrowed(self, kind: str, mask_BQK: Tensor, positions_BQ: Tensor, cached: bool) -> Tensor:
+        (Q, K), width = mask_BQK.shape[2:], getattr(self.config, self.kinds[kind])
+        entry_K = torch.arange(K, device=mask_BQK.device)
+        row_BK = (entry_K - positions_BQ[:, :1]) if cached else entry_K.expand(len(positions_BQ), -1)
+        own_BK = positions_BQ.gather(1, row_BK.clamp(0, Q - 1))  # a node stands at its depth, not at its place
+        at_B1K = torch.where((row_BK >= 0) & (row_BK < Q), own_BK, entry_K).unsqueeze(1)
+        from_BQ1 = positions_BQ.unsqueeze(2)
+        chunked = kind == "chunked_attention"
+        hidden_BQK = from_BQ1 // width != at_B1K // width if chunked else from_BQ1 - at_B1K >= width
+        return mask_BQK.masked_fill(hidden_BQK.unsqueeze(1), torch.finfo(mask_BQK.dtype).min)
+
+    @contextmanager
+    def narrowed(self, width: int) -> Iterator[None]:
+        """Windows of that width, to try them without thousands of tokens; transformers reads it at each forward."""
+        before = {name: getattr(self.config, name) for name in self.kinds.values()}
+        try:
+            for name in before:
+                setattr(self.config, name, width)
+            yield
+        finally:
+            for name, own in before.items():
+                setattr(self.config, name, own)
+
+
+def windows_of(config: Any) -> Windows:
+    """Raises ValueError on a kind of window whose width is unknown."""
+    listed = set(getattr(config, "layer_types", None) or ())
+    found = {}
+    for kind, names in WIDTHS.items():
+        name = next((name for name in names if getattr(config, name, None)), None)
+        if name is not None and getattr(config, "use_sliding_window", True) and (not listed or kind in listed):
+            found[kind] = name
+    unknown = {kind for kind in listed - set(found) if any(word in kind for word in ("sliding", "chunk", "local"))}
+    if unknown and any(getattr(config, name, None) for names in WIDTHS.values() for name in names):
+        raise ValueError(f"its layers of kind {', '.join(sorted(unknown))} see a window that ctcdraft does not know")
+    return Windows(config, found, bool(listed - set(found)))
