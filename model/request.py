@@ -186,7 +186,7 @@ def requests_of(
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens and {base.name} takes {base.context_length}: shorten it"
             )
-        text = TextStream(base.tokenizer, asked.stop) if streamed or asked.stop else None
+        text = TextStream(base.tokenizer, asked.stop, tokens) if streamed or asked.stop else None
         at_limit = "length" if max_new_tokens <= room else "context"
         out.append(Request(tokens, min(max_new_tokens, room), at_limit, own_seed, text))
     return out

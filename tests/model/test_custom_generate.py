@@ -53,6 +53,29 @@ def test_greedy_output_is_that_of_generate(stock, options):
     assert torch.equal(got, want)
 
 
+def test_stop_strings_are_those_of_generate(stock):
+    """Special tokens among them, and one that begins in the prompt."""
+    model, folder, base = stock
+    inputs = {"input_ids": torch.tensor([PROMPTS[0]])}
+    call = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": 300,
+        "tokenizer": base.tokenizer,
+    }
+    plain = model.generate(**inputs, **{**call, "tokenizer": None})[0]
+    names = [base.tokenizer.decode([token]) for token in plain.tolist()]
+    stops = [names[3] + names[4], next(name for name in names[8:] if name.isascii()), "<a>", "never there"]
+    lengths = set()
+    for stop in stops:
+        want = model.generate(**inputs, **call, stop_strings=[stop])
+        got = model.generate(**inputs, **call, stop_strings=[stop], custom_generate=folder, trust_remote_code=True)
+        assert torch.equal(got, want)
+        lengths.add(want.shape[1])
+    assert len(lengths) > 2
+
+
 @pytest.mark.parametrize("options", [{}, {"max_length": 31}])
 def test_lengths_are_those_of_generate(stock, options):
     model, folder, _ = stock
