@@ -66,8 +66,7 @@ class RunLog:
             what(self.wandb)
         except Exception as error:
             self.wandb = None
-            reason = masked(str(error)).partition("\n")[0]
-            print(f"W&B: gone ({reason}), {self.path} goes on without it", flush=True)
+            print(f"W&B: gone ({_first_line(error)}), {self.path} goes on without it", flush=True)
 
 
 def log_evaluation(
@@ -82,8 +81,9 @@ def log_evaluation(
     """A W&B run of its own, inside the evaluation's folder, with its figures, plots and tables."""
     if config.mode != "none":
         run = _wandb_run(folder, name, config, settings)
-        _summarise(run, figures, images, tables)
-        run.finish()
+        if run is not None:
+            _summarise(run, figures, images, tables)
+            run.finish()
 
 
 def _summarise(run: Any, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
@@ -120,6 +120,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
+    """A run, online or offline; None where W&B cannot even log offline."""
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
@@ -147,8 +148,17 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
         try:
             return start("online")
         except Exception as error:  # no network, a wrong key: the training matters more
-            print(f"W&B: cannot go online ({masked(str(error)).splitlines()[0]}), logging offline", flush=True)
-    return start("offline")
+            print(f"W&B: cannot go online ({_first_line(error)}), logging offline", flush=True)
+            wandb.teardown()  # its process goes on trying, and would call the run's id one in use
+    try:
+        return start("offline")
+    except Exception as error:  # a full disk, a process that does not start
+        print(f"W&B: not used ({_first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return masked(str(error)).partition("\n")[0]
 
 
 def has_key() -> bool:

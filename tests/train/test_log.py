@@ -1,10 +1,26 @@
 import json
+import os
+import socket
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
 import wandb
+from wandb_file import history
 
 from ctcdraft.train.log import LoggerConfig, RunLog
+
+UNREACHABLE = """
+import sys
+from pathlib import Path
+from ctcdraft.train import log
+log.INIT_SECONDS = 3
+run = log.RunLog(Path(sys.argv[1]), log.LoggerConfig("wandb"), {}, 0)
+for step, loss in ((1, 3.0), (2, 2.0)):
+    run.write({"step": step, "train/loss": loss})
+run.close()
+"""
 
 
 class Run:
@@ -64,6 +80,38 @@ def test_without_a_network_the_same_run_goes_on_offline(runs, tmp_path, monkeypa
     assert "cannot go online (no route; key ***), logging offline" in said
     assert runs[1].asked["mode"] == "offline"
     assert runs[1].asked["id"] == runs[0].asked["id"]
+
+
+def test_the_real_wandb_goes_on_offline_under_the_same_id_where_nobody_listens(tmp_path):
+    """In a process of its own: W&B keeps what it was told at its first start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"}
+    environment.pop("WANDB_MODE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot go online" in done.stdout
+    assert "0" * 40 not in done.stdout
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    assert (tmp_path / "run" / "wandb_id").read_text() in file.name
+    assert [row["train/loss"] for row in history(file)] == [3.0, 2.0]
+
+
+def test_without_any_wandb_the_figures_are_in_the_file(runs, tmp_path, monkeypatch, capsys):
+    def broken(**asked):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(wandb, "init", broken)
+    sitting(tmp_path, 0, [1])
+    assert "W&B: not used (No space left on device)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
 
 
 @pytest.mark.parametrize(
