@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TEMPERATURE = 1e-30  # any below gives the same tokens, and float32 could not divide by it
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -50,12 +52,16 @@ class Sampling:
             logits_RV = torch.where(seen_RV, penalised, logits_RV)
         if self.temperature == 0.0 or noise_RV is None:
             return logits_RV.argmax(dim=-1)
-        kept_RV = self._kept(logits_RV / self.temperature)
+        kept_RV = self._kept(self._tempered(logits_RV))
         return (kept_RV.double() + noise_RV).argmax(dim=-1)
 
     def probabilities(self, logits_RV: Tensor) -> Tensor:
         """What `choose` draws from at a temperature above 0, without a penalty: [R, V]."""
-        return self._kept(logits_RV / self.temperature).softmax(dim=-1)
+        return self._kept(self._tempered(logits_RV)).softmax(dim=-1)
+
+    def _tempered(self, logits_RV: Tensor) -> Tensor:
+        """Logits over the temperature, the largest at 0: over 1e-45 they would all be infinite, and alike."""
+        return (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / max(self.temperature, LEAST_TEMPERATURE)
 
     def _kept(self, logits_RV: Tensor) -> Tensor:
         V = logits_RV.shape[-1]

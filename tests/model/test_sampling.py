@@ -35,6 +35,18 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     assert torch.allclose(got, want.softmax(-1), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_the_smallest_temperatures_choose_what_none_does(dtype, temperature, options):
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)).mul(30).to(dtype)
+    logits[torch.arange(20), torch.arange(20)] = 200.0  # no ties in low precision
+    noise = torch.stack([gumbel(0, position, 300, CPU) for position in range(20)])
+    assert torch.equal(Sampling(temperature, **options).choose(logits, None, noise), logits.argmax(dim=-1))
+    small = logits - 500.0
+    assert torch.equal(Sampling(temperature, **options).choose(small, None, noise), logits.argmax(dim=-1))
+
+
 def test_the_repetition_penalty_is_that_of_transformers():
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ids = torch.tensor([[1, 2, 2], [5, 6, 7], [29, 0, 1], [8, 8, 8]])
