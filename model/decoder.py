@@ -9,6 +9,7 @@ base together, each with a tree and a length of its own.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import cast, overload
 
 import numpy as np
@@ -119,7 +120,7 @@ class Decoder:
         alone, not on what it shares a batch with. Raises ValueError on an empty prompt, one that fills the context,
         or settings outside their range.
         """
-        several = not isinstance(prompts, str) and bool(prompts) and not isinstance(prompts[0], int)
+        several = not isinstance(prompts, str) and len(prompts) > 0 and not isinstance(prompts[0], Integral)
         batch = cast(Sequence[Prompt], prompts if several else [prompts])
         asked = asked_of(**settings)
         requests = requests_of(self.base, batch, max_new_tokens, asked, streamed=False)

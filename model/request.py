@@ -193,7 +193,7 @@ def requests_of(
 
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
-    tokens = list(base.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+    tokens = list(base.tokenizer(prompt).input_ids) if isinstance(prompt, str) else [int(token) for token in prompt]
     if not tokens:
         raise ValueError("the prompt has no tokens")
     if not all(0 <= token < base.vocab_size for token in tokens):

@@ -343,6 +343,14 @@ def test_a_stop_string_ends_text_and_tokens_wherever_spans_end(base):
     assert (got.tokens, got.text, got.finish) == (want.tokens, want.text, want.finish)
 
 
+def test_a_prompt_of_numpy_numbers_is_one_prompt(base):
+    want = Decoder(base).generate([5, 6, 7], 8)
+    numbers = np.array([5, 6, 7])
+    for prompt in (numbers, list(numbers), tuple(numbers)):
+        assert Decoder(base).generate(prompt, 8).tokens == want.tokens
+    assert Decoder(base).generate([numbers, [8, 9]], 8)[0].tokens == want.tokens
+
+
 @pytest.mark.parametrize("stop", [[], ["e"], ["zzzz"]])
 def test_a_stream_adds_up_to_the_generation(base, stop):
     prompt = prompts(1, seed=5)[0]
