@@ -20,6 +20,7 @@ from ctcdraft.data.sources import RowError
 
 Messages = Sequence[Message]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CHANNEL = re.compile(r"<\|channel\|>(\w+)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|return\|>|$)", re.DOTALL)
 ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
     "data.labels=rewrite without a server, which needs no mask"
@@ -60,6 +61,40 @@ def prompt_ids(tokenizer: Any, messages: Messages, tools: list[Any] | None = Non
     """Tokens up to where the assistant's next answer starts. Raises ValueError when the template refuses."""
     text, _ = _Template(tokenizer, tools).render(messages, add_generation_prompt=True)
     return _encoded(tokenizer, [text])[0].ids
+
+
+def answer_message(
+    tokenizer: Any, eos_ids: Sequence[int], messages: Messages, answer: Sequence[int], tools: list[Any] | None = None
+) -> Message:
+    """The message that the template writes as the tokens of an answer to `messages`, for the turns that follow.
+
+    Special tokens inside the answer are a part of it: its content holds them, or, of gpt-oss's channels, the thought
+    and the final words lie apart. Where the template writes no message that way, they are left out.
+    """
+    words = list(answer[:-1] if answer and answer[-1] in eos_ids else answer)
+    plain = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
+    whole = tokenizer.decode(words, skip_special_tokens=False)
+    if whole == tokenizer.decode(words, skip_special_tokens=True):
+        return plain
+    parted = _parted(whole)
+    template = _Template(tokenizer, tools)
+    for message in (parted, {"role": "assistant", "content": whole}, plain):
+        try:
+            before, _ = template.render(messages, add_generation_prompt=True)
+            text, _ = template.render([*messages, message])
+        except RowError:
+            continue
+        if whole.strip() in (text.removeprefix(before) if text.startswith(before) else text):
+            return message
+    return parted if "reasoning_content" in parted else plain
+
+
+def _parted(whole: str) -> Message:
+    """gpt-oss's channels: what it thinks, and what it says in the end."""
+    parts = CHANNEL.findall(whole)
+    thought = "".join(words for channel, words in parts if channel == "analysis")
+    said = "".join(words for channel, words in parts if channel == "final")
+    return {"role": "assistant", "content": said} | ({"reasoning_content": thought} if thought else {})
 
 
 def render(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> Rendered:

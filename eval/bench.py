@@ -11,7 +11,7 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_jsonl
-from ctcdraft.data.template import prompt_ids
+from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.eval.rows import benchmark_rows, category_of, row_id, system_and_tools, user_turns
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.sampling import Sampling
@@ -92,8 +92,7 @@ class Question:
         for turn in self.turns:
             messages.append({"role": "user", "content": turn})
             answer = yield prompt_ids(base.tokenizer, messages, self.tools)
-            text = base.tokenizer.decode(answer, skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": text})
+            messages.append(answer_message(base.tokenizer, base.eos_ids, messages, answer, self.tools))
 
 
 def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, seed: int) -> list[Question]:

@@ -7,7 +7,7 @@ python launch/chat.py head.path=<exported head> base.path=<model>
 import sys
 from collections.abc import Iterator
 
-from ctcdraft.data.template import prompt_ids
+from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import ChatEntry
@@ -25,7 +25,7 @@ def main(config: ChatEntry) -> int:
     for number, text in enumerate(_turns(config.prompt)):
         messages.append({"role": "user", "content": text})
         out = answer(decoder, prompt_ids(base.tokenizer, messages), config, config.seed + number)
-        messages.append({"role": "assistant", "content": out.text})
+        messages.append(answer_message(base.tokenizer, base.eos_ids, messages, out.tokens))
     return 0
 
 

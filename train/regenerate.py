@@ -19,7 +19,7 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import NO_LABEL, Rendered, prompt_ids, render_all, thought_key
+from ctcdraft.data.template import NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import Continuation, continue_all
 from ctcdraft.model.sampling import Sampling
@@ -128,9 +128,10 @@ class Dialogue:
 
     def answer(self, tokens: list[int]) -> None:
         """The tokens that the base put behind `prompt`."""
-        text = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
+        base, tools = self.base, self.conversation.tools
+        message = answer_message(base.tokenizer, base.eos_ids, self.said, tokens, tools)
         mask = [0] * len(self.prompt) + [1] * len(tokens)
-        self._extend([*self.prompt, *tokens], mask, {"role": "assistant", "content": text})
+        self._extend([*self.prompt, *tokens], mask, message)
         if tokens[-1] not in self.base.eos_ids:
             self._end(f"answer {self.answered} was cut")
 
