@@ -1,14 +1,12 @@
 """Tokens per step without decoding: drafts along answers that are known to be the base's own greedy ones.
 
 Greedy decoding is lossless, so that where a draft begins, what of it is accepted and where the next one begins all
-follow from the answer. The base reads each sequence once, several at a time; then only heads draft. What is counted is
-what `Decoder.generate` would count at temperature 0 (tests/eval/test_replay.py).
+follow from the answer. The base reads each sequence once, several at a time; then only heads draft, at every position.
+What is counted along the walk is what `Decoder.generate` would count at temperature 0 (tests/eval/test_replay.py).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +25,13 @@ from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.layers import Anchors, Sight
 from ctcdraft.model.tree import Tree
 
-SEQUENCES = 8  # that the base reads, and heads draft for, together
+SEQUENCES = 8  # that the base reads together
+ANCHORS = 64  # that a head drafts for together
 Drafts = Callable[[Tensor, Tensor], Sequence[Lattice | Tree]]  # of anchors (batch_N, position_N)
 
 
-class Known(NamedTuple):
+@dataclass(frozen=True)
+class Known:
     """A sequence of tokens, and which of them [L] the base has said."""
 
     tokens: NDArray[np.int64]
@@ -43,19 +43,44 @@ class Known(NamedTuple):
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-@dataclass
-class Replayed:
-    """What drafting along the answers came to; fields as in `Generation`."""
+@dataclass(frozen=True)
+class Draft:
+    """What became of the draft behind one root: accepted nodes by who proposed them, and how many psi expected."""
 
-    grown: int = 0
-    steps: int = 0
-    accepted: list[int] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)
-    accepted_from: Counter[str] = field(default_factory=Counter)
+    sources: tuple[str, ...]
+    expected: float
 
     @property
-    def tokens_per_step(self) -> float:
-        return self.grown / self.steps if self.steps else 1.0
+    def accepted(self) -> int:
+        return len(self.sources)
+
+
+@dataclass
+class Replayed:
+    """Drafts along the answers of one sequence, in order: a list per answer of the drafts behind each of its roots."""
+
+    answers: list[list[Draft]] = field(default_factory=list)
+
+    @property
+    def drafts(self) -> list[Draft]:
+        """Behind every root."""
+        return [draft for answer in self.answers for draft in answer]
+
+    @property
+    def steps(self) -> list[Draft]:
+        """Those that decoding would come to: the next root lies behind what was accepted."""
+        return [draft for answer in self.answers for draft in _walked(answer)]
+
+    @property
+    def grown(self) -> int:
+        """Tokens that the steps give: all of an answer but its first, which the prompt gives."""
+        return sum(map(len, self.answers))
+
+
+def tokens_per_step(replayed: Sequence[Replayed]) -> float:
+    """Of several sequences together; 1 where there is no step."""
+    steps = sum(len(one.steps) for one in replayed)
+    return sum(one.grown for one in replayed) / steps if steps else 1.0
 
 
 def known_rows(path: str) -> Iterator[Known]:
@@ -72,23 +97,35 @@ def known_rows(path: str) -> Iterator[Known]:
 
 
 @torch.no_grad()
-def replay(base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Known]) -> dict[str, Replayed]:
-    """Per decoder of that base, what it makes of the answers."""
-    found = {label: Replayed() for label in decoders}
+def replay(
+    base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Known], *, progress: bool = True
+) -> dict[str, list[Replayed]]:
+    """Per decoder of that base, what it makes of each sequence. Decoders with the same head share its drafts."""
+    found = {label: [Replayed([[] for _ in known.answers()]) for known in sequences] for label in decoders}
     batches = batches_by_length([known.tokens for known in sequences], SEQUENCES)
-    for batch in tqdm(batches, "answers", unit="batch", mininterval=1):
+    for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
         several = [sequences[i] for i in batch]
         ids_BL = pad_sequence([torch.from_numpy(known.tokens) for known in several], True).to(base.device)
         hidden: dict[tuple[int, ...], Tensor] = {}
-        for label, decoder in decoders.items():
+        for drafter, labels in _by_drafter(decoders).items():
             drafts = None
-            if decoder.head is not None:
-                layers = decoder.head.attended_layers
+            if drafter.head is not None:
+                layers = drafter.head.attended_layers
                 if layers not in hidden:
                     hidden[layers] = base.hidden(ids_BL, layers=layers)
-                drafts = _drafts_of(decoder.head, decoder, hidden[layers], ids_BL.roll(-1, dims=1))
-            _walk(decoder, drafts, several, found[label])
+                drafts = _drafts_of(drafter.head, drafter, hidden[layers], ids_BL.roll(-1, dims=1))
+            for row, answer, draft in _along(drafts, [decoders[label] for label in labels], several):
+                for label, one in zip(labels, draft, strict=True):
+                    found[label][batch[row]].answers[answer].append(one)
     return found
+
+
+def _by_drafter(decoders: Mapping[str, Decoder]) -> dict[Decoder, list[str]]:
+    """Labels of the decoders whose candidates are the same, under one of them."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for label, decoder in decoders.items():
+        groups.setdefault((id(decoder.head), decoder.draft.top_k), []).append(label)
+    return {decoders[labels[0]]: labels for labels in groups.values()}
 
 
 def _drafts_of(head: Head, decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor) -> Drafts:
@@ -105,24 +142,39 @@ def _drafts_of(head: Head, decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor
     return drafts
 
 
-def _walk(decoder: Decoder, drafts: Drafts | None, sequences: Sequence[Known], out: Replayed) -> None:
-    """All answers of the sequences side by side, root after root."""
-    device, eos = decoder.base.device, decoder.base.eos_ids
-    going = [[row, start, end] for row, known in enumerate(sequences) for start, end in known.answers()]
-    out.grown += sum(end - start - 1 for _, start, end in going)
-    while going := [answer for answer in going if answer[1] < answer[2] - 1]:
-        drafted: Sequence[Lattice | Tree] = [trees.EMPTY] * len(going)
+def _along(
+    drafts: Drafts | None, decoders: Sequence[Decoder], sequences: Sequence[Known]
+) -> Iterator[tuple[int, int, list[Draft]]]:
+    """(sequence, answer, what each decoder drafts) behind every root of the answers, in order."""
+    device = decoders[0].base.device
+    places = [
+        (row, number, root, end)
+        for row, known in enumerate(sequences)
+        for number, (start, end) in enumerate(known.answers())
+        for root in range(start, end - 1)
+    ]
+    for first in range(0, len(places), ANCHORS):
+        part = places[first : first + ANCHORS]
+        drafted: Sequence[Lattice | Tree] = [trees.EMPTY] * len(part)
         if drafts is not None:
-            anchors = torch.tensor([(row, root - 1) for row, root, _ in going], device=device)
+            anchors = torch.tensor([(row, root - 1) for row, _, root, _ in part], device=device)
             drafted = drafts(anchors[:, 0], anchors[:, 1])
-        for answer, one in zip(going, drafted, strict=True):
-            row, root, end = answer
+        for (row, number, root, end), one in zip(part, drafted, strict=True):
             tokens = sequences[row].tokens
-            room = None if tokens[end - 1] in eos else end - root - 2  # a bonus token always follows
-            tree = decoder.tree_of(one, tokens[: root + 1], room) if decoder.drafts else trees.EMPTY
-            path = tree.path_of(tokens[root + 1 : end].tolist())
-            out.steps += 1
-            out.accepted.append(len(path))
-            out.expected.append(float(tree.psi.sum()))
-            out.accepted_from.update(tree.sources(path))
-            answer[1] += len(path) + 1
+            yield row, number, [_draft(decoder, one, tokens, root, end) for decoder in decoders]
+
+
+def _draft(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: int, end: int) -> Draft:
+    if not decoder.drafts:
+        return Draft((), 0.0)
+    room = None if tokens[end - 1] in decoder.base.eos_ids else end - root - 2  # a bonus token always follows
+    tree = decoder.tree_of(drafted, tokens[: root + 1], room)
+    path = tree.path_of(tokens[root + 1 : end].tolist())
+    return Draft(tuple(tree.sources(path)), float(tree.psi.sum()))
+
+
+def _walked(answer: list[Draft]) -> Iterator[Draft]:
+    at = 0
+    while at < len(answer):
+        yield answer[at]
+        at += answer[at].accepted + 1

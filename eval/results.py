@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,15 @@ from ctcdraft.model.tree import SOURCES
 RESAMPLES = 2000
 PARTS = ("verify", "draft", "tree")
 Figure = Callable[[NDArray[np.int64]], float]  # of questions, by index
+
+
+class Counts(Protocol):
+    """Of a question: tokens behind the first of each answer, and steps."""
+
+    @property
+    def grown(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
 
 
 def measured(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def pooled(answers: Sequence[Answered]) -> list[Answered]:
     return list(groups.values())
 
 
-def tokens_per_step_of(used: Sequence[Answered]) -> Figure:
+def tokens_per_step_of(used: Sequence[Counts]) -> Figure:
     grown = np.array([a.grown for a in used], float)
     steps = np.array([a.steps for a in used], float)
     return lambda i: float(grown[i].sum() / steps[i].sum()) if steps[i].any() else 1.0

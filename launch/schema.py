@@ -128,11 +128,16 @@ class HeadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEntry(HeadChoice):
-    """launch/eval.py (conf/eval.yaml). heads: several, each the name of a run or the folder of an exported head."""
+    """launch/eval.py (conf/eval.yaml). heads: several, each the name of a run or the folder of an exported head.
+
+    count: do not decode; count tokens per step along the base's own answers, which are kept in cache_dir.
+    """
 
     bench: BenchConfig
     logger: LoggerConfig
     heads: list[str] = field(default_factory=list)
+    count: bool = False
+    cache_dir: str = ".cache"
 
     def __post_init__(self) -> None:
         super().__post_init__()

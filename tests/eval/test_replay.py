@@ -7,7 +7,7 @@ import pytest
 from bases import write_base
 from drafting import HEADS, prompts, random_head
 
-from ctcdraft.eval.replay import Known, known_rows, replay
+from ctcdraft.eval.replay import Known, known_rows, replay, tokens_per_step
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Calibration
 
@@ -49,13 +49,14 @@ def test_a_replay_counts_what_decoding_counts(talking, config, kind):
         found = replay(talking, decoders, [known for known, _ in rows])
         for label, decoder in decoders.items():
             wanted = [decoder.generate(prompt, limit) for _, turns in rows for prompt, _ in turns]
-            assert found[label].steps == sum(out.steps for out in wanted)
-            assert found[label].grown == sum(len(out.tokens) - 1 for out in wanted)
-            assert sorted(found[label].accepted) == sorted(n for out in wanted for n in out.accepted)
-            assert sum(found[label].expected) == pytest.approx(sum(sum(out.expected) for out in wanted), abs=1e-3)
-            assert found[label].accepted_from.total() == sum(found[label].accepted)
-        assert found["plain"].tokens_per_step == 1.0
-    assert max(found["both"].accepted) > 0
+            steps = [draft for one in found[label] for draft in one.steps]
+            assert len(steps) == sum(out.steps for out in wanted)
+            assert sum(one.grown for one in found[label]) == sum(len(out.tokens) - 1 for out in wanted)
+            assert sorted(d.accepted for d in steps) == sorted(n for out in wanted for n in out.accepted)
+            assert sum(d.expected for d in steps) == pytest.approx(sum(sum(out.expected) for out in wanted), abs=1e-3)
+            assert sum(len(one.drafts) for one in found[label]) == sum(one.grown for one in found[label])
+        assert tokens_per_step(found["plain"]) == 1.0
+    assert max(draft.accepted for one in found["both"] for draft in one.drafts) > 0
 
 
 def test_rows_without_answers_are_refused(tmp_path):

@@ -76,6 +76,21 @@ def test_one_head_keeps_its_place_and_logs_a_row_per_question(place):
     assert not (place / "runs" / "a" / "metrics.jsonl").exists()  # the log of the training is left alone
 
 
+def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):
+    monkeypatch.setattr(Decoder, "generate", None)
+    for words, heads in ((["name=a"], ["a"]), (["heads=[a,b]"], ["a", "b"])):
+        assert start(place, *words, "count=true", f"cache_dir={place}/cache") == 0
+        out = capsys.readouterr().out
+        folder = place / "runs" / "a" / "eval" / "toy-count"
+        assert f"lies in {folder}" in out
+        drafts = json.loads((folder / "results.json").read_text())["drafts"]
+        assert list(drafts) == [
+            *(f"{head}{way}" for head in heads for way in ("", ", no lookup", ", no lookup, chain")),
+            "prompt lookup alone",
+        ]
+        assert all(label in out for label in drafts)
+
+
 def test_a_decoder_that_is_wrong_for_one_head_fails_the_comparison(place, monkeypatch, capsys):
     honest = Decoder.generate
 

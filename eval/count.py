@@ -1,0 +1,188 @@
+"""A benchmark counted instead of decoded: the base answers it once, alone, and drafts are replayed along its answers.
+
+Greedy tokens per step do not depend on when a draft is made, so that one pass over the answers counts every head and
+every way to draft with it. In float32 it is what decoding counts; in bfloat16 the base's answers, said in batches,
+may be others than those it gives alone, where rounding decides.
+"""
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ctcdraft.data.store import Journal
+from ctcdraft.eval.bench import BenchConfig, Question, load_questions
+from ctcdraft.eval.evaluate import LOOKUP_ALONE, heads_setting_of
+from ctcdraft.eval.place import digest_of, put
+from ctcdraft.eval.replay import Known, Replayed, replay
+from ctcdraft.eval.report import markdown_table
+from ctcdraft.eval.results import bootstrap, tokens_per_step_of
+from ctcdraft.model.base import Base
+from ctcdraft.model.decoder import Decoder, DraftConfig
+from ctcdraft.model.export import load_head
+from ctcdraft.model.generate import Continuation, continue_all
+from ctcdraft.model.tree import SOURCES
+
+ROWS = 16  # answers that the base gives together
+DEPTHS = (1, 2, 3, 5, 8)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One question: tokens behind the first of each answer, and the steps that decoding them takes."""
+
+    grown: int
+    steps: int
+
+
+def count_heads(
+    base: Base,
+    head_folders: Mapping[str, Path],
+    draft: DraftConfig,
+    bench: BenchConfig,
+    folder: Path,
+    *,
+    data_folder: Path | None,
+    seed: int,
+    cache: Path,
+) -> dict[str, Any]:
+    """Count each head as `draft` says (with a fixed number of nodes), without prompt lookup, and as a chain without it;
+    and prompt lookup alone. results.json and report.md go into `folder`; the base's answers are kept in `cache`.
+
+    Raises ValueError as loading heads and questions does, and where a benchmark samples; nothing is written then.
+    """
+    if bench.temperatures != [0.0]:
+        raise ValueError(f"count=true counts greedy tokens: leave out bench.temperatures={bench.temperatures}")
+    draft = replace(draft, budget="fixed")
+    decoders = _decoders(base, head_folders, draft)
+    questions = load_questions(bench, base, data_folder, seed)
+    answers = own_answers(base, questions, bench.max_new_tokens, cache)
+    turns = [known for known_turns in answers for known in known_turns]
+    found = replay(base, decoders, turns)
+    owners = np.repeat(np.arange(len(questions)), [len(known_turns) for known_turns in answers])
+    drafts = {label: _figures(replayed, owners, questions, seed) for label, replayed in found.items()}
+    setting = {**heads_setting_of(base, head_folders, draft, bench, seed), "counted": True}
+    results = {"setting": digest_of(setting), **setting, "questions": len(questions), "drafts": drafts}
+
+    def fill(fresh: Path) -> None:
+        (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
+        (fresh / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+
+    put(folder, fill)
+    return results
+
+
+def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Known]]:
+    """The base's greedy answers to all turns of each question, at most so many tokens each; what is in `cache` is not
+    asked again. A turn whose prompt fills the context, and those behind it, have none."""
+    digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
+    cache.mkdir(parents=True, exist_ok=True)
+    told: list[list[Known]] = [[] for _ in questions]
+    dialogues = [question.prompts(base) for question in questions]
+    waiting: deque[Continuation] = deque()
+    owners: dict[Continuation, int] = {}
+    with (
+        closing(Journal(cache / f"answers-{digest}.jsonl")) as journal,
+        tqdm(total=sum(len(q.turns) or 1 for q in questions), desc="base answers", unit="turn", mininterval=1) as bar,
+    ):
+
+        def ask(owner: int, prompt: list[int] | None) -> None:
+            """Take answers from the journal as long as it has them; what it has not waits for the base."""
+            while prompt is not None and len(prompt) < base.context_length:
+                known = journal.get(_key(prompt))
+                if known is None:
+                    waiting.append(Continuation(prompt, most))
+                    owners[waiting[-1]] = owner
+                    return
+                prompt = take(owner, prompt, known)
+
+        def take(owner: int, prompt: list[int], answer: list[int]) -> list[int] | None:
+            tokens = np.array([*prompt, *answer], np.int64)
+            told[owner].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
+            bar.update()
+            try:
+                return dialogues[owner].send(answer)
+            except StopIteration:
+                return None
+
+        for owner, dialogue in enumerate(dialogues):
+            ask(owner, next(dialogue))
+        for done in continue_all(base, waiting, ROWS):
+            journal.put(_key(done.prompt), done.tokens)
+            owner = owners.pop(done)
+            ask(owner, take(owner, done.prompt, done.tokens))
+    return told
+
+
+def count_table(results: Mapping[str, Any]) -> str:
+    """What a terminal and report.md show."""
+    rows = []
+    for label, one in results["drafts"].items():
+        low, high = one["tokens_per_step_ci95"]
+        right = " ".join(f"{share:.2f}" for share in one["right_at_depth"])
+        sources = " / ".join(f"{share:.0%}" for share in one["accepted_by_source"].values())
+        calibration = f"{one['expected']:.2f} / {one['accepted']:.2f}"
+        rows.append((label, f"{one['tokens_per_step']:.2f} [{low:.2f}, {high:.2f}]", calibration, right, sources))
+    depths = ", ".join(map(str, DEPTHS))
+    header = ("draft", "tokens per step", "psi / accepted", f"right at depth {depths}", " / ".join(SOURCES.values()))
+    title = f"{results['questions']} questions, N={results['decoder']['nodes']}, on {results['base']['name']}"
+    return f"{title}; depths are over all positions.\n\n{markdown_table(header, rows)}"
+
+
+def _decoders(base: Base, head_folders: Mapping[str, Path], draft: DraftConfig) -> dict[str, Decoder]:
+    decoders: dict[str, Decoder] = {}
+    for name, folder in head_folders.items():
+        head = load_head(folder, base)
+        bare = replace(draft, prompt_lookup=0)
+        decoders[name] = Decoder(base, head, draft)
+        if draft.prompt_lookup:
+            decoders[f"{name}, no lookup"] = Decoder(base, head, bare)
+        if draft.kind == "tree":
+            decoders[f"{name}, no lookup, chain"] = Decoder(base, head, replace(bare, kind="chain"))
+    copied = draft.prompt_lookup or DraftConfig.prompt_lookup
+    decoders[LOOKUP_ALONE] = Decoder(base, None, replace(draft, prompt_lookup=copied))
+    return decoders
+
+
+def _figures(
+    replayed: Sequence[Replayed], owners: np.ndarray, questions: Sequence[Question], seed: int
+) -> dict[str, Any]:
+    steps = [draft for one in replayed for draft in one.steps]
+    accepted = np.array([draft.accepted for one in replayed for draft in one.drafts])
+    sources = Counter(source for draft in steps for source in draft.sources)
+    grown, counts = (
+        np.bincount(owners, [value(one) for one in replayed], len(questions)).astype(int).tolist()
+        for value in (lambda one: one.grown, lambda one: len(one.steps))
+    )
+    per_question = [Counted(*pair) for pair in zip(grown, counts, strict=True)]
+    categories = {question.category for question in questions}
+    return {
+        **_tokens_per_step(per_question, seed),
+        "expected": float(np.mean([draft.expected for draft in steps])) if steps else 0.0,
+        "accepted": float(np.mean([draft.accepted for draft in steps])) if steps else 0.0,
+        "right_at_depth": [float((accepted >= depth).mean()) if len(accepted) else 0.0 for depth in DEPTHS],
+        "accepted_by_source": {name: sources[name] / max(1, sources.total()) for name in SOURCES.values()},
+        "per_category": {
+            name: _tokens_per_step(
+                [one for one, q in zip(per_question, questions, strict=True) if q.category == name], seed
+            )
+            for name in sorted(categories)
+        },
+    }
+
+
+def _tokens_per_step(counted: Sequence[Counted], seed: int) -> dict[str, Any]:
+    figure = tokens_per_step_of(counted)
+    interval = bootstrap(figure, len(counted), seed)
+    return {"tokens_per_step": figure(np.arange(len(counted))), "tokens_per_step_ci95": interval}
+
+
+def _key(prompt: Sequence[int]) -> str:
+    return hashlib.blake2b(np.array(prompt, np.int64).tobytes(), digest_size=12).hexdigest()

@@ -1,0 +1,93 @@
+"""What is counted along the base's own answers is what decoding comes to."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from bases import write_base
+
+from ctcdraft.eval import count as stage
+from ctcdraft.eval.bench import BenchConfig, Question, load_questions
+from ctcdraft.eval.count import count_heads, count_table, own_answers
+from ctcdraft.eval.evaluate import LOOKUP_ALONE, evaluate
+from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, load_base
+
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
+DRAFT = DraftConfig("tree", 6, budget="fixed")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = write_base(tmp_path_factory.mktemp("count") / "b", eos_token_id=1, initializer_range=0.1)
+    return load_base(str(folder), dtype="fp64")
+
+
+@pytest.fixture(scope="module")
+def heads(base, tmp_path_factory):
+    folders = {}
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        folders[name] = tmp_path_factory.mktemp(name) / "head"
+        export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), base, folders[name], TRAINING)
+    return folders
+
+
+def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
+    options = {"data_folder": None, "seed": 0}
+    counted = count_heads(base, heads, DRAFT, BENCH, tmp_path / "count", cache=tmp_path / "cache", **options)
+    for name, folder in heads.items():
+        decoded = evaluate(base, folder, DRAFT, BENCH, tmp_path / name, **options)
+        for one, other in (
+            (counted["drafts"][name], decoded),
+            (counted["drafts"][LOOKUP_ALONE], decoded["prompt_lookup_alone"]),
+        ):
+            assert one["tokens_per_step"] == other["tokens_per_step"]
+            assert one["tokens_per_step_ci95"] == other["tokens_per_step_ci95"]
+        shown = counted["drafts"][name]
+        assert shown["expected"] == pytest.approx(decoded["calibration"]["expected"])
+        assert shown["accepted"] == pytest.approx(decoded["calibration"]["accepted"])
+        assert shown["accepted_by_source"] == pytest.approx(decoded["accepted_by_source"])
+        bare = evaluate(base, folder, DraftConfig("chain", 6, prompt_lookup=0), BENCH, tmp_path / "bare", **options)
+        assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare["tokens_per_step"]
+    assert counted["drafts"][LOOKUP_ALONE]["accepted"] > 0
+    assert json.loads((tmp_path / "count" / "results.json").read_text())["drafts"] == counted["drafts"]
+    assert count_table(counted) in (tmp_path / "count" / "report.md").read_text()
+
+
+def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_path, monkeypatch):
+    questions = load_questions(BENCH, base, None, 0)
+    told = own_answers(base, questions, 24, tmp_path)
+    for question, turns in zip(questions, told, strict=True):
+        prompts = question.prompts(base)
+        prompt = next(prompts)
+        for known in turns:
+            ids = torch.tensor([prompt])
+            want = base.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[1]
+            )[0]
+            assert known.tokens.tolist() == want.tolist()
+            assert known.said.sum() == len(want) - len(prompt)
+            try:
+                prompt = prompts.send(want[len(prompt) :].tolist())
+            except StopIteration:
+                break
+        assert len(turns) == len(question.turns)
+    monkeypatch.setattr(stage, "continue_all", lambda base, waiting, rows: iter(()))  # asked nothing more
+    again = own_answers(base, questions, 24, tmp_path)
+    assert [[k.tokens.tolist() for k in turns] for turns in again] == [[k.tokens.tolist() for k in t] for t in told]
+
+
+def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
+    questions = [Question("long", "x", prompt=tuple([5] * base.context_length)), Question("short", "x", prompt=(5, 6))]
+    long, short = own_answers(base, questions, 3, tmp_path)
+    assert long == []
+    assert np.flatnonzero(short[0].said)[0] == 2
+
+
+def test_samples_are_not_counted(base, heads, tmp_path):
+    bench = BenchConfig("toy", temperatures=[0.0, 1.0])
+    with pytest.raises(ValueError, match=r"count=true counts greedy tokens: leave out bench.temperatures"):
+        count_heads(base, heads, DRAFT, bench, tmp_path / "c", data_folder=None, seed=0, cache=tmp_path)
+    assert not (tmp_path / "c").exists()
