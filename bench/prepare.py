@@ -69,7 +69,8 @@ def engine(path, tokenizer, folder):
     """Read, check, drop equal rows, render, tokenise, mask, write, join, pack. The tokens, and the padding."""
     parts = []
     for number, batch in enumerate(shards(conversations_of(path))):
-        examples = [Example(r.ids, r.mask, r.ids) for r in render_all(tokenizer, batch) if not isinstance(r, RowError)]
+        found = (rendering for rendering in render_all(tokenizer, batch) if not isinstance(rendering, RowError))
+        examples = [Example(ids, mask, ids) for rendering in found for ids, mask in rendering.sequences]
         parts.append(folder / f"{number}.safetensors")
         save_corpus(parts[-1], examples)
     join_corpora(folder / "train.safetensors", parts)

@@ -1,13 +1,15 @@
 """Conversations -> tokens through the tokenizer's chat template, with the answers masked in.
 
-Which characters are answers is told by the template's own {% generation %} marks, or, for the well-known
-templates that have none, found by incremental rendering: the rendering up to an answer must be a prefix of
-the whole, and the answer must follow it word for word up to its end-of-turn token.
+An answer is learned as the template writes it while no turn follows it, which is what serving sees: some templates drop
+thoughts, or more, once the conversation goes on. Which characters it has there is told by the template's own
+{% generation %} marks, or, for the well-known templates that have none, found by incremental rendering: what is
+rendered before the answer must be a prefix, and the answer must follow it word for word up to its end-of-turn token.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,7 +28,13 @@ ADVICE = (
     "data.labels=rewrite without a server, which needs no mask"
 )
 
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"  # in the text of an answer, as servers without a parser leave it
+TURNS = ("each", "last")  # which answers of a conversation are learned
 NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
+NO_MARK = "the chat template's generation marks cover none of the answers that are to be learned"
+LOST_THOUGHT = "the thought of an answer that is learned (the template drops it)"
+PAST_THOUGHT = "the thought of another turn (the template drops it)"
+LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
 
 
 class Family(NamedTuple):
@@ -46,15 +54,39 @@ FAMILIES = (  # the first that fits
 )
 
 
-Layout = tuple[str, list[tuple[int, int]]]  # a text, and where its answers are
 AT_ONCE = 128
 
 
 class Rendered(NamedTuple):
-    """Tokens of a conversation and its loss mask: 1 on the assistant's tokens, each end of turn included."""
+    """A sequence of tokens and its loss mask: 1 on the assistant's tokens, each end of turn included."""
 
     ids: list[int]
     mask: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation as one sequence, or as several where the template changes an answer once it is not the last;
+    unread: names of what the conversation holds and none of them shows."""
+
+    sequences: list[Rendered]
+    unread: list[str]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A rendered text, and the characters [start, end) of the answers in it that are learned."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+    def shows(self, words: str) -> bool:
+        """Are they in one of its answers?"""
+        return any(words in self.text[start:stop] for start, stop in self.spans)
+
+    def leads(self, text: str) -> bool:
+        """Does `text` begin with all of this up to the end of its answers?"""
+        return text is self.text or text.startswith(self.text[: max((stop for _, stop in self.spans), default=0)])
 
 
 def prompt_ids(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
@@ -98,40 +130,46 @@ def _parted(whole: str) -> Message:
 
 
 def render(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> Rendered:
-    """Tokens and loss mask of one conversation. Raises as `render_all` does, RowError included."""
+    """Tokens and loss mask of the last of a conversation's sequences, which is the only one in most templates.
+
+    Raises as `render_all` does, RowError included.
+    """
     (found,) = render_all(tokenizer, [Conversation("", tuple(messages), tools)])
     if isinstance(found, RowError):
         raise found
-    return found
+    return found.sequences[-1]
 
 
 def render_all(
-    tokenizer: Any, conversations: Sequence[Conversation], *, last_turn: bool = False
-) -> Iterator[Rendered | RowError]:
-    """Tokens and loss mask of each conversation (of its last answer alone, with last_turn), or why it has none.
+    tokenizer: Any, conversations: Sequence[Conversation], *, turns: str = "each"
+) -> Iterator[Rendering | RowError]:
+    """Each conversation's sequences, with `each` of its answers or the `last` alone as labels, or why it has none.
 
     Raises ValueError, with advice, for a template that does not mark its answers and is of no known family, or
     whose marks cover nothing or everything.
     """
     plain = _Template(tokenizer, None)
 
-    def laid_out(conversation: Conversation) -> Layout | RowError:
+    def laid_out(conversation: Conversation) -> tuple[list[_Text], list[str]] | RowError:
         template = _Template(tokenizer, conversation.tools) if conversation.tools else plain
         try:
-            text, spans = template.answers(conversation.messages)
-            return text, _labels(spans, conversation.messages, last_turn)
+            return template.texts(conversation.messages, turns)
         except RowError as error:
             return error
 
-    def masked(layouts: list[Layout | RowError], encodings: Any) -> Iterator[Rendered | RowError]:
+    def masked(layouts: list[Any], encodings: Any) -> Iterator[Rendering | RowError]:
         for layout in layouts:
-            yield layout if isinstance(layout, RowError) else _masked(next(encodings), *layout)
+            if isinstance(layout, RowError):
+                yield layout
+            else:
+                texts, unread = layout
+                yield Rendering([_masked(next(encodings), text) for text in texts], unread)
 
     with ThreadPoolExecutor(1) as tokenizing:  # which needs no GIL: the next ones are rendered meanwhile
-        before: tuple[list[Layout | RowError], Any] | None = None
+        before: tuple[list[Any], Any] | None = None
         for start in range(0, len(conversations), AT_ONCE):
             layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
-            texts = [layout[0] for layout in layouts if not isinstance(layout, RowError)]
+            texts = [text.text for layout in layouts if not isinstance(layout, RowError) for text in layout[0]]
             encoding = tokenizing.submit(_encoded, tokenizer, texts)
             if before:
                 yield from masked(before[0], iter(before[1].result()))
@@ -208,28 +246,72 @@ class _Template:
             kept[self.thought_key] = message["reasoning_content"]
         return kept
 
-    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text and the characters [start, end) of each answer, its end of turn included."""
-        if self.marked:
-            text, marks = self.render(messages, return_assistant_tokens_mask=True)
-            spans = [(start, _behind_end(text, stop, self._ends)) for start, stop in marks if stop > start]
-            if not spans or sum(stop - start for start, stop in spans) >= len(text):
-                raise ValueError(
-                    f"the chat template's generation marks cover {'all' if spans else 'nothing'}: {ADVICE}"
-                )
-            return text, spans
-        if self.family is None:
+    def texts(self, messages: Messages, turns: str) -> tuple[list[_Text], list[str]]:
+        """Texts that hold the answers to be learned, each as it is while no turn follows it, in order: the whole
+        conversation's alone where that holds them all. And the names of what none of them shows.
+
+        Raises RowError where an answer is not found, ValueError where the template is none that shows where it is.
+        """
+        if not self.marked and self.family is None:
             raise ValueError(
                 "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
                 f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
             )
-        text, _ = self.render(messages)
-        end = self.family.end or self.eos
-        at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return text, [self._answer(messages, i, text, end) for i in at]
+        whole = self._rendered(messages)
+        learned = _learned(messages, turns)
+        answers = {i: self._answer(messages, i, whole) for i in learned}
+        texts: list[_Text] = []
+        left = learned
+        while left:
+            last = answers[left[-1]]
+            text = whole.text if not texts and last.leads(whole.text) else last.text
+            here = [i for i in left if answers[i].leads(text)]
+            texts.append(_Text(text, [span for i in here for span in answers[i].spans]))
+            left = [i for i in left if i not in here]
+        if not any(each.spans for each in texts):
+            if not any(stop > start for start, stop in whole.spans):
+                raise ValueError(f"the chat template's generation marks cover nothing: {ADVICE}")
+            raise RowError(NO_MARK)
+        unread = [] if texts[0].text is whole.text else [LOST_TURN] * (len(messages) - 1 - learned[-1])
+        for i, message in enumerate(messages):
+            for thought in self._thoughts(message):
+                if i in answers and not answers[i].shows(thought):
+                    unread.append(LOST_THOUGHT)
+                elif i not in answers and not any(thought in each.text for each in texts):
+                    unread.append(PAST_THOUGHT)
+        return texts[::-1], unread
 
-    def _answer(self, messages: Messages, index: int, text: str, end: str) -> tuple[int, int]:
-        """Where the answer messages[index] lies in `text`, found by rendering what comes before it."""
+    def _thoughts(self, message: Message) -> list[str]:
+        """Those that the template may show, in a field of their own or at the beginning of an answer."""
+        found = [message["reasoning_content"]] if self.thought_key and "reasoning_content" in message else []
+        if message["role"] == "assistant" and THOUGHT_END in message["content"]:
+            found.append(message["content"].split(THOUGHT_END)[0].split(THOUGHT_START)[-1])
+        return [thought.strip() for thought in found]
+
+    def _rendered(self, messages: Messages, **options: bool) -> _Text:
+        """The text with its generation marks, if it has any."""
+        text, marks = self.render(messages, return_assistant_tokens_mask=self.marked, **options)
+        if marks and sum(stop - start for start, stop in marks) >= len(text):
+            raise ValueError(f"the chat template's generation marks cover all: {ADVICE}")
+        return _Text(text, marks)
+
+    def _answer(self, messages: Messages, index: int, whole: _Text) -> _Text:
+        """What is rendered up to the answer messages[index], and where that is in it."""
+        found = whole if index == len(messages) - 1 else self._rendered(messages[: index + 1])
+        if not self.marked:
+            return _Text(found.text, [self._found(messages, index, found.text)])
+        before = sum(message["role"] == "assistant" for message in messages[:index])
+        if len(found.spans) != before + 1:  # most templates have one for each answer
+            before = len(self._rendered(messages[:index], add_generation_prompt=True).spans)
+        marks = [
+            (start, _behind_end(found.text, stop, self._ends)) for start, stop in found.spans[before:] if stop > start
+        ]
+        return _Text(found.text, marks)
+
+    def _found(self, messages: Messages, index: int, text: str) -> tuple[int, int]:
+        """Where the answer messages[index], the last in `text`, lies there, found by rendering what comes before it."""
+        assert self.family is not None
+        end = self.family.end or self.eos
         before, _ = self.render(messages[:index], add_generation_prompt=True)
         content = messages[index]["content"].strip()
         if not text.startswith(before):
@@ -237,28 +319,25 @@ class _Template:
             if not text.startswith(before):
                 raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on")
         start = len(before)
-        said = text.find(content, start)
-        if said < 0:
-            raise RowError(f"the chat template does not show turn {index} as it is")
-        stop = text.find(end, said + len(content))
-        more = not content or "tool_calls" in messages[index]  # a thought alone, or calls, stand before the end
-        between = "" if more else text[said + len(content) : stop].strip()
-        if stop < 0 or text.find(end, start, said) >= 0 or between:
+        stop = text.rfind(end)
+        if stop < start:
             raise RowError(f"the chat template does not end turn {index} with {end}")
+        words = text[start:stop].rstrip()
+        calls = "tool_calls" in messages[index]  # which stand between the words and the end
+        if not (content in words if calls else words.endswith(content)):
+            raise RowError(f"the chat template does not show turn {index} as it is")
+        if not calls and end in words.removesuffix(content):
+            raise RowError(f"the chat template ends turn {index} with {end} before its words")
         return start, stop + len(end)
 
 
-def _labels(spans: list[tuple[int, int]], messages: Messages, last_turn: bool) -> list[tuple[int, int]]:
-    """The spans of answers that are learned. Raises RowError where that is none of them."""
-    wanted = [message.get("label", True) for message in messages if message["role"] == "assistant"]
-    if not all(wanted):
-        if len(spans) != len(wanted):
-            raise RowError(f"{len(spans)} of {len(wanted)} answers are marked: which of them is no label is not known")
-        spans = [span if label else (span[0], span[0]) for span, label in zip(spans, wanted, strict=True)]
-    spans = [(start, stop) for start, stop in (spans[-1:] if last_turn else spans) if stop > start]
-    if wanted and not spans:
+def _learned(messages: Messages, turns: str) -> list[int]:
+    """Which messages are answers to be learned. Raises RowError where that is none of them."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    learned = [i for i in (answers[-1:] if turns == "last" else answers) if messages[i].get("label", True)]
+    if not learned:
         raise RowError(NO_LABEL)
-    return spans
+    return learned
 
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
@@ -281,13 +360,13 @@ def _encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
     return backend.encode_batch(texts, add_special_tokens=False)
 
 
-def _masked(encoding: Any, text: str, spans: list[tuple[int, int]]) -> Rendered:
+def _masked(encoding: Any, found: _Text) -> Rendered:
     mask = bytearray(len(encoding))  # which numpy takes as it is
-    for start, stop in spans:
+    for start, stop in found.spans:
         first, last = _token_at(encoding, start, stop, 1), _token_at(encoding, stop - 1, start - 1, -1)
         if first is None or last is None:
             continue
-        if text[encoding.token_to_chars(first)[0] : start].strip():  # begins in the prompt's last word
+        if found.text[encoding.token_to_chars(first)[0] : start].strip():  # begins in the prompt's last word
             first += 1
         mask[first : last + 1] = b"\1" * (last + 1 - first)
     return Rendered(encoding.ids, mask)

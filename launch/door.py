@@ -27,6 +27,7 @@ from ctcdraft.data.secrets import masked
 
 CONF = "ctcdraft.conf"
 SYNTAX = re.compile(r"[^\w./-]")  # characters of a value that may mean something in Hydra's grammar
+RENAMED = {"data.last_turn": "data.turns=last"}  # options of earlier versions, and what does the same now
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
@@ -142,6 +143,8 @@ def _override_sentence(config_name: str, error: Exception) -> str:
         )
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
+        if key[1] in RENAMED:
+            return f"{key[1]}: there is no such option any more; use {RENAMED[key[1]]}"
         known = _leaves(config_name)
         if key[1] in known:
             return f"{key[1]}: what else was chosen has no such option (--cfg job shows those it has)"

@@ -148,7 +148,7 @@ VICUNA_LINES = (  # as it goes round for llama.cpp and others
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
-# name -> (template, its extra special tokens, does it take a system turn, the rendering with answers in [[ ]])
+# name -> (template, its extra special tokens, does it take a system turn, the last sequence with its labels in [[ ]])
 KNOWN = {
     "llama-2": (
         LLAMA_2,
@@ -187,7 +187,7 @@ KNOWN = {
         ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
         True,
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
-        "<|im_start|>assistant\n[[Hello.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>\n"
+        "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye?<|im_end|>\n"
         "<|im_start|>assistant\n[[<think>\n\n</think>\n\nSo long.<|im_end|>]]\n",
     ),
     "llama-3.1": (
@@ -269,3 +269,15 @@ def thinking(key):
         "{% for call in message.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
         "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ).replace("KEY", key)
+
+
+def shown(tokenizer, rendered):
+    """A sequence as text with its labels in [[ ]]."""
+    pieces = []
+    before = 0
+    for token, m in [*zip(rendered.ids, rendered.mask, strict=True), (None, 0)]:
+        if m != before:
+            pieces.append("[[" if m else "]]")
+        pieces.append("" if token is None else tokenizer.decode([token]))
+        before = m
+    return "".join(pieces)

@@ -68,9 +68,12 @@ class ExampleMaker:
             for row in tokens:
                 self._reject(row.id, TOKENS_STAY)
         else:
-            rendered = [*self._given(chats), *((r.id, Rendered(r.ids, r.mask)) for r in tokens)]
+            rendered = [*self._given(chats), *((r.id, [Rendered(r.ids, r.mask)]) for r in tokens)]
             fitting = self._fitting(rendered)
-            found = self._labelled(fitting) if self.config.labels == "argmax" else _as_given(fitting)
+            labels = self._choices(fitting) if self.config.labels == "argmax" else [found.ids for _, found in fitting]
+            found = {name: [] for name, _ in fitting}
+            for (name, (ids, mask)), chosen in zip(fitting, labels, strict=True):
+                found[name].append(Example(ids, mask, chosen))
         found |= self._continued([r for r in records if isinstance(r, Text)])
         return [example for record in records for example in found.get(record.id, [])]
 
@@ -85,7 +88,7 @@ class ExampleMaker:
         self.turns.update(turns._asdict())
         found: dict[str, list[Example]] = {chat.id: [] for chat in chats}
         for dialogue in dialogues:
-            found[dialogue.conversation.id] += dialogue.examples(last_turn=config.last_turn)
+            found[dialogue.conversation.id] += dialogue.examples(config.turns)
             self.unread.update(dialogue.unread)
             if dialogue.errors:
                 self.errors.append(dialogue.reason)
@@ -96,8 +99,8 @@ class ExampleMaker:
                 self._reject(dialogue.conversation.id, dialogue.reason)
         return found
 
-    def _given(self, chats: list[Conversation]) -> Iterator[tuple[str, Rendered]]:
-        """The given answers as they are."""
+    def _given(self, chats: list[Conversation]) -> Iterator[tuple[str, list[Rendered]]]:
+        """The sequences of each conversation, its answers as they are."""
         answered = []
         for chat in chats:
             if any(m["role"] == "assistant" for m in chat.messages):
@@ -105,34 +108,33 @@ class ExampleMaker:
                 self.unread.update(unread_by_template(self.base.tokenizer, chat))
             else:
                 self._reject(chat.id, "no answer to keep")
-        rendered = render_all(self.base.tokenizer, answered, last_turn=self.config.last_turn)
+        rendered = render_all(self.base.tokenizer, answered, turns=self.config.turns)
         for chat, found in zip(answered, rendered, strict=True):
             if isinstance(found, RowError):
                 self._reject(chat.id, str(found))
             else:
-                yield chat.id, found
+                self.unread.update(found.unread)
+                yield chat.id, found.sequences
 
-    def _fitting(self, rendered: Sequence[tuple[str, Rendered]]) -> list[tuple[str, Rendered]]:
-        """The sequences that the base can read."""
+    def _fitting(self, rendered: Sequence[tuple[str, list[Rendered]]]) -> list[tuple[str, Rendered]]:
+        """The sequences of those records of which the base can read every one."""
         fitting = []
-        for name, found in rendered:
-            problem = _misfit(found, self.base)
+        for name, sequences in rendered:
+            problem = next(filter(None, (_misfit(sequence, self.base) for sequence in sequences)), None)
             if problem:
                 self._reject(name, problem)
             else:
-                fitting.append((name, found))
+                fitting += [(name, sequence) for sequence in sequences]
         return fitting
 
-    def _labelled(self, fitting: list[tuple[str, Rendered]]) -> dict[str, list[Example]]:
-        """Given sequences, with what the base would have put at each position as labels."""
-        made: dict[str, list[Example]] = {}
+    def _choices(self, fitting: list[tuple[str, Rendered]]) -> list[list[int]]:
+        """What the base would have put at each position of each sequence."""
+        chosen: list[list[int]] = [[] for _ in fitting]
         batches = batches_by_length([found.ids for _, found in fitting], self.config.batch_size)
         for batch in tqdm(batches, self.title, unit="batch", mininterval=1, disable=not batches):
-            labels = _choices(self.base, [fitting[i][1].ids for i in batch])
-            for i, chosen in zip(batch, labels, strict=True):
-                name, (ids, mask) = fitting[i]
-                made[name] = [Example(ids, mask, chosen)]
-        return made
+            for i, labels in zip(batch, _choices(self.base, [fitting[i][1].ids for i in batch]), strict=True):
+                chosen[i] = labels
+        return chosen
 
     def _continued(self, texts: list[Text]) -> dict[str, list[Example]]:
         """Texts, cut somewhere and continued by the base."""
@@ -170,11 +172,6 @@ class ExampleMaker:
             ids = [*prompt, *found[number]]
             made[owner].append(Example(ids, [0] * len(prompt) + [1] * len(found[number]), ids))
         return made
-
-
-def _as_given(fitting: list[tuple[str, Rendered]]) -> dict[str, list[Example]]:
-    """Given sequences in the base's own words: their tokens are their labels."""
-    return {name: [Example(ids, mask, ids)] for name, (ids, mask) in fitting}
 
 
 def _misfit(found: Rendered, base: Base) -> str | None:

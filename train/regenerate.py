@@ -19,7 +19,7 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
+from ctcdraft.data.template import LOST_THOUGHT, NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import Continuation, continue_all
 from ctcdraft.model.sampling import Sampling
@@ -142,10 +142,12 @@ class Dialogue:
         if "reasoning_content" in answer.message and not thought_key(self.base.tokenizer.get_chat_template()):
             self.refuse("the answer comes with a thought, which the chat template does not show")
             return
-        (rendered,) = render_all(self.base.tokenizer, [conversation], last_turn=True)
-        if isinstance(rendered, RowError) or not any(rendered.mask):
-            self.refuse(str(rendered) if isinstance(rendered, RowError) else "the answer has no tokens")
+        (found,) = render_all(self.base.tokenizer, [conversation], turns="last")
+        if isinstance(found, RowError) or not any(found.sequences[-1].mask):
+            self.refuse(str(found) if isinstance(found, RowError) else "the answer has no tokens")
             return
+        rendered = found.sequences[-1]
+        self.unread += (name for name in found.unread if name == LOST_THOUGHT)
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
             end = self._end_of_words(rendered, end, answer.message)
@@ -165,14 +167,15 @@ class Dialogue:
         whole = self.base.tokenizer.decode(rendered.ids[start:end])
         return bisect_right(range(end), whole.find(thought) + len(thought), lo=start + 1, key=length) - 1
 
-    def examples(self, *, last_turn: bool) -> list[Example]:
-        """The sequences it gave: one, or several where the template rewrites what was said before."""
+    def examples(self, turns: str) -> list[Example]:
+        """The sequences with `each` of its answers, or the `last` alone: one, or several where the template writes an
+        earlier answer otherwise than it was when it was the last."""
         self._flush()
-        if last_turn and not self._is_label(self.answered - 1):
+        if turns == "last" and not self._is_label(self.answered - 1):
             self._done = []
         if self.answered and not self._done:
             self.reason = NO_LABEL
-        if not last_turn or not self._done:
+        if turns == "each" or not self._done:
             return self._done
         ids, mask, labels = self._done[-1]
         start = max((i + 1 for i in range(len(mask) - 1) if not mask[i] and mask[i + 1]), default=0)

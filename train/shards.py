@@ -13,6 +13,7 @@ from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.features import FORMATS
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
+from ctcdraft.data.template import TURNS
 from ctcdraft.train.regenerate import RegenerateConfig
 
 KINDS = ("toy", "prompts", "sharegpt", "text", "mixed")
@@ -32,8 +33,8 @@ class DataConfig:
     base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
     limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
     and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
-    last_turn: only last answers are labels. prompt_tokens and samples_per_text: how texts are cut, which the base
-    always continues. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time.
+    turns: `each` answer is learned, or the `last` alone. prompt_tokens and samples_per_text: how texts are cut, which
+    the base always continues. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time.
     features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
     at each step. show: so many sequences are printed after preparing.
     """
@@ -46,7 +47,7 @@ class DataConfig:
     holdout: float = 0.1
     dedupe: bool = True
     keep_out: str | None = None
-    last_turn: bool = False
+    turns: str = "each"
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
     samples_per_text: int = 4
@@ -64,6 +65,8 @@ class DataConfig:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
         if self.labels not in LABELS:
             raise ValueError(f"data.labels={self.labels!r} is unknown: choose one of {LABELS}")
+        if self.turns not in TURNS:
+            raise ValueError(f"data.turns={self.turns!r} is unknown: choose one of {TURNS}")
         if self.kind == "text" and self.labels != "rewrite":
             raise ValueError(
                 f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import templates
 from bases import TEMPLATE, tiny_tokenizer
+from templates import shown
 
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
@@ -38,18 +39,6 @@ def test_a_template_without_generation_marks_is_refused_with_advice():
         render(tiny_tokenizer(unmarked), CHAT)
 
 
-def shown(tokenizer, rendered):
-    """The text with its masked tokens in [[ ]]."""
-    pieces = []
-    before = 0
-    for token, m in [*zip(rendered.ids, rendered.mask, strict=True), (None, 0)]:
-        if m != before:
-            pieces.append("[[" if m else "]]")
-        pieces.append("" if token is None else tokenizer.decode([token]))
-        before = m
-    return "".join(pieces)
-
-
 def known(name):
     template, specials, system, want = templates.KNOWN[name]
     return tiny_tokenizer(template, specials), templates.CHAT[0 if system else 1 :], want
@@ -59,7 +48,7 @@ def known(name):
 def test_the_mask_of_every_known_template_is_what_a_person_reads_out_of_it(name):
     tokenizer, chat, want = known(name)
     assert shown(tokenizer, render(tokenizer, chat)) == want
-    last = next(render_all(tokenizer, [Conversation("", tuple(chat))], last_turn=True))
+    (last,) = next(render_all(tokenizer, [Conversation("", tuple(chat))], turns="last")).sequences
     head, tail = want.split("[[", 1)[0], want.rsplit("[[", 1)[1]
     middle = want[len(head) : len(want) - len(tail) - 2].replace("[[", "").replace("]]", "")
     assert shown(tokenizer, last) == f"{head}{middle}[[{tail}"
@@ -134,8 +123,7 @@ def test_a_template_that_changes_an_answer_rejects_the_conversation_and_no_other
     good, bad, other = render_all(tokenizer, chats)
     assert isinstance(bad, RowError)
     assert "does not show turn 1 as it is" in str(bad)
-    assert sum(good.mask) == 3
-    assert sum(other.mask) == 2
+    assert [sum(found.sequences[0].mask) for found in (good, other)] == [3, 2]
 
 
 def test_a_refusal_by_the_template_is_the_rows_own():
@@ -238,7 +226,7 @@ def test_an_answer_that_is_not_to_be_learned_is_read_and_has_no_label(template):
     for off, gone in ((1, f"cd{end}"), (3, f"f{end}")):
         chat = [message | ({"label": False} if i == off else {}) for i, message in enumerate(CHAT)]
         assert shown(tokenizer, render(tokenizer, chat)) == whole.replace(f"[[{gone}]]", gone)
-    (last,) = render_all(tokenizer, [Conversation("", tuple(chat))], last_turn=True)
+    (last,) = render_all(tokenizer, [Conversation("", tuple(chat))], turns="last")
     assert "none of its answers is to be learned" in str(last)
     none = [message | ({"label": False} if message["role"] == "assistant" else {}) for message in CHAT]
     with pytest.raises(RowError, match="none of its answers is to be learned"):

@@ -4,7 +4,8 @@ from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
-from bases import write_base
+from bases import tiny_tokenizer, write_base
+from templates import QWEN_3
 
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
 from ctcdraft.eval.bench import BenchConfig, load_questions
@@ -265,8 +266,49 @@ def test_texts_and_conversations_mix_in_the_shares_asked_for(chat_base, tmp_path
     assert {bool(question.turns) for question in questions} == {True, False}
 
 
+@pytest.mark.parametrize("labels", ["argmax", "given"])
+@pytest.mark.parametrize("turns", ["each", "last"])
+def test_a_template_that_drops_thoughts_gives_a_sequence_per_turn(tmp_path, labels, turns):
+    write_base(tmp_path / "b", context=512, vocab_size=264)
+    tokenizer = tiny_tokenizer(QWEN_3, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"))
+    tokenizer.save_pretrained(tmp_path / "b")
+    rows = conversations(9, turns=3)
+    for row in rows:
+        for turn in row["conversations"][1::2]:
+            turn["reasoning_content"] = f"thought on {turn['value']}"
+    folder = prepared(load_base(str(tmp_path / "b")), tmp_path, rows, labels=labels, turns=turns, holdout=0.2)
+    manifest, corpus = read_manifest(folder), load_corpus(folder, "train")
+    assert (manifest["read"], manifest["rejected"]) == (9, 0)
+    per_row = 3 if turns == "each" else 1
+    counted = len(corpus) + len(load_corpus(folder, "dev"))
+    assert counted == per_row * (9 - manifest["heldout"])
+    for i in range(len(corpus)):
+        ids, mask, chosen = corpus[i]
+        label, last = tokenizer.decode(ids[mask == 1]), 2 if turns == "last" else i % 3
+        said = label.split("</think>\n\n")[1].removesuffix("<|im_end|>")
+        assert label == f"<think>\nthought on {said}\n</think>\n\n{said}<|im_end|>"
+        assert said.endswith(f" {last}")
+        assert tokenizer.decode(ids).count("thought on") == 1
+        assert (chosen.tolist() == ids.tolist()) == (labels == "given")
+    dropped = 2 * (9 - manifest["heldout"]) if turns == "last" else 0
+    assert sum(manifest["unread"].values()) == dropped
+
+
+def test_a_conversation_of_which_a_sequence_is_too_long_is_rejected_whole(tmp_path):
+    write_base(tmp_path / "b", context=128, vocab_size=264)
+    tiny_tokenizer(QWEN_3, ("<|im_start|>", "<|im_end|>", "<think>", "</think>")).save_pretrained(tmp_path / "b")
+    rows = conversations(12, turns=1)
+    rows[5] = conversations(6, turns=4)[5]
+    folder = prepared(load_base(str(tmp_path / "b")), tmp_path, rows, labels="given", holdout=0.05)
+    manifest = read_manifest(folder)
+    assert manifest["used"] + manifest["rejected"] == 12
+    (reject,) = read_jsonl(folder / "rejects.jsonl")
+    assert reject["row"] == "5"
+    assert "more than the context holds" in reject["reason"]
+
+
 def test_only_last_answers_are_labels_where_asked(chat_base, tmp_path):
-    folder = prepared(chat_base, tmp_path, conversations(8), labels="argmax", last_turn=True)
+    folder = prepared(chat_base, tmp_path, conversations(8), labels="argmax", turns="last")
     for i in range(len(corpus := load_corpus(folder, "train"))):
         mask = corpus[i].mask.tolist()
         assert sum(b > a for a, b in pairwise(mask)) == 1

@@ -141,7 +141,7 @@ def test_nothing_follows_a_tool_that_the_base_may_not_have_called(base, tmp_path
     dialogue, turns = rewritten(base, tmp_path, said("user", "assistant", "tool", "assistant", "user", "assistant"))
     assert (turns.asked, turns.answered, turns.skipped) == (2, 1, 1)
     assert dialogue.reason == "answer 1 was cut" or "same tool" in dialogue.reason
-    assert len(dialogue.examples(last_turn=False)) == 1
+    assert len(dialogue.examples("each")) == 1
 
 
 @pytest.mark.parametrize("off", [0, 1])
@@ -154,11 +154,11 @@ def test_an_answer_that_is_not_to_be_learned_is_rewritten_and_has_no_label(base,
         assert dialogue.next_prompt()
         prompts.append(dialogue.prompt)
         dialogue.answer(answer)
-    (example,) = dialogue.examples(last_turn=False)
+    (example,) = dialogue.examples("each")
     assert example.ids == [*prompts[1], *answers[1]]
     start = len(prompts[1 - off])
     assert [i for i, m in enumerate(example.mask) if m] == list(range(start, start + len(answers[1 - off])))
-    last = dialogue.examples(last_turn=True)
+    last = dialogue.examples("last")
     assert last == ([] if off else [example])
 
 
@@ -176,7 +176,8 @@ def test_a_template_that_rewrites_history_gives_a_sequence_per_turn(base, tmp_pa
         "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     )
     dialogue, turns = rewritten(replace(base, tokenizer=forgetful), tmp_path, said("user", "assistant", "user"))
-    sequences = dialogue.examples(last_turn=False)
+    sequences = dialogue.examples("each")
+    assert dialogue.examples("last") == sequences[-1:]
     assert turns.answered == len(sequences)
     if turns.answered == 2:
         assert "<a>...</s>" in forgetful.decode(sequences[1].ids)

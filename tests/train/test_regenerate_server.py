@@ -20,6 +20,7 @@ from workers import preparing
 
 from ctcdraft.data import server as http
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
+from ctcdraft.data.template import Rendered
 from ctcdraft.model import load_base
 from ctcdraft.train.prepare import prepare
 
@@ -294,6 +295,33 @@ def test_a_servers_own_answer_goes_back_to_it_as_openai_writes_it(thinking_base,
         "reasoning_content": "hm",
         "tool_calls": [CALL],
     }
+
+
+@pytest.mark.parametrize("turns", ["each", "last"])
+def test_through_a_server_each_turn_is_learned_as_it_was_when_it_was_the_last(tmp_path, monkeypatch, turns):
+    write_base(tmp_path / "b", context=512, vocab_size=264)
+    tiny_tokenizer(templates.QWEN_3, ("<|im_start|>", "<|im_end|>", "<think>", "</think>")).save_pretrained(
+        tmp_path / "b"
+    )
+    base, rows = load_base(str(tmp_path / "b")), [{"turns": [f"ask {i}", "again"]} for i in range(9)]
+    message = {"role": "assistant", "content": "hello", "reasoning": "hm"}
+    choice = {"message": message, "finish_reason": "stop"}
+    monkeypatch.setattr(Handler, "_answer", lambda *_: json.dumps({"choices": [choice]}).encode())
+    with serving(base) as server:
+        config = config_of(tmp_path, rows=rows, regenerate=through(server), turns=turns)
+        folder = prepare(base, config, 0, tmp_path / "cache")
+    corpus, manifest = load_corpus(folder, "train"), read_manifest(folder)
+    texts = {
+        templates.shown(base.tokenizer, Rendered(*(column.tolist() for column in corpus[i][:2]))) for i in range(2)
+    }
+    answer = "<|im_start|>assistant\n[[<think>\nhm\n</think>\n\nhello<|im_end|>]]"
+    asked = min(texts, key=len).split("<|im_end|>")[0]
+    first = f"{asked}<|im_end|>\n{answer}"
+    last = f"{asked}<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n{answer}"
+    assert texts == {first, last} if turns == "each" else last in texts
+    turns = manifest["turns"]
+    assert turns["asked"] == turns["answered"] > 0
+    assert manifest["unread"] == {}
 
 
 @pytest.mark.parametrize(
