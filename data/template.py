@@ -7,21 +7,33 @@ rendered before the answer must be a prefix, and the answer must follow it word 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from jinja2 import Environment
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.exceptions import TemplateError
+from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ctcdraft.data.messages import THOUGHT_KEYS, Message
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
+from ctcdraft.model.base import Base
 
 Messages = Sequence[Message]
+TemplateArgs = Mapping[str, Any]  # of JSON values
+NO_ARGS: TemplateArgs = {}
+GIVEN = {  # to a template by rendering, beside the special tokens
+    *("conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "return_assistant_tokens_mask", "raise_exception", "strftime_now"),
+    *DEFAULT_NAMESPACE,
+}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ANY_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 CHANNEL = re.compile(r"<\|channel\|>(\w+)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|return\|>|$)", re.DOTALL)
 ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
@@ -89,14 +101,51 @@ class _Text:
         return text is self.text or text.startswith(self.text[: max((stop for _, stop in self.spans), default=0)])
 
 
-def prompt_ids(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+def with_template_args(base: Base, template_args: Mapping[str, Any]) -> Base:
+    """The base, whose chats are rendered with these from now on.
+
+    Raises ValueError where rendering itself gives one of them, or the template never reads it.
+    """
+    if not template_args:
+        return replace(base, template_args=NO_ARGS)
+    tokenizer, templates = base.tokenizer, base.tokenizer.chat_template
+    templates = list(templates.values()) if isinstance(templates, dict) else [templates]
+    given = {*GIVEN, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map}
+    read = {name for template in templates for name in _variables(template)} - given
+    for name in template_args:
+        if name in given:
+            raise ValueError(f"data.template_args: rendering itself gives the chat template its {name}: leave it out")
+        if name not in read:
+            known = ", ".join(sorted(read)) or "no name at all"
+            raise ValueError(f"data.template_args: the chat template never reads {name}; it reads {known}")
+    return replace(base, template_args=dict(template_args))
+
+
+@cache
+def _variables(template: str) -> frozenset[str]:
+    """The names that a template looks up and does not set itself."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(find_undeclared_variables(environment.parse(re.sub(ANY_MARK, "", template))))
+    except TemplateError as error:
+        raise ValueError(f"the chat template cannot be read: {error}") from error
+
+
+def prompt_ids(
+    tokenizer: Any, messages: Messages, tools: list[Any] | None = None, template_args: TemplateArgs = NO_ARGS
+) -> list[int]:
     """Tokens up to where the assistant's next answer starts. Raises ValueError when the template refuses."""
-    text, _ = _Template(tokenizer, tools).render(messages, add_generation_prompt=True)
+    text, _ = _Template(tokenizer, tools, template_args).render(messages, add_generation_prompt=True)
     return _encoded(tokenizer, [text])[0].ids
 
 
 def answer_message(
-    tokenizer: Any, eos_ids: Sequence[int], messages: Messages, answer: Sequence[int], tools: list[Any] | None = None
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    messages: Messages,
+    answer: Sequence[int],
+    tools: list[Any] | None = None,
+    template_args: TemplateArgs = NO_ARGS,
 ) -> Message:
     """The message that the template writes as the tokens of an answer to `messages`, for the turns that follow.
 
@@ -109,7 +158,7 @@ def answer_message(
     if whole == tokenizer.decode(words, skip_special_tokens=True):
         return plain
     parted = _parted(whole)
-    template = _Template(tokenizer, tools)
+    template = _Template(tokenizer, tools, template_args)
     for message in (parted, {"role": "assistant", "content": whole}, plain):
         try:
             before, _ = template.render(messages, add_generation_prompt=True)
@@ -129,29 +178,36 @@ def _parted(whole: str) -> Message:
     return {"role": "assistant", "content": said} | ({"reasoning_content": thought} if thought else {})
 
 
-def render(tokenizer: Any, messages: Messages, tools: list[Any] | None = None) -> Rendered:
+def render(
+    tokenizer: Any, messages: Messages, tools: list[Any] | None = None, template_args: TemplateArgs = NO_ARGS
+) -> Rendered:
     """Tokens and loss mask of the last of a conversation's sequences, which is the only one in most templates.
 
     Raises as `render_all` does, RowError included.
     """
-    (found,) = render_all(tokenizer, [Conversation("", tuple(messages), tools)])
+    (found,) = render_all(tokenizer, [Conversation("", tuple(messages), tools)], template_args=template_args)
     if isinstance(found, RowError):
         raise found
     return found.sequences[-1]
 
 
 def render_all(
-    tokenizer: Any, conversations: Sequence[Conversation], *, turns: str = "each"
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    *,
+    turns: str = "each",
+    template_args: TemplateArgs = NO_ARGS,
 ) -> Iterator[Rendering | RowError]:
     """Each conversation's sequences, with `each` of its answers or the `last` alone as labels, or why it has none.
 
     Raises ValueError, with advice, for a template that does not mark its answers and is of no known family, or
     whose marks cover nothing or everything.
     """
-    plain = _Template(tokenizer, None)
+    plain = _Template(tokenizer, None, template_args)
 
     def laid_out(conversation: Conversation) -> tuple[list[_Text], list[str]] | RowError:
-        template = _Template(tokenizer, conversation.tools) if conversation.tools else plain
+        tools = conversation.tools
+        template = _Template(tokenizer, tools, template_args) if tools else plain
         try:
             return template.texts(conversation.messages, turns)
         except RowError as error:
@@ -210,8 +266,8 @@ def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 class _Template:
     """A tokenizer's chat template, for conversations with these tools."""
 
-    def __init__(self, tokenizer: Any, tools: list[Any] | None) -> None:
-        self.text, self.tools = tokenizer.get_chat_template(tools=tools), tools
+    def __init__(self, tokenizer: Any, tools: list[Any] | None, args: TemplateArgs) -> None:
+        self.text, self.tools, self.args = tokenizer.get_chat_template(tools=tools), tools, args
         self.marked, self.family = bool(MARKS.search(self.text)), family_of(self.text)
         self.thought_key = thought_key(self.text)
         self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
@@ -226,7 +282,7 @@ class _Template:
                 conversations=[[self._readable(message) for message in messages]],
                 tools=self.tools,
                 chat_template=self.text,
-                **{**self._specials, **options},
+                **{**self._specials, **self.args, **options},
             )
         except TemplateError as error:
             raise RowError(f"the chat template refuses it: {error}") from error

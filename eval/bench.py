@@ -91,8 +91,9 @@ class Question:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns:
             messages.append({"role": "user", "content": turn})
-            answer = yield prompt_ids(base.tokenizer, messages, self.tools)
-            messages.append(answer_message(base.tokenizer, base.eos_ids, messages, answer, self.tools))
+            answer = yield prompt_ids(base.tokenizer, messages, self.tools, base.template_args)
+            said = answer_message(base.tokenizer, base.eos_ids, messages, answer, self.tools, base.template_args)
+            messages.append(said)
 
 
 def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, seed: int) -> list[Question]:

@@ -142,6 +142,7 @@ def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> di
         "bench_hash": questions_hash(bench.path),
         "bench_rows": "evenly spread",  # until 2026-11-24: the first ones
         "base": base.identity,
+        "template_args": base.template_args,
         "decoder": asdict(draft),
         "seed": seed,
         "max_new_tokens": bench.max_new_tokens,

@@ -24,8 +24,9 @@ def main(config: ChatEntry) -> int:
     messages = [{"role": "system", "content": config.system}] if config.system else []
     for number, text in enumerate(_turns(config.prompt)):
         messages.append({"role": "user", "content": text})
-        out = answer(decoder, prompt_ids(base.tokenizer, messages), config, config.seed + number)
-        messages.append(answer_message(base.tokenizer, base.eos_ids, messages, out.tokens))
+        prompt = prompt_ids(base.tokenizer, messages, None, base.template_args)
+        out = answer(decoder, prompt, config, config.seed + number)
+        messages.append(answer_message(base.tokenizer, base.eos_ids, messages, out.tokens, None, base.template_args))
     return 0
 
 

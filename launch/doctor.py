@@ -172,7 +172,7 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
         return None
     with report.trying("base"):
         path, note = stages.base_path(config.base, Path(config.cache_dir))
-        base = stages.load_at(path, config.base, Path(config.cache_dir))
+        base = stages.load_at(path, config.base, Path(config.cache_dir), config.data.template_args)
         whole = sum(p.numel() for p in base.model.parameters())
         sizes = f"{whole:,} parameters, {base.vocab_size:,} tokens"
         report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
@@ -182,9 +182,10 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
 
 def _template(report: Report, config: TrainEntry, base: Base) -> None:
     tokenizer = base.tokenizer
-    prompt = prompt_ids(tokenizer, HELLO)
+    prompt = prompt_ids(tokenizer, HELLO, None, base.template_args)
+    answer = {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}
     try:
-        ids, mask = render(tokenizer, [*HELLO, {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}])
+        ids, mask = render(tokenizer, [*HELLO, answer], None, base.template_args)
     except ValueError:
         if config.data.labels != "rewrite":
             raise

@@ -11,7 +11,7 @@ from ctcdraft.eval.place import take
 from ctcdraft.eval.report import head_rows, headline, heads_table, markdown_table
 from ctcdraft.eval.results import blocks_of
 from ctcdraft.launch.schema import EvalEntry, TrainEntry
-from ctcdraft.launch.stages import find_run, other_base, run_base, run_paths
+from ctcdraft.launch.stages import as_trained, find_run, other_base, run_base, run_paths
 from ctcdraft.model.base import Base
 
 
@@ -97,6 +97,7 @@ def chosen_heads(config: EvalEntry) -> tuple[Base, dict[str, Path], Path | None]
         )
     own = config.base
     base = run_base(runs[0], own) if runs else other_base(own, "heads=[<folder>,...]")
+    base = as_trained(base, list(heads.values()), config.data.template_args)
     return base, heads, Path(data.pop()) if data else None
 
 

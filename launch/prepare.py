@@ -17,7 +17,7 @@ def main(config: TrainEntry) -> int:
     config = stages.with_resolved_dtype(config)
     stages.check_inputs(config)
     with ds.together():
-        base = stages.get_base(config.base, Path(config.cache_dir))
+        base = stages.get_base(config.base, Path(config.cache_dir), config.data.template_args)
         stages.get_features(config, base, stages.get_data(config, base))
     return 0
 

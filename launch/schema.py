@@ -111,6 +111,13 @@ class BasePath:
         check_template(self.template)
 
 
+@dataclass(frozen=True)
+class ChatOptions:
+    """template_args: what the chat template gets beside the messages; None: what it got in the head's training."""
+
+    template_args: dict[str, Any] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadChoice:
     """A run's head and base, or an exported head with a base of its own."""
@@ -118,6 +125,7 @@ class HeadChoice:
     draft: DraftConfig
     head: HeadPath = HeadPath()
     base: BasePath = BasePath()
+    data: ChatOptions = ChatOptions()
     name: str | None = None
     seed: int = 0
     runs_dir: str = "runs"

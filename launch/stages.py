@@ -3,7 +3,8 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import load_corpus, read_manifest, read_object
+from ctcdraft.data.template import with_template_args
 from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
-from ctcdraft.model.export import export_head
+from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_on, parameters_of
@@ -70,17 +72,18 @@ def with_resolved_dtype(config: TrainEntry) -> TrainEntry:
     return replace(config, base=replace(config.base, dtype=dtype))
 
 
-def get_base(config: BaseConfig, cache: Path) -> Base:
+def get_base(config: BaseConfig, cache: Path, template_args: dict[str, Any] | None = None) -> Base:
     """The base, trained, fetched or converted first where it is not there yet."""
     path, note = base_path(config, cache)
     say(f"base: {path} ({note}{config.dtype})")
-    return load_at(path, config, cache)
+    return load_at(path, config, cache, template_args)
 
 
-def load_at(path: str, config: BaseConfig, cache: Path) -> Base:
+def load_at(path: str, config: BaseConfig, cache: Path, template_args: dict[str, Any] | None) -> Base:
     """The base that lies at `path`, as the configuration wants it."""
     trusted = config.trust_remote_code
-    return load_base(path, config.dtype, template=config.template, trust_remote_code=trusted, cache=cache)
+    base = load_base(path, config.dtype, template=config.template, trust_remote_code=trusted, cache=cache)
+    return with_template_args(base, template_args or {})
 
 
 def base_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
@@ -292,10 +295,13 @@ def run_base(folder: Path, choice: BasePath) -> Base:
 
 def chosen_head(choice: HeadChoice) -> tuple[Base, Path, Path | None]:
     """The base, the folder of the exported head, and the run they belong to (None: a head from elsewhere)."""
+    run: Path | None
     if choice.head.path is None:
         run = find_run(choice.name, choice.runs_dir)
-        return run_base(run, choice.base), run / "head", run
-    return other_base(choice.base, "head.path"), Path(choice.head.path), None
+        base, folder = run_base(run, choice.base), run / "head"
+    else:
+        run, base, folder = None, other_base(choice.base, "head.path"), Path(choice.head.path)
+    return as_trained(base, [folder], choice.data.template_args), folder, run
 
 
 def other_base(choice: BasePath, option: str) -> Base:
@@ -305,6 +311,27 @@ def other_base(choice: BasePath, option: str) -> Base:
     return load_base(
         choice.path, choice.dtype or "fp32", template=choice.template, trust_remote_code=choice.trust_remote_code
     )
+
+
+def as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any] | None) -> Base:
+    """The base whose chats are rendered as in the training of these heads, or with other arguments that are asked for.
+
+    Warns where a head was trained under others. Raises ValueError where the heads were trained under several and none
+    are asked for.
+    """
+    trained = [read_config(folder).get("template_args", {}) for folder in heads]
+    if template_args is None and any(own != trained[0] for own in trained):
+        several = ", ".join(f"{folder}: {json.dumps(own)}" for folder, own in zip(heads, trained, strict=True))
+        raise ValueError(f"heads=[...] were trained under several data.template_args ({several}): say which to use")
+    args = trained[0] if template_args is None else template_args
+    for folder, own in zip(heads, trained, strict=True):
+        if own != args:
+            warnings.warn(
+                f"the head in {folder} was trained with data.template_args={json.dumps(own)} and drafts here for chats "
+                f"with {json.dumps(args)}, which it may fit less well",
+                stacklevel=2,
+            )
+    return with_template_args(base, args)
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
@@ -356,6 +383,7 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     state = read_state(folder)
     if state is None:
         raise ValueError(f"{folder} has no finished training to export: run it again")
+    base = with_template_args(base, record["data"].get("template_args") or {})
     head = head_on(base, HeadConfig(**record["head"]))
     head.load_state_dict(load_best(folder / "checkpoints"))
     head = head.to(base.device).eval()

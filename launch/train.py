@@ -29,7 +29,7 @@ def main(config: TrainEntry) -> int:
         ds.make_deterministic(config.seed)
     with ExitStack() as held:
         with ds.together():
-            base = stages.get_base(config.base, Path(config.cache_dir))
+            base = stages.get_base(config.base, Path(config.cache_dir), config.data.template_args)
             data_folder = stages.get_data(config, base)
             load_questions(config.bench, base, data_folder, config.seed)  # a bench that cannot be run ends it here
             stages.open_run(folder, config, base, data_folder)

@@ -3,9 +3,9 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ TEMPLATES = {"plain": PLAIN_TEMPLATE, "vicuna": VICUNA_TEMPLATE}
 class Base:
     """A causal LM in eval mode that requires no gradient, with its tokenizer.
 
-    `plain_template` says that the tokenizer had no chat template and got PLAIN_TEMPLATE.
+    `plain_template` says that the tokenizer had no chat template and got PLAIN_TEMPLATE; template_args are what the
+    template gets beside the messages wherever a chat is rendered, as `enable_thinking`.
     """
 
     model: Any
@@ -72,6 +73,7 @@ class Base:
     context_length: int
     plain_template: bool
     template: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def hidden_size(self) -> int:

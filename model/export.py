@@ -31,6 +31,7 @@ Drafts for lossless speculative decoding with [ctcdraft]: the output is the base
 | | |
 |---|---|
 | base | {base} (config {config}, tokenizer {tokenizer}, LM head {lm_head}) |
+| chat template | {template_args} |
 | head | {kind}, {slots} slots, {parameters:,} parameters |
 | objective | {objective} |
 | trained | {step} steps, {tokens:,} tokens |
@@ -83,6 +84,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "head": asdict(head.config),
         "hidden_size": head.hidden_size,
         "base": identity,
+        "template_args": dict(base.template_args),
         "training": training,
         "calibration": head.calibration.to_dict() if head.calibration else None,
         "copy_rates": head.copy_rates.to_dict() if head.copy_rates else None,
@@ -93,6 +95,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         slots=head.config.slots,
         parameters=parameters_of(head),
         base=identity["name"],
+        template_args=f"with {json.dumps(config['template_args'])}" if base.template_args else "as it is",
         **{key: identity[key] for key in ("config", "tokenizer", "lm_head")},
         **{key: training[key] for key in ("objective", "step", "tokens", "simulated")},
     )

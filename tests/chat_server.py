@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         options = {"temperature": body.get("temperature", 0.0), "seed": body.get("seed", 0)}
         with self.server.lock:
             torch.set_num_threads(1)
-            prompt = prompt_ids(base.tokenizer, body["messages"])
+            prompt = prompt_ids(base.tokenizer, body["messages"], None, body.get("chat_template_kwargs", {}))
             tokens = Decoder(base).generate(prompt, body["max_tokens"], **options).tokens
         message = {"role": "assistant", "content": base.tokenizer.decode(tokens, skip_special_tokens=True)}
         reason = "stop" if tokens[-1] in base.eos_ids else "length"

@@ -259,6 +259,16 @@ KNOWN = {
     ),
 }
 
+SWITCHED = (  # as Qwen 3.5: a thought before each answer, begun by the prompt, or empty there where thinking is off
+    "{%- set style = style if style is defined else 'plain' -%}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '') + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
+    "{% for note in notes or [] %}{{ note }}{% endfor %}{% endif %}"
+)
+SWITCHED_SPECIALS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
 
 def thinking(key):
     """ChatML with calls and results of tools as Qwen writes them, and thoughts under that key of a message."""

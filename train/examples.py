@@ -108,7 +108,8 @@ class ExampleMaker:
                 self.unread.update(unread_by_template(self.base.tokenizer, chat))
             else:
                 self._reject(chat.id, "no answer to keep")
-        rendered = render_all(self.base.tokenizer, answered, turns=self.config.turns)
+        args = self.base.template_args
+        rendered = render_all(self.base.tokenizer, answered, turns=self.config.turns, template_args=args)
         for chat, found in zip(answered, rendered, strict=True):
             if isinstance(found, RowError):
                 self._reject(chat.id, str(found))

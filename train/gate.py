@@ -128,7 +128,7 @@ class _Gate:
         answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
         chat = replace(data, kind="sharegpt", path="-", max_new_tokens=config.answer_tokens)
         self.example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
-        self.prompt = prompt_ids(base.tokenizer, self.messages)
+        self.prompt = prompt_ids(base.tokenizer, self.messages, None, base.template_args)
         corpus = _corpus_of(self.example)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -58,7 +58,7 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     options["regenerate"] = {k: v for k, v in options["regenerate"].items() if k not in FREE_REGENERATE}
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
     sources = sources or GENERATED[config.kind].fingerprint()
-    template = None if config.kind == "text" else base.tokenizer.chat_template
+    template = None if config.kind == "text" else [base.tokenizer.chat_template, dict(base.template_args)]
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
     key = [FORMAT, options, sources, template, identity, seed]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -108,7 +108,7 @@ class Dialogue:
         turns = 2 if self._left[0]["role"] == "system" else 1
         said = [*self.said, *self._left[:turns]]
         try:
-            self.prompt = prompt_ids(self.base.tokenizer, said, self.conversation.tools)
+            self.prompt = prompt_ids(self.base.tokenizer, said, self.conversation.tools, self.base.template_args)
         except RowError as error:
             return self._end(str(error))
         if len(self.prompt) + LEAST_ROOM > self.base.context_length:
@@ -129,7 +129,7 @@ class Dialogue:
     def answer(self, tokens: list[int]) -> None:
         """The tokens that the base put behind `prompt`."""
         base, tools = self.base, self.conversation.tools
-        message = answer_message(base.tokenizer, base.eos_ids, self.said, tokens, tools)
+        message = answer_message(base.tokenizer, base.eos_ids, self.said, tokens, tools, base.template_args)
         mask = [0] * len(self.prompt) + [1] * len(tokens)
         self._extend([*self.prompt, *tokens], mask, message)
         if tokens[-1] not in self.base.eos_ids:
@@ -142,7 +142,8 @@ class Dialogue:
         if "reasoning_content" in answer.message and not thought_key(self.base.tokenizer.get_chat_template()):
             self.refuse("the answer comes with a thought, which the chat template does not show")
             return
-        (found,) = render_all(self.base.tokenizer, [conversation], turns="last")
+        args = self.base.template_args
+        (found,) = render_all(self.base.tokenizer, [conversation], turns="last", template_args=args)
         if isinstance(found, RowError) or not any(found.sequences[-1].mask):
             self.refuse(str(found) if isinstance(found, RowError) else "the answer has no tokens")
             return
@@ -312,7 +313,12 @@ async def _ask_server(
                 known = journal.get(key)
                 if known is None:
                     room = dialogue.base.context_length - len(dialogue.prompt)
-                    options = {"max_tokens": min(max_new_tokens, room), "temperature": dialogue.temperature}
+                    options: dict[str, Any] = {
+                        "max_tokens": min(max_new_tokens, room),
+                        "temperature": dialogue.temperature,
+                    }
+                    if dialogue.base.template_args:
+                        options["chat_template_kwargs"] = dialogue.base.template_args
                     if dialogue.temperature:
                         options |= {"top_p": config.top_p, "seed": noise % 2**31}
                     try:

@@ -33,8 +33,10 @@ class DataConfig:
     base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
     limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
     and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
-    turns: `each` answer is learned, or the `last` alone. prompt_tokens and samples_per_text: how texts are cut, which
-    the base always continues. max_new_tokens per answer. shard_rows: rows worked on, and lost by nobody, at a time.
+    turns: `each` answer is learned, or the `last` alone. template_args: what the chat template gets beside the
+    messages, as {"enable_thinking": False}; the trained head keeps it. prompt_tokens and samples_per_text: how texts
+    are cut, which the base always continues. max_new_tokens per answer. shard_rows: rows worked on, and lost by
+    nobody, at a time.
     features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
     at each step. show: so many sequences are printed after preparing.
     """
@@ -48,6 +50,7 @@ class DataConfig:
     dedupe: bool = True
     keep_out: str | None = None
     turns: str = "each"
+    template_args: dict[str, Any] | None = None
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
     samples_per_text: int = 4

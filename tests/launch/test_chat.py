@@ -5,8 +5,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from bases import write_base
+from bases import tiny_tokenizer, write_base
+from templates import SWITCHED, SWITCHED_SPECIALS
 
+from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import chat
 from ctcdraft.launch.door import compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry
@@ -58,3 +60,20 @@ def test_bad_options_are_one_sentence(word, sentence, monkeypatch, capsys):
         enter("chat", ChatEntry, chat.main)
     assert end.value.code == 1
     assert sentence in capsys.readouterr().err
+
+
+def test_chat_gives_the_template_what_it_got_in_the_heads_training(tmp_path, monkeypatch):
+    folder = write_base(tmp_path / "b", vocab_size=264)
+    tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(folder)
+    base = with_template_args(load_base(str(folder)), {"enable_thinking": False})
+    export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), base, tmp_path / "head", TRAINING)
+    prompts = []
+    answer = chat.answer
+    monkeypatch.setattr(chat, "answer", lambda d, prompt, *rest: prompts.append(prompt) or answer(d, prompt, *rest))
+    words = [f"head.path={tmp_path / 'head'}", f"base.path={folder}", "max_new_tokens=4", "prompt=hello"]
+    assert chat.main(typed(compose("chat", words), ChatEntry)) == 0
+    with pytest.warns(UserWarning, match="which it may fit less well"):
+        chat.main(typed(compose("chat", [*words, "data.template_args={enable_thinking: true}"]), ChatEntry))
+    ends = [base.tokenizer.decode(prompt)[-15:] for prompt in prompts]
+    assert ends[0] == "<think></think>"
+    assert ends[1].endswith("<think>")

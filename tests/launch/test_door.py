@@ -110,6 +110,7 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["data.regenerate=false"], "error: data.regenerate=false: it says how, not whether: use data.labels=argmax"),
         (["data.last_turn=true"], "error: data.last_turn: there is no such option any more; use data.turns=last"),
         (["data.turns=first"], "error: data.turns='first' is unknown: choose one of ('each', 'last')"),
+        (["data.template_args=[1]"], "error: data.template_args=[1]: input should be a valid dictionary"),
         (["data.labels=keep"], "error: data.labels='keep' is unknown: choose one of ('rewrite', 'argmax', 'given')"),
         (["data=text", "data.path=x", "data.labels=given"], "error: data.labels=given: the base continues every text"),
         (["data.regenerate.temperatures=[]"], "error: data.regenerate.temperatures=[]"),

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import torch
-from bases import write_base
+from bases import tiny_tokenizer, write_base
+from templates import SWITCHED, SWITCHED_SPECIALS
 from wandb_file import history
 
+from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import eval as entry
 from ctcdraft.launch.door import compose, enter, typed
 from ctcdraft.launch.schema import EvalEntry
@@ -129,3 +131,62 @@ def test_what_cannot_be_evaluated_is_one_sentence(place, words, sentence, monkey
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("error: ") == 1
+
+
+# -- what the chat template gets ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
+    """A base whose template reads `enable_thinking`, and heads that were trained with it off, and without it."""
+    root = tmp_path_factory.mktemp("switched")
+    write_base(root / "base", eos_token_id=1, vocab_size=264)
+    tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(root / "base")
+    base = load_base(str(root / "base"))
+    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32)
+    export_head(head, with_template_args(base, {"enable_thinking": False}), root / "off", TRAINING)
+    export_head(head, base, root / "plain", TRAINING)
+    return root
+
+
+def prompts_of(monkeypatch, root, *words):
+    """What is decoded, as text."""
+    found = set()
+    honest = Decoder.generate
+
+    def logged(decoder, prompt, *rest, **options):
+        found.add(decoder.base.tokenizer.decode(prompt))
+        return honest(decoder, prompt, *rest, **options)
+
+    monkeypatch.setattr(Decoder, "generate", logged)
+    start(root, f"base.path={root}/base", "logger=none", "bench.questions=1", *words)
+    return found
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_head_is_evaluated_with_the_template_args_of_its_training(switched, monkeypatch):
+    assert "template_args" in json.loads((switched / "off" / "config.json").read_text())
+    assert '{"enable_thinking": false}' in (switched / "off" / "README.md").read_text()
+    prompts = prompts_of(monkeypatch, switched, f"head.path={switched}/off")
+    assert prompts
+    assert all(prompt.endswith("<think></think>") for prompt in prompts)
+    assert all(p.endswith("<think>") for p in prompts_of(monkeypatch, switched, f"head.path={switched}/plain"))
+
+
+def test_other_template_args_are_used_where_asked_for_with_a_warning(switched, monkeypatch):
+    words = [f"head.path={switched}/off", "data.template_args={enable_thinking: true}"]
+    with pytest.warns(
+        UserWarning, match=r'trained with data.template_args=\{"enable_thinking": false\} and drafts here'
+    ):
+        prompts = prompts_of(monkeypatch, switched, *words)
+    assert all(prompt.endswith("<think>") for prompt in prompts)
+    with pytest.warns(UserWarning, match=r"for chats with \{\}"):
+        prompts_of(monkeypatch, switched, f"head.path={switched}/off", "data.template_args={}")
+
+
+def test_heads_of_several_template_args_need_a_word_on_which(switched, monkeypatch):
+    heads = f"heads=[{switched}/off,{switched}/plain]"
+    with pytest.raises(ValueError, match=r"trained under several data.template_args \(.*off: .*: say which to use"):
+        prompts_of(monkeypatch, switched, heads)
+    with pytest.warns(UserWarning, match="the head in .*plain was trained with"):
+        prompts_of(monkeypatch, switched, heads, "data.template_args={enable_thinking: false}")

@@ -5,9 +5,10 @@ from unittest.mock import Mock
 
 import pytest
 from bases import tiny_tokenizer, write_base
-from templates import QWEN_3
+from templates import QWEN_3, SWITCHED, SWITCHED_SPECIALS
 
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
+from ctcdraft.data.template import with_template_args
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import examples
@@ -292,6 +293,21 @@ def test_a_template_that_drops_thoughts_gives_a_sequence_per_turn(tmp_path, labe
         assert (chosen.tolist() == ids.tolist()) == (labels == "given")
     dropped = 2 * (9 - manifest["heldout"]) if turns == "last" else 0
     assert sum(manifest["unread"].values()) == dropped
+
+
+@pytest.mark.parametrize("labels", ["rewrite", "argmax", "given"])
+def test_data_of_other_template_args_is_other_data(tmp_path, labels):
+    write_base(tmp_path / "b", context=512, vocab_size=264, eos_token_id=1)
+    tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(tmp_path / "b")
+    plain, folders = load_base(str(tmp_path / "b")), {}
+    for ending, args in (("<think>", None), ("<think></think>", {"enable_thinking": False})):
+        base = with_template_args(plain, args or {})
+        folder = prepared(base, tmp_path, conversations(9, turns=1), labels=labels, template_args=args)
+        ids, mask, _ = load_corpus(folder, "train")[0]
+        assert base.tokenizer.decode(ids[: mask.tolist().index(1)]).endswith(f"assistant\n{ending}")
+        assert read_manifest(folder)["options"]["template_args"] == args
+        folders[folder] = ending
+    assert len(folders) == 2
 
 
 def test_a_conversation_of_which_a_sequence_is_too_long_is_rejected_whole(tmp_path):

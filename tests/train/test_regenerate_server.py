@@ -20,7 +20,7 @@ from workers import preparing
 
 from ctcdraft.data import server as http
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
-from ctcdraft.data.template import Rendered
+from ctcdraft.data.template import Rendered, with_template_args
 from ctcdraft.model import load_base
 from ctcdraft.train.prepare import prepare
 
@@ -322,6 +322,27 @@ def test_through_a_server_each_turn_is_learned_as_it_was_when_it_was_the_last(tm
     turns = manifest["turns"]
     assert turns["asked"] == turns["answered"] > 0
     assert manifest["unread"] == {}
+
+
+def test_template_args_reach_the_base_here_and_a_server_alike(tmp_path):
+    write_base(tmp_path / "b", context=512, vocab_size=264, eos_token_id=1)
+    tiny_tokenizer(templates.SWITCHED, templates.SWITCHED_SPECIALS).save_pretrained(tmp_path / "b")
+    plain, prompts = load_base(str(tmp_path / "b")), {}
+    for off in (False, True):
+        args = {"enable_thinking": False} if off else {}
+        base, place = with_template_args(plain, args), tmp_path / str(off)
+        here = prepare(base, config_of(tmp_path, 12, template_args=args or None), 0, place / "here")
+        with serving(base) as server:
+            config = config_of(tmp_path, 12, regenerate=through(server), template_args=args or None)
+            there = prepare(base, config, 0, place / "there")
+        assert all(body.get("chat_template_kwargs") == (args or None) for body in server.bodies)
+        prompts[off] = {
+            base.tokenizer.decode(ids[: mask.tolist().index(1)])
+            for corpus in (load_corpus(here, "train"), load_corpus(there, "train"))
+            for ids, mask, _ in (corpus[i] for i in range(len(corpus)))
+        }
+    assert all(text.endswith("assistant\n<think>") for text in prompts[False])
+    assert all(text.endswith("assistant\n<think></think>") for text in prompts[True])
 
 
 @pytest.mark.parametrize(
