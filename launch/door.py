@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from ctcdraft.data.secrets import masked
 
 CONF = "ctcdraft.conf"
+TOKENS = "base.eos"  # its values are tokens, which are full of syntax: base.eos=<|im_end|>
 SYNTAX = re.compile(r"[^\w./-]")  # characters of a value that may mean something in Hydra's grammar
 RENAMED = {"data.last_turn": "data.turns=last"}  # options of earlier versions, and what does the same now
 LOCAL_RANK = re.compile(r"--local[_-]rank")
@@ -101,8 +102,12 @@ def typed(config: DictConfig, schema: type[Entry]) -> Entry:
 
 def _quoted(word: str) -> str:
     """`zero=2` names a choice of a group, where Hydra would read a number; the name of a file that is there is no
-    syntax: `data.path=chats (1).jsonl`."""
+    syntax: `data.path=chats (1).jsonl`; neither is a token's."""
     key, _, value = word.partition("=")
+    if key == TOKENS and not re.search("['\"]", value):
+        listed = value.startswith("[") and value.endswith("]")
+        tokens = [_in_quotes(t) if SYNTAX.search(t) else t for t in (value[1:-1].split(",") if listed else [value])]
+        return f"{key}=[{','.join(tokens)}]" if listed else f"{key}={tokens[0]}"
     if (_is_group(key) and value.isdecimal()) or (SYNTAX.search(value) and os.path.exists(os.path.expanduser(value))):
         return f"{key}={_in_quotes(value)}"
     return word

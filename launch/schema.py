@@ -10,6 +10,7 @@ from ctcdraft.model.base import TEMPLATES, check_dtype
 from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.model.sampling import Sampling
+from ctcdraft.model.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.log import LoggerConfig
 from ctcdraft.train.loop import Plan, TrainConfig
@@ -29,14 +30,17 @@ class BaseConfig:
     """kind: `toy` (made on first use, as `training` says), `smollm2` (fetched on first use; or path, where that is
     given) or `local` (path: folder, Hub name or GGUF file).
 
-    template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one. trust_remote_code: run
-    Python code that a local base brings along.
+    template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one. date: what a chat
+    template writes as today's. eos: the tokens (text or id, or a list) that end a sequence, instead of the base's own.
+    trust_remote_code: run Python code that a local base brings along.
     """
 
     kind: str = "toy"
     path: str | None = None
     dtype: str = "fp32"
     template: str | None = None
+    date: str = PINNED_DATE
+    eos: int | str | list[int | str] | None = None
     trust_remote_code: bool = False
     training: ToyBaseConfig = field(default_factory=ToyBaseConfig)
 
@@ -47,6 +51,7 @@ class BaseConfig:
             raise ValueError("base=local needs base.path=<folder of a transformers model, Hub name, or .gguf file>")
         check_dtype(self.dtype)
         check_template(self.template)
+        check_date(self.date)
 
 
 def check_seed(seed: int) -> None:
@@ -105,10 +110,13 @@ class BasePath:
     path: str | None = None
     dtype: str | None = None
     template: str | None = None
+    date: str | None = None
+    eos: int | str | list[int | str] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_template(self.template)
+        check_date(self.date)
 
 
 @dataclass(frozen=True)

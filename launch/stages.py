@@ -75,14 +75,23 @@ def with_resolved_dtype(config: TrainEntry) -> TrainEntry:
 def get_base(config: BaseConfig, cache: Path, template_args: dict[str, Any] | None = None) -> Base:
     """The base, trained, fetched or converted first where it is not there yet."""
     path, note = base_path(config, cache)
-    say(f"base: {path} ({note}{config.dtype})")
-    return load_at(path, config, cache, template_args)
+    base = load_at(path, config, cache, template_args)
+    dated = f"; its chat template says that today is {base.date}" if base.date else ""
+    say(f"base: {path} ({note}{config.dtype}{dated})")
+    return base
 
 
 def load_at(path: str, config: BaseConfig, cache: Path, template_args: dict[str, Any] | None) -> Base:
     """The base that lies at `path`, as the configuration wants it."""
-    trusted = config.trust_remote_code
-    base = load_base(path, config.dtype, template=config.template, trust_remote_code=trusted, cache=cache)
+    base = load_base(
+        path,
+        config.dtype,
+        template=config.template,
+        trust_remote_code=config.trust_remote_code,
+        cache=cache,
+        eos=config.eos,
+        date=config.date,
+    )
     return with_template_args(base, template_args or {})
 
 
@@ -203,6 +212,8 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
         "base": base.path,
         "dtype": config.base.dtype,
         "template": base.template,
+        "eos": config.base.eos,
+        "date": config.base.date,
         "data": str(data_folder),
         "identity": base.identity,
     }
@@ -290,6 +301,8 @@ def run_base(folder: Path, choice: BasePath) -> Base:
         choice.dtype or paths["dtype"],
         template=choice.template or paths["template"],
         trust_remote_code=choice.trust_remote_code,
+        eos=paths.get("eos") if choice.eos is None else choice.eos,
+        date=choice.date or paths.get("date"),
     )
 
 
@@ -309,7 +322,12 @@ def other_base(choice: BasePath, option: str) -> Base:
     if choice.path is None:
         raise ValueError(f"{option} needs base.path=<the model it was trained on>")
     return load_base(
-        choice.path, choice.dtype or "fp32", template=choice.template, trust_remote_code=choice.trust_remote_code
+        choice.path,
+        choice.dtype or "fp32",
+        template=choice.template,
+        trust_remote_code=choice.trust_remote_code,
+        eos=choice.eos,
+        date=choice.date,
     )
 
 

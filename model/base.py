@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from ctcdraft.model.cache import TreeCache, Watched
 from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.layers import Attended, turned_by
 from ctcdraft.model.precision import resolve_dtype
+from ctcdraft.model.template_date import PINNED_DATE, with_date, writes_date
 from ctcdraft.model.window import Windows, windows_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -63,7 +64,8 @@ class Base:
     """A causal LM in eval mode that requires no gradient, with its tokenizer.
 
     `plain_template` says that the tokenizer had no chat template and got PLAIN_TEMPLATE; template_args are what the
-    template gets beside the messages wherever a chat is rendered, as `enable_thinking`.
+    template gets beside the messages wherever a chat is rendered, as `enable_thinking`; `date` is the one that the chat
+    template writes, None where that writes none.
     """
 
     model: Any
@@ -74,6 +76,7 @@ class Base:
     plain_template: bool
     template: str | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    date: str | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -82,6 +85,23 @@ class Base:
     @property
     def vocab_size(self) -> int:
         return self.lm_weight.shape[0]
+
+    @cached_property
+    def token_count(self) -> int:
+        """Tokens that it can read and write: a tokenizer may have had others added, which it has no embedding for."""
+        return min(self.vocab_size, self._embedding.weight.shape[0])
+
+    def unreadable(self, ids: Iterable[int]) -> str | None:
+        """The first of the tokens that it cannot read, in words; None where it can read them all."""
+        found = next((token for token in ids if token >= self.token_count), None)
+        if found is None:
+            return None
+        if found >= len(self.tokenizer):
+            return f"token {found}, but {self.name} knows {self.token_count}"
+        word = self.tokenizer.convert_ids_to_tokens(int(found))
+        return (
+            f"token {found} ({word!r}) is in {self.name}'s tokenizer, but not among its {self.token_count} embeddings"
+        )
 
     @property
     def lm_weight(self) -> Tensor:
@@ -225,7 +245,8 @@ class Base:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """What a head is bound to: short hashes of the config, the tokenizer and the LM head.
+        """What a head is bound to: short hashes of the config, the tokenizer and the LM head; and what else its data
+        depends on: the tokens that end a sequence, and the date in the chat template, where that writes one.
 
         Of the config only what shapes the model counts: the rest differs between versions of transformers.
         """
@@ -237,6 +258,8 @@ class Base:
             "config": _short_hash(json.dumps(shape, sort_keys=True).encode()),
             "tokenizer": _short_hash(_tokenizer_bytes(self.tokenizer)),
             "lm_head": _short_hash(weight.to(torch.bfloat16).view(torch.uint8).numpy().data),
+            "eos": ",".join(map(str, self.eos_ids)),
+            **({"date": self.date} if self.date else {}),
         }
 
     @cached_property
@@ -260,6 +283,8 @@ def load_base(
     template: str | None = None,
     trust_remote_code: bool = False,
     cache: str | Path = ".cache",
+    eos: str | int | Sequence[str | int] | None = None,
+    date: str | None = None,
 ) -> Base:
     """Load a frozen base and its tokenizer from a local folder or the Hub: safetensors alone, never pickles, and none
     of its Python code unless trust_remote_code asks for it. A GGUF file is converted in `cache` first (gguf.py).
@@ -267,6 +292,8 @@ def load_base(
     dtype: fp32, bf16, fp64, or auto, which is bf16 where the machine is faster in it (precision.py).
     template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
     another; None keeps the tokenizer's own, and gives one that has none the plain format.
+    eos: the tokens (texts or ids) that end a sequence instead of those that the folder names. date: YYYY-MM-DD, what
+    the chat template writes as today's (None: PINNED_DATE).
     Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
     makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
     """
@@ -298,10 +325,12 @@ def load_base(
     plain = template is None and tokenizer.chat_template is None
     if plain or template:
         tokenizer.chat_template = TEMPLATES[template or "plain"]
-    eos_ids = _eos_ids(model, tokenizer)
+    tokenizer.chat_template = with_date(tokenizer.chat_template, date or PINNED_DATE)
+    eos_ids = _eos_ids(model, tokenizer) if eos is None else _chosen_eos(eos, model, tokenizer, path)
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
-    return base_of(model, tokenizer, path, plain_template=plain, template=template)
+    found = base_of(model, tokenizer, path, eos_ids=eos_ids, plain_template=plain, template=template)
+    return replace(found, date=date or PINNED_DATE) if writes_date(tokenizer.chat_template) else found
 
 
 def _why_not(folder: Path, error: Exception) -> str:
@@ -314,11 +343,20 @@ def _why_not(folder: Path, error: Exception) -> str:
 
 
 def base_of(
-    model: Any, tokenizer: Any, path: str, *, plain_template: bool = False, template: str | None = None
+    model: Any,
+    tokenizer: Any,
+    path: str,
+    *,
+    eos_ids: tuple[int, ...] | None = None,
+    plain_template: bool = False,
+    template: str | None = None,
 ) -> Base:
-    """A base from a model that is already there. Raises ValueError where it cannot be verified against drafts."""
-    length = _context_length(model)
-    base = Base(model, tokenizer, path, _eos_ids(model, tokenizer), length, plain_template, template)
+    """A base from a model that is already there, by default with its own ends of sequence.
+
+    Raises ValueError where it cannot be verified against drafts.
+    """
+    length, ends = _context_length(model), _eos_ids(model, tokenizer) if eos_ids is None else eos_ids
+    base = Base(model, tokenizer, path, ends, length, plain_template, template)
     if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
         model.set_experts_implementation("eager")
     try:
@@ -352,7 +390,23 @@ def warn_if_plain(base: Base) -> None:
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     ids = model.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [ids]
-    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+    rows = model.get_output_embeddings().weight.shape[0]
+    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None and i < rows}))
+
+
+def _chosen_eos(eos: str | int | Sequence[str | int], model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:
+    """The ids of tokens that a user named. Raises ValueError on one that the base does not know."""
+    chosen = [eos] if isinstance(eos, str | int) else list(eos)
+    if not chosen:
+        raise ValueError("base.eos=[]: give at least one token, or leave it out for the base's own")
+    rows, known = model.get_output_embeddings().weight.shape[0], tokenizer.get_vocab()
+    ids = [token if isinstance(token, int) else known.get(token, -1) for token in chosen]
+    for token, number in zip(chosen, ids, strict=True):
+        if not 0 <= number < rows:
+            what = f"its tokens are 0 to {rows - 1}" if isinstance(token, int) else "its tokenizer has no such token"
+            what = f"it has no embedding for that token ({number})" if number >= rows and token != number else what
+            raise ValueError(f"base.eos={token}: base.path={path}: {what}")
+    return tuple(sorted(set(ids)))
 
 
 def _context_length(model: Any) -> int:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,14 @@ def load_head(folder: str | Path, base: Base) -> Head:
             f"the head in {folder} was trained on {config['base']['name']} and cannot draft for "
             f"{identity['name']}: their {', '.join(differing)} differ"
         )
+    for key, words in (("eos", "[{}]"), ("date", "{}")):
+        trained, now = config["base"].get(key), identity.get(key)
+        if trained is not None and trained != now:
+            warnings.warn(
+                f"the head in {folder} was trained with base.{key}={words.format(trained)}, and {identity['name']} has "
+                f"{words.format(now)} here: give it the same, since drafts fit what it was trained on",
+                stacklevel=2,
+            )
     try:
         state = load(blob)
         head_config = HeadConfig(**config["head"])

@@ -88,6 +88,31 @@ def test_a_name_that_is_not_there_gets_a_sentence_whose_advice_works(name, tmp_p
     assert compose("train", ["data=sharegpt", advice]).data.path == name
 
 
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("<|im_end|>", "<|im_end|>"),
+        ("'<|im_end|>'", "<|im_end|>"),
+        ("</s>", "</s>"),
+        ("151645", 151645),
+        ("[<|im_end|>,</s>,7]", ["<|im_end|>", "</s>", 7]),
+        ("['<a,b>',7]", ["<a,b>", 7]),
+        ("null", None),
+    ],
+)
+def test_tokens_need_no_quotes_of_their_own(given, read):
+    for entry, schema in (("train", TrainEntry), ("eval", EvalEntry)):
+        config = typed(compose(entry, [_quoted(f"base.eos={given}")]), schema)
+        assert config.base.eos == read
+
+
+def test_a_date_is_a_date():
+    assert typed(compose("train", ["base.date=2025-01-31"]), TrainEntry).base.date == "2025-01-31"
+    for day in ("tomorrow", "31.1.2025", "2025-02-30"):
+        with pytest.raises(ValueError, match=r"base\.date='.*': give the date .* as YYYY-MM-DD"):
+            typed(compose("train", [f"base.date={day}"]), TrainEntry)
+
+
 def test_answers_are_rewritten_by_default_and_regenerate_says_how():
     config = typed(compose("train", []), TrainEntry)
     assert (config.data.labels, config.data.regenerate) == ("rewrite", RegenerateConfig())

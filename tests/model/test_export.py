@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from bases import write_base
+from bases import TEMPLATE, write_base
 
 from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
 from ctcdraft.model.cache import TreeCache
@@ -55,6 +55,22 @@ def test_successors_go_with_the_head_and_are_those_of_its_base(base_folder, tmp_
     export_head(head, base, tmp_path / "broken", TRAINING)
     with pytest.raises(ValueError, match="token ids"):
         load_head(tmp_path / "broken", base)
+
+
+def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(exported, base_folder, tmp_path, recwarn):
+    _, folder = exported
+    load_head(folder, load_base(str(base_folder)))
+    assert not recwarn
+    load_head(folder, load_base(str(base_folder), eos=[1, 9]))
+    assert "was trained with base.eos=[1], and tiny-llama has [1,9] here" in str(recwarn.pop().message)
+    dated = str(write_base(tmp_path / "dated", template="{{ strftime_now('%Y') }}" + TEMPLATE))
+    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32)
+    export_head(head, load_base(dated), tmp_path / "of-dated", TRAINING)
+    load_head(tmp_path / "of-dated", load_base(dated))
+    assert not recwarn
+    load_head(tmp_path / "of-dated", load_base(dated, date="2025-01-31"))
+    said = str(recwarn.pop().message)
+    assert "was trained with base.date=2024-07-26, and dated has 2025-01-31 here: give it the same" in said
 
 
 def test_another_base_is_refused_with_both_names(exported, tmp_path):
