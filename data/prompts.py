@@ -1,11 +1,25 @@
-"""Prompts cut from texts: where a document is left for the base to continue."""
+"""Prompts: of questions, and cut from texts where a document is left for the base to continue."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ctcdraft.data.template import text_ids
+from ctcdraft.data.template import NO_ARGS, TemplateArgs, prompt_ids, text_ids
+
+
+def question_ids(
+    tokenizer: Any,
+    turns: Sequence[str],
+    system: str | None,
+    tools: list[Any] | None,
+    template_args: TemplateArgs = NO_ARGS,
+) -> list[int]:
+    """The prompt of a question's first turn, and behind it the tokens of the user's later turns alone: all that a base
+    must be able to read before it is asked. Raises RowError where the template refuses it."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    ids = prompt_ids(tokenizer, [*messages, {"role": "user", "content": turns[0]}], tools, template_args)
+    return ids + [token for turn in turns[1:] for token in tokenizer(turn, add_special_tokens=False).input_ids]
 
 
 def cut_prompts(

@@ -1,5 +1,6 @@
 """Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts."""
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ctcdraft.data import toy
-from ctcdraft.data.prompts import cut_prompts
+from ctcdraft.data.end_of_turn import warn_if_no_end
+from ctcdraft.data.prompts import cut_prompts, question_ids
 from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_jsonl
@@ -95,9 +97,20 @@ class Question:
             said = answer_message(base.tokenizer, base.eos_ids, messages, answer, self.tools, base.template_args)
             messages.append(said)
 
+    def problem(self, base: Base) -> str | None:
+        """Why it cannot be asked."""
+        try:
+            asked = self.turns, self.system, self.tools, base.template_args
+            return base.unreadable(self.prompt or question_ids(base.tokenizer, *asked))
+        except RowError as error:
+            return str(error)
+
 
 def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, seed: int) -> list[Question]:
-    """The benchmark's questions. Raises ValueError where there are none, or a row is no question."""
+    """The benchmark's questions, but for those that this base cannot be asked, which a warning counts.
+
+    Raises ValueError where there are none, or a row is no question.
+    """
     if config.kind == "heldout":
         if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
             raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
@@ -117,6 +130,15 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
             questions.append(_asked(config, base, row, number))
     if any(question.turns for question in questions):
         warn_if_plain(base)
+        warn_if_no_end(base.tokenizer, base.eos_ids, base.name)
+    problems = {question: problem for question in questions if (problem := question.problem(base))}
+    if problems:
+        first, why = next(iter(problems.items()))
+        left_out = f"{len(problems)} of {len(questions)} questions cannot be asked ({first.id}: {why})"
+        if len(problems) == len(questions):
+            raise ValueError(f"bench={config.kind}: {left_out}")
+        warnings.warn(f"bench={config.kind}: {left_out}; they are left out", stacklevel=2)
+        questions = [question for question in questions if question not in problems]
     if not questions:
         raise ValueError(f"bench={config.kind}: no question is left to decode (of {len(rows)} rows)")
     return questions

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from ctcdraft.data.end_of_turn import missing_end
 from ctcdraft.data.records import Conversation, record_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_manifest
@@ -78,7 +79,7 @@ def main(config: TrainEntry, as_json: bool) -> int:
         ds.init_distributed()
         base = _base(report, config)
         if base is not None:
-            for check in (_template, _memory, _time, _gate):
+            for check in (_tokenizer, _template, _memory, _time, _gate):
                 with report.trying(check.__name__.strip("_")):
                     check(report, config, base)
     print(json.dumps(asdict(report), indent=2) if as_json else _readable(report))
@@ -180,9 +181,33 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
     return None
 
 
+def _tokenizer(report: Report, config: TrainEntry, base: Base) -> None:
+    """Has the base an embedding for each of its tokens, and which of them end a sequence?"""
+    tokenizer = base.tokenizer
+    more = sorted(number for number in tokenizer.get_vocab().values() if number >= base.token_count)
+    if more:
+        words = ", ".join(repr(tokenizer.convert_ids_to_tokens(number)) for number in more[:3])
+        report.warnings.append(
+            f"the tokenizer has {len(more)} tokens beyond the base's {base.token_count} embeddings ({words}"
+            f"{', ...' if len(more) > 3 else ''}): rows and questions that hold them are rejected"
+        )
+    report.add("tokens", f"{len(tokenizer)} in the tokenizer, {base.token_count} embeddings")
+    report.add(
+        "ends of sequence", ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in base.eos_ids) or "none"
+    )
+    if base.date:
+        report.add("date in the template", f"{base.date}, whatever the day (base.date)")
+
+
 def _template(report: Report, config: TrainEntry, base: Base) -> None:
     tokenizer = base.tokenizer
+    never = missing_end(tokenizer, base.eos_ids, base.name)
+    if never:
+        report.warnings.append(never)
     prompt = prompt_ids(tokenizer, HELLO, None, base.template_args)
+    unreadable = base.unreadable(prompt)
+    if unreadable:
+        report.errors.append(f"the chat template cannot be used: {unreadable}")
     answer = {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}
     try:
         ids, mask = render(tokenizer, [*HELLO, answer], None, base.template_args)
@@ -196,7 +221,7 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
     report.add("template", "plain: the tokenizer has none of its own" if base.plain_template else "marks its answers")
     supervised = bool(ended) and bool(mask[ended[0]])
     report.add("end of answer", "supervised" if supervised else "NOT supervised")
-    if not supervised:
+    if not supervised and not never:
         report.warnings.append(
             "the template's answers end without a supervised end-of-sequence token: put eos_token inside "
             "{% generation %}, or keep data.labels=rewrite"

@@ -152,6 +152,9 @@ class ExampleMaker:
         for text in texts:
             key = (self.seed, *hashlib.sha256(text.id.encode()).digest()[:4])
             cuts = list(cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, key))
+            if problem := base.unreadable(token for cut in cuts for token in cut):
+                self._reject(text.id, problem)
+                continue
             pairs = [(cut, t) for cut in cuts for t in temperatures]
             work += [(cut, t, f"{text.id}#{sample}") for sample, (cut, t) in enumerate(pairs)]
             owners += [text.id] * len(pairs)
@@ -178,9 +181,7 @@ class ExampleMaker:
 def _misfit(found: Rendered, base: Base) -> str | None:
     if len(found.ids) > base.context_length:
         return f"{len(found.ids)} tokens, more than the context holds"
-    if max(found.ids, default=0) >= base.vocab_size:
-        return f"token {max(found.ids)}, but {base.name} knows {base.vocab_size}"
-    return None if any(found.mask) else "no token of an answer"
+    return base.unreadable(found.ids) or (None if any(found.mask) else "no token of an answer")
 
 
 @torch.no_grad()

@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctcdraft.data.duplicates import NearDuplicates
-from ctcdraft.data.records import Conversation, Record, Text, Tokens
+from ctcdraft.data.end_of_turn import warn_if_no_end
+from ctcdraft.data.prompts import question_ids
+from ctcdraft.data.records import Conversation, Record, Text
 from ctcdraft.data.secrets import masked
-from ctcdraft.data.sources import source_hash
+from ctcdraft.data.sources import RowError, source_hash
 from ctcdraft.data.store import (
     Journal,
     join_corpora,
@@ -79,6 +81,7 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
         return folder
     if config.kind != "text":
         warn_if_plain(base)
+        warn_if_no_end(base.tokenizer, base.eos_ids, base.name)
     shards = _prepare_shards(work, folder, base, config, seed)
     with claimed(folder.with_name(f"{folder.name}.lock"), wait=True):
         if read_manifest(folder) is None:
@@ -155,8 +158,9 @@ def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int,
         errors += maker.errors
     if errors and not config.regenerate.reject_errors:
         raise Unanswered(turns, errors[0])
+    questions = list(_questions(base, shard.splits["heldout"], rejects))
     write_jsonl(folder / "rejects.jsonl", rejects)
-    write_jsonl(folder / "heldout.jsonl", _questions(shard.splits["heldout"]))
+    write_jsonl(folder / "heldout.jsonl", questions)
     asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
     write_jsonl(folder / "asked.jsonl", (row for row in asked if row["asked"]))
     account = {"read": shard.read, "rejected": len({r["row"] for r in rejects}), "turns": dict(turns)}
@@ -164,17 +168,27 @@ def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int,
     (folder / "account.json").write_text(json.dumps(account))
 
 
-def _questions(heldout: list[Record]) -> list[dict[str, Any]]:
-    """Held-out records as evaluation questions."""
-    rows: list[dict[str, Any]] = []
+def _questions(base: Base, heldout: list[Record], rejects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Held-out records as evaluation questions, but for those that the base cannot be asked."""
     for record in heldout:
-        if isinstance(record, Text):
-            rows.append({"question_id": record.id, "category": "text", "text": record.text})
-        elif isinstance(record, Conversation):
-            rows.append({"question_id": record.id, "category": "chat", **_asked(record)})
-        elif isinstance(record, Tokens) and record.prompt:
-            rows.append({"question_id": record.id, "category": "chat", "input_ids": record.prompt})
-    return rows
+        category, asked, ids = "chat", dict[str, Any](), list[int]()
+        try:
+            if isinstance(record, Text):
+                category, asked, ids = "text", {"text": record.text}, base.tokenizer(record.text).input_ids
+            elif isinstance(record, Conversation):
+                asked = _asked(record)
+                ids = question_ids(
+                    base.tokenizer, asked["turns"], asked.get("system"), asked.get("tools"), base.template_args
+                )
+            elif record.prompt:
+                asked, ids = {"input_ids": record.prompt}, record.prompt
+            problem = base.unreadable(ids)
+        except RowError as error:
+            problem = str(error)
+        if problem:
+            rejects.append({"row": record.id, "reason": problem})
+        elif asked:
+            yield {"question_id": record.id, "category": category, **asked}
 
 
 def _asked(chat: Conversation) -> dict[str, Any]:

@@ -111,6 +111,9 @@ class Dialogue:
             self.prompt = prompt_ids(self.base.tokenizer, said, self.conversation.tools, self.base.template_args)
         except RowError as error:
             return self._end(str(error))
+        problem = self.base.unreadable(self.prompt)
+        if problem:
+            return self._end(problem)
         if len(self.prompt) + LEAST_ROOM > self.base.context_length:
             return self._end(f"turn {self.answered + 1} has {len(self.prompt)} tokens, more than the context holds")
         self.said, self._left = said, self._left[turns:]
@@ -148,6 +151,10 @@ class Dialogue:
             self.refuse(str(found) if isinstance(found, RowError) else "the answer has no tokens")
             return
         rendered = found.sequences[-1]
+        problem = self.base.unreadable(rendered.ids)
+        if problem:
+            self.refuse(problem)
+            return
         self.unread += (name for name in found.unread if name == LOST_THOUGHT)
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's

@@ -5,7 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from bases import write_base
+from bases import TEMPLATE, tiny_tokenizer, write_base
+from templates import CHATML
+
+from ctcdraft.launch.doctor import Report, _template, _tokenizer
+from ctcdraft.launch.door import compose, typed
+from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.model import load_base
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +50,44 @@ def test_an_untrained_base_is_an_error_that_names_the_stage(folder):
     assert rows["memory: head weights"].endswith("MB")
     assert "another tokenizer, or a base that is not trained" in rows["one conversation: tokenizer"]
     assert found["errors"] == ["one conversation is not learnt; the first stage that disagrees is tokenizer"]
+
+
+def checked(folder, template, tokenizer, vocabulary=None):
+    write_base(folder, template=template, vocab_size=vocabulary or len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    words = ["data=sharegpt", "data.path=x", "data.labels=given"]
+    report, config = Report(), typed(compose("train", words), TrainEntry)
+    for check in (_tokenizer, _template):
+        check(report, config, load_base(str(folder)))
+    return report
+
+
+def test_an_end_of_turn_that_is_none_of_the_ends_of_sequence_is_the_one_warning(tmp_path):
+    report = checked(tmp_path / "b", CHATML, tiny_tokenizer(CHATML, ("<|im_start|>", "<|im_end|>")))
+    (warning,) = report.warnings
+    assert "ends an answer with '<|im_end|>' (5), which is none of the base's ends of sequence (</s> (1))" in warning
+    assert dict(report.rows)["ends of sequence"] == "</s> (1)"
+    assert dict(report.rows)["end of answer"] == "NOT supervised"
+
+
+def test_tokens_beyond_the_embeddings_are_said_and_a_template_that_writes_one_is_an_error(tmp_path):
+    report = checked(tmp_path / "some", TEMPLATE, tiny_tokenizer(TEMPLATE, ("<x>", "<y>")), 260)
+    (warning,) = report.warnings
+    assert "the tokenizer has 2 tokens beyond the base's 260 embeddings (" in warning
+    assert "rows and questions that hold them are rejected" in warning
+    assert not report.errors
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<q>"])
+    tokenizer.chat_template = TEMPLATE.replace("<u>", "<q>")
+    (error,) = checked(tmp_path / "all", None, tokenizer, 260).errors
+    assert error.startswith("the chat template cannot be used: token 260 ('<q>') is in all's tokenizer")
+
+
+def test_the_pinned_date_is_said(tmp_path):
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + TEMPLATE
+    report = checked(tmp_path / "b", dated, tiny_tokenizer(dated))
+    assert dict(report.rows)["date in the template"] == "2024-07-26, whatever the day (base.date)"
+    assert not report.warnings
 
 
 def test_a_base_that_is_not_there_is_one_sentence(folder):
