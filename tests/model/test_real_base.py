@@ -21,6 +21,7 @@ from ctcdraft.model.generate import Continuation, continue_all
 from ctcdraft.model.head import head_on
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, head_for
 
+pytestmark = pytest.mark.timeout(3600)  # a real LLM on a busy core takes its time
 QUESTIONS, NEW_TOKENS, STEPS = 16, 48, 40
 DRAFT = DraftConfig(nodes=16, prompt_lookup=8)
 
