@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from jinja2 import Environment
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ctcdraft.data.lookahead import looks_ahead, parsed
 from ctcdraft.data.messages import THOUGHT_KEYS, Message
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
@@ -33,7 +33,6 @@ GIVEN = {  # to a template by rendering, beside the special tokens
     *DEFAULT_NAMESPACE,
 }
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ANY_MARK = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 CHANNEL = re.compile(r"<\|channel\|>(\w+)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|return\|>|$)", re.DOTALL)
 ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
@@ -111,7 +110,7 @@ def with_template_args(base: Base, template_args: Mapping[str, Any]) -> Base:
     tokenizer, templates = base.tokenizer, base.tokenizer.chat_template
     templates = list(templates.values()) if isinstance(templates, dict) else [templates]
     given = {*GIVEN, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map}
-    read = {name for template in templates for name in _variables(template)} - given
+    read = set().union(*(find_undeclared_variables(parsed(template)) for template in templates)) - given
     for name in template_args:
         if name in given:
             raise ValueError(f"data.template_args: rendering itself gives the chat template its {name}: leave it out")
@@ -119,16 +118,6 @@ def with_template_args(base: Base, template_args: Mapping[str, Any]) -> Base:
             known = ", ".join(sorted(read)) or "no name at all"
             raise ValueError(f"data.template_args: the chat template never reads {name}; it reads {known}")
     return replace(base, template_args=dict(template_args))
-
-
-@cache
-def _variables(template: str) -> frozenset[str]:
-    """The names that a template looks up and does not set itself."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return frozenset(find_undeclared_variables(environment.parse(re.sub(ANY_MARK, "", template))))
-    except TemplateError as error:
-        raise ValueError(f"the chat template cannot be read: {error}") from error
 
 
 def prompt_ids(
@@ -273,6 +262,7 @@ class _Template:
         self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
         unknown = {None, tokenizer.unk_token_id}
         known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
+        self._end = (self.family and self.family.end) or self.eos
         self._ends = tuple({end: None for end in (*known, self.eos) if end})
 
     def render(self, messages: Messages, **options: bool) -> tuple[str, list[Any]]:
@@ -352,22 +342,24 @@ class _Template:
         return _Text(text, marks)
 
     def _answer(self, messages: Messages, index: int, whole: _Text) -> _Text:
-        """What is rendered up to the answer messages[index], and where that is in it."""
-        found = whole if index == len(messages) - 1 else self._rendered(messages[: index + 1])
+        """What is rendered up to the answer messages[index], and where that is in it. The whole conversation has it as
+        it was when it was the last where the template does not look ahead."""
+        roles = [message["role"] for message in messages]
+        before, all_answers = roles[:index].count("assistant"), roles.count("assistant")
+        there = len(whole.spans) == all_answers if self.marked else self._end not in str(messages[index])
+        there = there and not looks_ahead(self.text, frozenset(roles))
+        found = whole if there or index == len(messages) - 1 else self._rendered(messages[: index + 1])
         if not self.marked:
-            return _Text(found.text, [self._found(messages, index, found.text)])
-        before = sum(message["role"] == "assistant" for message in messages[:index])
-        if len(found.spans) != before + 1:  # most templates have one for each answer
+            return _Text(found.text, [self._found(messages, index, found.text, last=not there)])
+        if not there and len(found.spans) != before + 1:  # most templates have one for each answer
             before = len(self._rendered(messages[:index], add_generation_prompt=True).spans)
-        marks = [
-            (start, _behind_end(found.text, stop, self._ends)) for start, stop in found.spans[before:] if stop > start
-        ]
-        return _Text(found.text, marks)
+        marks = found.spans[before : before + 1 if there else None]
+        spans = [(start, _behind_end(found.text, stop, self._ends)) for start, stop in marks if stop > start]
+        return _Text(found.text, spans)
 
-    def _found(self, messages: Messages, index: int, text: str) -> tuple[int, int]:
-        """Where the answer messages[index], the last in `text`, lies there, found by rendering what comes before it."""
-        assert self.family is not None
-        end = self.family.end or self.eos
+    def _found(self, messages: Messages, index: int, text: str, *, last: bool) -> tuple[int, int]:
+        """Where the answer messages[index] lies in `text`, found by rendering what comes before it. It reaches to the
+        next end of turn, or to the last one where nothing follows it."""
         before, _ = self.render(messages[:index], add_generation_prompt=True)
         content = messages[index]["content"].strip()
         if not text.startswith(before):
@@ -375,16 +367,16 @@ class _Template:
             if not text.startswith(before):
                 raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on")
         start = len(before)
-        stop = text.rfind(end)
+        stop = text.rfind(self._end) if last else text.find(self._end, start)
         if stop < start:
-            raise RowError(f"the chat template does not end turn {index} with {end}")
+            raise RowError(f"the chat template does not end turn {index} with {self._end}")
         words = text[start:stop].rstrip()
         calls = "tool_calls" in messages[index]  # which stand between the words and the end
         if not (content in words if calls else words.endswith(content)):
             raise RowError(f"the chat template does not show turn {index} as it is")
-        if not calls and end in words.removesuffix(content):
-            raise RowError(f"the chat template ends turn {index} with {end} before its words")
-        return start, stop + len(end)
+        if not calls and self._end in words.removesuffix(content):
+            raise RowError(f"the chat template ends turn {index} with {self._end} before its words")
+        return start, stop + len(self._end)
 
 
 def _learned(messages: Messages, turns: str) -> list[int]:
