@@ -6,6 +6,7 @@ thoughts, or more, once the conversation goes on. Which characters it has there 
 rendered before the answer must be a prefix, and the answer must follow it word for word up to its end-of-turn token.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -365,18 +366,29 @@ class _Template:
         if not text.startswith(before):
             before = before.rstrip()  # "[/INST] " before an answer that brings its own space
             if not text.startswith(before):
-                raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on")
+                args = f" with data.template_args={json.dumps(self.args)}" if self.args else ""
+                raise RowError(
+                    f"the chat template renders what comes before turn {index} otherwise when it goes on{args}"
+                )
         start = len(before)
         stop = text.rfind(self._end) if last else text.find(self._end, start)
         if stop < start:
             raise RowError(f"the chat template does not end turn {index} with {self._end}")
+        if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
+            content = content.removeprefix(THOUGHT_START).lstrip()
         words = text[start:stop].rstrip()
         calls = "tool_calls" in messages[index]  # which stand between the words and the end
-        if not (content in words if calls else words.endswith(content)):
+        shown = str.__contains__ if calls else str.endswith
+        if not shown(words, content) and not shown(_dense(words), _dense(content)):
             raise RowError(f"the chat template does not show turn {index} as it is")
         if not calls and self._end in words.removesuffix(content):
             raise RowError(f"the chat template ends turn {index} with {self._end} before its words")
         return start, stop + len(self._end)
+
+
+def _dense(text: str) -> str:
+    """Without white space, of which templates take away some, or put some around a thought."""
+    return "".join(text.split())
 
 
 def _learned(messages: Messages, turns: str) -> list[int]:

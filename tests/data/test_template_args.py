@@ -6,6 +6,7 @@ import pytest
 from bases import TEMPLATE, tiny_tokenizer
 from templates import SWITCHED, SWITCHED_SPECIALS, shown
 
+from ctcdraft.data.sources import RowError
 from ctcdraft.data.template import answer_message, prompt_ids, render, with_template_args
 from ctcdraft.model.base import Base
 
@@ -26,6 +27,14 @@ def test_they_reach_the_prompt_and_the_mask():
     assert shown(tokenizer, render(tokenizer, SAID, None, off)).endswith("<think></think>[[ab<|im_end|>]]\n")
     answer = tokenizer.encode("ab<|im_end|>", add_special_tokens=False)
     assert answer_message(tokenizer, answer[-1:], ASK, answer, None, off) == SAID[1]
+
+
+def test_a_thought_where_the_prompt_has_an_empty_one_is_refused_with_the_reason():
+    thoughtful = [*ASK, {**SAID[1], "reasoning_content": "hm"}]
+    with pytest.raises(
+        RowError, match=r'before turn 1 otherwise .* with data.template_args=\{"enable_thinking": false\}'
+    ):
+        render(base().tokenizer, thoughtful, None, {"enable_thinking": False})
 
 
 def test_any_json_value_is_passed_on_as_it_is():

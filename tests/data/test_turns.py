@@ -41,6 +41,13 @@ SHORTENS = (
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 
+OPENED = (  # as Qwen 3.5: the prompt begins a thought, and a thought in an answer's text is found there
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<think>\n' }}"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() + '\n</think>\n\n' }}"
+    "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
 
 def unmarked(template):
     return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -54,6 +61,8 @@ TOKENIZERS = {
     "forgets, marked": tiny_tokenizer(FORGETS, IM),
     "forgets, two marks": tiny_tokenizer(TWO_MARKS, IM),
     "quiet": tiny_tokenizer(QUIET, IM),
+    "opened": tiny_tokenizer(OPENED, IM),
+    "other words": tiny_tokenizer(OPENED.replace("m.content.split('</think>')[-1]", "'cd'"), IM),
     "renames the end": tiny_tokenizer(RENAMES_THE_END, ("<|return|>", "<|end|>")),
     "shortens": tiny_tokenizer(SHORTENS),
 }
@@ -157,6 +166,17 @@ def test_a_thought_that_the_label_does_not_show_is_counted():
     assert found("quiet", TWO) == ([chat(*words)], [LOST_THOUGHT, LOST_THOUGHT])
 
 
+@pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\nab", "<think>hm</think>ab", "hm</think> ab"])
+def test_a_thought_in_the_text_of_an_answer_goes_on_where_the_prompt_began_it(said):
+    want = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n[[hm\n</think>\n\nab<|im_end|>]]\n"
+    assert found("opened", [user("q"), answer(said)]) == ([want], [])
+
+
+def test_an_answer_of_other_words_is_refused():
+    with pytest.raises(RowError, match="does not show turn 1 as it is"):
+        found("other words", [user("q"), answer("<think>hm</think>ab")])
+
+
 @pytest.mark.parametrize("name", ["keeps", "keeps thoughts"])
 def test_a_template_that_keeps_the_past_gives_one_sequence(name):
     messages = [*TWO, user("s"), answer("ef")]
@@ -193,7 +213,7 @@ def labelled(sequence):
     return [(ids[: mask.index(0, start)], start) for start in starts]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"opened", "other words"}))
 @settings(max_examples=60, deadline=None)
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=5), turns=st.sampled_from(["each", "last"]))
 def test_each_label_follows_its_prompt_as_the_last_turn_would(name, answers, turns):
