@@ -39,20 +39,20 @@ FORMAT_VERSION = 3  # of the tokenizer and the training recipe: a change makes c
 class ToyBaseConfig:
     """How the toy base is built; the defaults are the real one, smaller values serve tests."""
 
-    seed: int = 0
-    conversations: int = 12_000
-    held_out_conversations: int = 160
-    vocab_size: int = 1024
-    hidden_size: int = 128
-    layers: int = 4
-    heads: int = 4
-    max_positions: int = 1024
-    steps: int = 600
-    batch_tokens: int = 768
+    seed: int = 0  # of conversations and weights
+    conversations: int = 12_000  # to train on
+    held_out_conversations: int = 160  # to measure its loss on
+    vocab_size: int = 1024  # of its tokenizer
+    hidden_size: int = 128  # D
+    layers: int = 4  # transformer layers
+    heads: int = 4  # attention heads
+    max_positions: int = 1024  # its context
+    steps: int = 600  # of training
+    batch_tokens: int = 768  # per step
     lr: float = 3e-3  # of embeddings and norms
-    matrix_lr: float = 4.5e-3
-    warmup_steps: int = 40
-    weight_decay: float = 0.1
+    matrix_lr: float = 4.5e-3  # of weight matrices
+    warmup_steps: int = 40  # in which the learning rates rise
+    weight_decay: float = 0.1  # of all parameters
     threads: int = 1  # two are faster on idle cores, but stall by a factor of ten when one is busy
     user_weight: float = 0.1  # of a user token in the loss; an assistant token has 1
 
