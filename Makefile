@@ -13,7 +13,7 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 	% (os.environ.get('OMP_NUM_THREADS', cores), ranks) if ranks > 1 else '$(BIN)/python')")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval export test lint bench ablation soak fuzz doctor clean
+.PHONY: help setup train eval export test lint bench ablation soak fuzz conventions doctor clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -60,6 +60,9 @@ soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never
 
 fuzz: $(STAMP)  ## broken input at every public edge, counted: ARGS="--inputs 6000 --seed 1"
 	@$(BIN)/python tests/fuzz.py $(ARGS)
+
+conventions: $(STAMP)  ## rows in every convention, each value followed into tokens, counts or rejects: ARGS="--templates <folder>"
+	@$(BIN)/python tests/conventions.py $(ARGS)
 
 doctor: $(STAMP)  ## what will not work, before the start: machine, base, template, memory, time: ARGS="--json base=..."
 	@$(BIN)/python launch/doctor.py $(ARGS)

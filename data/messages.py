@@ -92,7 +92,9 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
         if isinstance(left.get(key), str):
             message[key] = left.pop(key)
     unread += [f"turn.{key}" for key in left]
-    messages = [*found.results, message] if found.text or not found.results else found.results
+    messages = [*found.results, message]
+    if found.results and not found.text:  # a turn of tools' results alone
+        unread += [f"turn.{key}" for key in messages.pop() if key not in ("role", "content")]
     for each in messages:
         encodable(each["content"], where)
         if len(each) > 2:

@@ -23,6 +23,7 @@ from ctcdraft.data.lookahead import looks_ahead, parsed
 from ctcdraft.data.messages import THOUGHT_KEYS, Message
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
+from ctcdraft.data.unshown import unshown
 from ctcdraft.model.base import Base
 
 Messages = Sequence[Message]
@@ -46,6 +47,7 @@ NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
 NO_MARK = "the chat template's generation marks cover none of the answers that are to be learned"
 LOST_THOUGHT = "the thought of an answer that is learned (the template drops it)"
 PAST_THOUGHT = "the thought of another turn (the template drops it)"
+NO_THOUGHT = "the thought of a turn (the template shows none)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
 
 
@@ -235,14 +237,15 @@ def thought_key(template: str) -> str | None:
     return next((key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)), None)
 
 
-def unread_by_template(tokenizer: Any, conversation: Conversation) -> list[str]:
-    """What a conversation holds that the chat template never shows."""
-    template = tokenizer.get_chat_template(tools=conversation.tools)
-    thoughts = [m for m in conversation.messages if "reasoning_content" in m]
-    return [
-        *(["the thought of a turn (the template shows none)"] * len(thoughts) if not thought_key(template) else []),
-        *(["tools (the template shows none)"] if conversation.tools and not re.search(r"\btools\b", template) else []),
-    ]
+def unread_in_prompt(tokenizer: Any, conversation: Conversation, template_args: TemplateArgs = NO_ARGS) -> list[str]:
+    """What stands before a conversation's first answer, tools included, and the chat template does not show."""
+    messages, template = conversation.messages, _Template(tokenizer, conversation.tools, template_args)
+    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), -1)
+    try:
+        text, _ = template.render(messages[: asked + 1], add_generation_prompt=True)
+    except RowError:  # which rejects it where it is to be answered
+        return []
+    return unshown(messages[: asked + 1], conversation.tools, [text])
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
@@ -319,8 +322,12 @@ class _Template:
             if not any(stop > start for start, stop in whole.spans):
                 raise ValueError(f"the chat template's generation marks cover nothing: {ADVICE}")
             raise RowError(NO_MARK)
-        unread = [] if texts[0].text is whole.text else [LOST_TURN] * (len(messages) - 1 - learned[-1])
+        rendered = messages if texts[0].text is whole.text else messages[: learned[-1] + 1]
+        unread = [LOST_TURN] * (len(messages) - len(rendered))
+        unread += unshown(rendered, self.tools, [each.text for each in texts])
         for i, message in enumerate(messages):
+            if "reasoning_content" in message and not self.thought_key:
+                unread.append(NO_THOUGHT)
             for thought in self._thoughts(message):
                 if i in answers and not answers[i].shows(thought):
                     unread.append(LOST_THOUGHT)

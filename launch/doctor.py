@@ -220,7 +220,8 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
     ended = [i for i, token in enumerate(ids) if token in base.eos_ids and i >= len(prompt)]
     report.add("template", "plain: the tokenizer has none of its own" if base.plain_template else "marks its answers")
     supervised = bool(ended) and bool(mask[ended[0]])
-    report.add("end of answer", "supervised" if supervised else "NOT supervised")
+    stops = "decoding does NOT stop there" if never else "supervised" if supervised else "NOT supervised"
+    report.add("end of answer", stops)
     if not supervised and not never:
         report.warnings.append(
             "the template's answers end without a supervised end-of-sequence token: put eos_token inside "

@@ -3,7 +3,6 @@
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +14,7 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import Rendered, render_all, unread_by_template
+from ctcdraft.data.template import Rendered, render_all, unread_in_prompt
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.train.regenerate import LEAST_ROOM, continued, rewrite
@@ -93,7 +92,7 @@ class ExampleMaker:
             if dialogue.errors:
                 self.errors.append(dialogue.reason)
         for chat in chats:
-            self.unread.update(unread_by_template(self.base.tokenizer, replace(chat, messages=())))
+            self.unread.update(unread_in_prompt(self.base.tokenizer, chat, self.base.template_args))
         for dialogue in dialogues[:: len(rewriting.temperatures)]:
             if not found[dialogue.conversation.id]:
                 self._reject(dialogue.conversation.id, dialogue.reason)
@@ -105,7 +104,6 @@ class ExampleMaker:
         for chat in chats:
             if any(m["role"] == "assistant" for m in chat.messages):
                 answered.append(chat)
-                self.unread.update(unread_by_template(self.base.tokenizer, chat))
             else:
                 self._reject(chat.id, "no answer to keep")
         args = self.base.template_args

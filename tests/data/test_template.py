@@ -7,7 +7,7 @@ from templates import shown
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import family_of, prompt_ids, render, render_all, thought_key, unread_by_template
+from ctcdraft.data.template import family_of, prompt_ids, render, render_all, thought_key, unread_in_prompt
 from ctcdraft.model.base import PLAIN_TEMPLATE, VICUNA_TEMPLATE
 
 CHAT = [
@@ -196,7 +196,8 @@ IM = ("<|im_start|>", "<|im_end|>")
 def test_a_thought_is_shown_under_the_key_that_the_template_reads(key):
     tokenizer = tiny_tokenizer(templates.thinking(key), IM)
     assert thought_key(tokenizer.chat_template) == key
-    assert unread_by_template(tokenizer, Conversation("", tuple(THOUGHTFUL), [CALL])) == []
+    (found,) = render_all(tokenizer, [Conversation("", tuple(THOUGHTFUL), [CALL])])
+    assert found.unread == unread_in_prompt(tokenizer, Conversation("", tuple(THOUGHTFUL), [CALL])) == []
     want = (
         "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n[[<think>hm</think><call>"
         '{"name": "clock", "arguments": {"zone": "UTC"}}</call><|im_end|>]]\n<|im_start|>tool\nnoon<|im_end|>\n'
@@ -209,11 +210,10 @@ def test_what_a_template_does_not_show_is_named_and_calls_are_refused():
     tokenizer = tiny_tokenizer(templates.CHATML, IM)
     assert thought_key(templates.CHATML) is None
     spoken = Conversation("", (THOUGHTFUL[0], THOUGHTFUL[3]), [CALL])
-    assert unread_by_template(tokenizer, spoken) == [
-        "the thought of a turn (the template shows none)",
-        "tools (the template shows none)",
-    ]
-    assert unread_by_template(tokenizer, Conversation("", tuple(CHAT))) == []
+    none = "tools (the template shows none)", "the thought of a turn (the template shows none)"
+    assert next(render_all(tokenizer, [spoken])).unread == [*none]
+    assert unread_in_prompt(tokenizer, spoken) == [none[0]]
+    assert next(render_all(tokenizer, [Conversation("", tuple(CHAT))])).unread == []
     with pytest.raises(RowError, match="the chat template shows no tool calls"):
         render(tokenizer, THOUGHTFUL)
 

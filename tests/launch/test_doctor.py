@@ -67,7 +67,7 @@ def test_an_end_of_turn_that_is_none_of_the_ends_of_sequence_is_the_one_warning(
     (warning,) = report.warnings
     assert "ends an answer with '<|im_end|>' (5), which is none of the base's ends of sequence (</s> (1))" in warning
     assert dict(report.rows)["ends of sequence"] == "</s> (1)"
-    assert dict(report.rows)["end of answer"] == "NOT supervised"
+    assert dict(report.rows)["end of answer"] == "decoding does NOT stop there"
 
 
 def test_tokens_beyond_the_embeddings_are_said_and_a_template_that_writes_one_is_an_error(tmp_path):
