@@ -63,6 +63,7 @@ FAMILIES = (  # the first that fits
     Family("llama-3", ("<|start_header_id|>",), "<|eot_id|>"),
     Family("gemma", ("<start_of_turn>",), "<end_of_turn>"),
     Family("chatml", ("<|im_start|>",), "<|im_end|>"),  # Qwen's too
+    Family("gpt-oss", ("<|start|>", "<|channel|>"), "<|return|>"),  # of a call <|call|>: such rows are rejected
     Family("mistral", ("[INST]",), None),  # and llama-2
     Family("vicuna", ("USER", "ASSISTANT"), None),
 )

@@ -4,23 +4,14 @@ import pytest
 from bases import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from templates import CHATML, LLAMA_3
+from templates import CHANNEL_SPECIALS, CHANNELS, CHATML, LLAMA_3
 
 from ctcdraft.data.template import answer_message, prompt_ids
 
-CHANNELS = (  # as gpt-oss: a thought is shown with the last answer only, and no content may hold channels
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% if '<|channel|>' in m.content %}"
-    "{{ raise_exception('channels in the content') }}{% endif %}"
-    "{% if loop.last and m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
-    "{% endif %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
 SPECIALS = {
     CHATML: ("<|im_start|>", "<|im_end|>", "<think>", "[TOOL_CALLS]"),
     LLAMA_3: ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
-    CHANNELS: ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
+    CHANNELS: CHANNEL_SPECIALS,
 }
 ENDS = {CHATML: "<|im_end|>", LLAMA_3: "<|eot_id|>", CHANNELS: "<|return|>"}
 QUESTION = [{"role": "user", "content": "Why?"}]

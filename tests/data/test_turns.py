@@ -63,6 +63,7 @@ TOKENIZERS = {
     "quiet": tiny_tokenizer(QUIET, IM),
     "opened": tiny_tokenizer(OPENED, IM),
     "other words": tiny_tokenizer(OPENED.replace("m.content.split('</think>')[-1]", "'cd'"), IM),
+    "channels": tiny_tokenizer(templates.CHANNELS, templates.CHANNEL_SPECIALS),
     "renames the end": tiny_tokenizer(RENAMES_THE_END, ("<|return|>", "<|end|>")),
     "shortens": tiny_tokenizer(SHORTENS),
 }
@@ -143,6 +144,14 @@ def test_qwen_3_writes_an_empty_thought_only_before_the_last_answer():
     first = chat(("user", "q"), ("assistant", "[[<think>\n\n</think>\n\nab]]"))
     last = chat(("user", "q"), ("assistant", "ab"), ("user", "r"), ("assistant", "[[<think>\nso\n</think>\n\ncd]]"))
     assert found("qwen-3", [TWO[0], answer("ab"), *TWO[2:]]) == ([first, last], [])
+
+
+def test_of_channels_the_thought_and_the_end_are_those_of_the_last_turn():
+    asked = "<|start|>user<|message|>q<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    first = f"{asked}[[<|channel|>analysis<|message|>hm<|end|><|start|>assistant{final}ab<|return|>]]"
+    last = f"{asked}{final}ab<|end|><|start|>user<|message|>r<|end|><|start|>assistant[[{final}cd<|return|>]]"
+    assert found("channels", [*TWO[:3], answer("cd")]) == ([first, last], [])
 
 
 def test_an_end_of_turn_that_is_renamed_later_is_no_label():
