@@ -9,7 +9,6 @@ base together, each with a tree and a length of its own.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import cast, overload
 
 import numpy as np
@@ -120,7 +119,8 @@ class Decoder:
         alone, not on what it shares a batch with. Raises ValueError on an empty prompt, one that fills the context,
         or settings outside their range.
         """
-        several = not isinstance(prompts, str) and len(prompts) > 0 and not isinstance(prompts[0], Integral)
+        listed = not isinstance(prompts, str) and len(prompts) > 0
+        several = listed and (isinstance(prompts[0], str) or np.ndim(prompts[0]) > 0)  # type: ignore[arg-type]
         batch = cast(Sequence[Prompt], prompts if several else [prompts])
         asked = asked_of(**settings)
         requests = requests_of(self.base, batch, max_new_tokens, asked, streamed=False)

@@ -6,6 +6,7 @@ Shape suffixes: L positions, D hidden size, V vocabulary.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -175,7 +176,7 @@ def requests_of(
     """One request per prompt. Raises ValueError on what cannot be asked."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    seeds = [asked.seed] * len(prompts) if isinstance(asked.seed, int) else list(asked.seed)
+    seeds = [asked.seed] * len(prompts) if isinstance(asked.seed, int | np.integer) else list(asked.seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each")
     out = []
@@ -188,14 +189,19 @@ def requests_of(
             )
         text = TextStream(base.tokenizer, asked.stop, tokens) if streamed or asked.stop else None
         at_limit = "length" if max_new_tokens <= room else "context"
-        out.append(Request(tokens, min(max_new_tokens, room), at_limit, own_seed, text))
+        out.append(Request(tokens, min(max_new_tokens, room), at_limit, int(own_seed), text))
     return out
 
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
-    tokens = list(base.tokenizer(prompt).input_ids) if isinstance(prompt, str) else [int(token) for token in prompt]
+    try:
+        tokens = (
+            list(base.tokenizer(prompt).input_ids) if isinstance(prompt, str) else [index(token) for token in prompt]
+        )
+    except TypeError:
+        raise ValueError("a prompt is a text, or a sequence of whole numbers") from None
     if not tokens:
         raise ValueError("the prompt has no tokens")
-    if not all(0 <= token < base.vocab_size for token in tokens):
-        raise ValueError(f"the prompt has a token outside [0, {base.vocab_size})")
+    if not all(0 <= token < base.token_count for token in tokens):
+        raise ValueError(f"the prompt has a token outside [0, {base.token_count})")
     return tokens

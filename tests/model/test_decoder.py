@@ -346,9 +346,14 @@ def test_a_stop_string_ends_text_and_tokens_wherever_spans_end(base):
 def test_a_prompt_of_numpy_numbers_is_one_prompt(base):
     want = Decoder(base).generate([5, 6, 7], 8)
     numbers = np.array([5, 6, 7])
-    for prompt in (numbers, list(numbers), tuple(numbers)):
+    for prompt in (numbers, list(numbers), tuple(numbers), torch.tensor(numbers)):
         assert Decoder(base).generate(prompt, 8).tokens == want.tokens
     assert Decoder(base).generate([numbers, [8, 9]], 8)[0].tokens == want.tokens
+    seeded = Decoder(base).generate([5, 6, 7], 8, temperature=1.0, seed=3)
+    assert Decoder(base).generate(numbers, 8, temperature=1.0, seed=np.int64(3)).tokens == seeded.tokens
+    for prompt in ([5.0, 6.5], [[5, 6.5], [7]], [None]):
+        with pytest.raises(ValueError, match="a prompt is a text, or a sequence of whole numbers"):
+            Decoder(base).generate(prompt, 8)
 
 
 @pytest.mark.parametrize("stop", [[], ["e"], ["zzzz"]])
