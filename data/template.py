@@ -52,18 +52,20 @@ LOST_TURN = "a turn behind the last answer that is learned (the template would c
 
 
 class Family(NamedTuple):
-    """signs: what all its templates contain; end: what ends an answer (None: the end-of-sequence token)."""
+    """signs: what all its templates contain; end: what ends an answer (None: the end-of-sequence token); call_end: what
+    ends one that calls tools, where that is another."""
 
     name: str
     signs: tuple[str, ...]
     end: str | None
+    call_end: str | None = None
 
 
 FAMILIES = (  # the first that fits
     Family("llama-3", ("<|start_header_id|>",), "<|eot_id|>"),
     Family("gemma", ("<start_of_turn>",), "<end_of_turn>"),
     Family("chatml", ("<|im_start|>",), "<|im_end|>"),  # Qwen's too
-    Family("gpt-oss", ("<|start|>", "<|channel|>"), "<|return|>"),  # of a call <|call|>: such rows are rejected
+    Family("gpt-oss", ("<|start|>", "<|channel|>"), "<|return|>", "<|call|>"),
     Family("mistral", ("[INST]",), None),  # and llama-2
     Family("vicuna", ("USER", "ASSISTANT"), None),
 )
@@ -267,7 +269,6 @@ class _Template:
         self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
         unknown = {None, tokenizer.unk_token_id}
         known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
-        self._end = (self.family and self.family.end) or self.eos
         self._ends = tuple({end: None for end in (*known, self.eos) if end})
 
     def render(self, messages: Messages, **options: bool) -> tuple[str, list[Any]]:
@@ -355,7 +356,9 @@ class _Template:
         it was when it was the last where the template does not look ahead."""
         roles = [message["role"] for message in messages]
         before, all_answers = roles[:index].count("assistant"), roles.count("assistant")
-        there = len(whole.spans) == all_answers if self.marked else self._end not in str(messages[index])
+        there = (
+            len(whole.spans) == all_answers if self.marked else self._end(messages[index]) not in str(messages[index])
+        )
         there = there and not looks_ahead(self.text, frozenset(roles))
         found = whole if there or index == len(messages) - 1 else self._rendered(messages[: index + 1])
         if not self.marked:
@@ -378,10 +381,10 @@ class _Template:
                 raise RowError(
                     f"the chat template renders what comes before turn {index} otherwise when it goes on{args}"
                 )
-        start = len(before)
-        stop = text.rfind(self._end) if last else text.find(self._end, start)
+        start, end = len(before), self._end(messages[index])
+        stop = text.rfind(end) if last else text.find(end, start)
         if stop < start:
-            raise RowError(f"the chat template does not end turn {index} with {self._end}")
+            raise RowError(f"the chat template does not end turn {index} with {end}")
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
             content = content.removeprefix(THOUGHT_START).lstrip()
         words = text[start:stop].rstrip()
@@ -389,9 +392,15 @@ class _Template:
         shown = str.__contains__ if calls else str.endswith
         if not shown(words, content) and not shown(_dense(words), _dense(content)):
             raise RowError(f"the chat template does not show turn {index} as it is")
-        if not calls and self._end in words.removesuffix(content):
-            raise RowError(f"the chat template ends turn {index} with {self._end} before its words")
-        return start, stop + len(self._end)
+        if not calls and end in words.removesuffix(content):
+            raise RowError(f"the chat template ends turn {index} with {end} before its words")
+        return start, stop + len(end)
+
+    def _end(self, answer: Message) -> str:
+        """What the family's templates end an answer with."""
+        family = self.family
+        assert family is not None
+        return (family.call_end if "tool_calls" in answer else None) or family.end or self.eos
 
 
 def _dense(text: str) -> str:

@@ -261,14 +261,15 @@ KNOWN = {
 
 CHANNELS = (  # as gpt-oss: a thought is shown with the last answer only, and no content may hold channels
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if '<|channel|>' in m.content %}"
-    "{{ raise_exception('channels in the content') }}{% endif %}"
+    "{{ raise_exception('channels in the content') }}{% endif %}{% if m.tool_calls %}"
+    "<|start|>assistant<|channel|>commentary to={{ m.tool_calls[0].function.name }}<|message|>{}<|call|>{% else %}"
     "{% if loop.last and m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
     "{% endif %}"
     "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% endif %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-CHANNEL_SPECIALS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+CHANNEL_SPECIALS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 SWITCHED = (  # as Qwen 3.5: a thought before each answer, begun by the prompt, or empty there where thinking is off
     "{%- set style = style if style is defined else 'plain' -%}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"

@@ -152,6 +152,9 @@ def test_of_channels_the_thought_and_the_end_are_those_of_the_last_turn():
     first = f"{asked}[[<|channel|>analysis<|message|>hm<|end|><|start|>assistant{final}ab<|return|>]]"
     last = f"{asked}{final}ab<|end|><|start|>user<|message|>r<|end|><|start|>assistant[[{final}cd<|return|>]]"
     assert found("channels", [*TWO[:3], answer("cd")]) == ([first, last], [])
+    call = f"{asked}[[<|channel|>commentary to=clock<|message|>{{}}<|call|>]]<|start|>tool<|message|>noon<|end|>"
+    more = f"<|start|>assistant[[<|channel|>analysis<|message|>so<|end|><|start|>assistant{final}ab<|return|>]]"
+    assert found("channels", [CALLS[0], answer("", None, "clock"), *CALLS[2:]]) == ([call + more], [])
 
 
 def test_an_end_of_turn_that_is_renamed_later_is_no_label():
