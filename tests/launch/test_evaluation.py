@@ -140,7 +140,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(place, words, sentence, monkey
 def switched(tmp_path_factory):
     """A base whose template reads `enable_thinking`, and heads that were trained with it off, and without it."""
     root = tmp_path_factory.mktemp("switched")
-    write_base(root / "base", eos_token_id=1, vocab_size=264)
+    write_base(root / "base", eos_token_id=5, vocab_size=264)  # <|im_end|>
     tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(root / "base")
     base = load_base(str(root / "base"))
     head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32)
