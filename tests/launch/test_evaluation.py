@@ -5,14 +5,15 @@ import sys
 
 import pytest
 import torch
-from bases import tiny_tokenizer, write_base
+from bases import TEMPLATE, tiny_tokenizer, write_base
 from templates import SWITCHED, SWITCHED_SPECIALS
 from wandb_file import history
 
 from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import eval as entry
 from ctcdraft.launch.door import compose, enter, typed
-from ctcdraft.launch.schema import EvalEntry
+from ctcdraft.launch.schema import BasePath, EvalEntry
+from ctcdraft.launch.stages import run_base
 from ctcdraft.model import HeadConfig, build_head, export_head, load_base
 from ctcdraft.model.decoder import Decoder
 
@@ -190,3 +191,18 @@ def test_heads_of_several_template_args_need_a_word_on_which(switched, monkeypat
         prompts_of(monkeypatch, switched, heads)
     with pytest.warns(UserWarning, match="the head in .*plain was trained with"):
         prompts_of(monkeypatch, switched, heads, "data.template_args={enable_thinking: false}")
+
+
+def test_a_runs_ends_of_sequence_and_date_are_those_of_its_training(tmp_path):
+    dated = write_base(tmp_path / "base", template="{{ strftime_now('%Y') }}" + TEMPLATE)
+    run = tmp_path / "run"
+    run.mkdir()
+    paths = {"base": str(dated), "dtype": "fp32", "template": None, "data": "d", "identity": {"name": "base"}}
+    for recorded, chosen, eos, day in (
+        ({}, BasePath(), (1,), "2024-07-26"),
+        ({"eos": ["</s>", 9], "date": "2025-01-31"}, BasePath(), (1, 9), "2025-01-31"),
+        ({"eos": 9, "date": "2025-01-31"}, BasePath(eos=7, date="2025-02-01"), (7,), "2025-02-01"),
+    ):
+        (run / "paths.json").write_text(json.dumps(paths | recorded))
+        base = run_base(run, chosen)
+        assert (base.eos_ids, base.date) == (eos, day)
