@@ -24,7 +24,6 @@ from ctcdraft.data.messages import THOUGHT_KEYS, Message
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.unshown import unshown
-from ctcdraft.model.base import Base
 
 Messages = Sequence[Message]
 TemplateArgs = Mapping[str, Any]  # of JSON values
@@ -106,8 +105,8 @@ class _Text:
         return text is self.text or text.startswith(self.text[: max((stop for _, stop in self.spans), default=0)])
 
 
-def with_template_args(base: Base, template_args: Mapping[str, Any]) -> Base:
-    """The base, whose chats are rendered with these from now on.
+def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
+    """The base (of model/base.py), whose chats are rendered with these from now on.
 
     Raises ValueError where rendering itself gives one of them, or the template never reads it.
     """
