@@ -49,7 +49,9 @@ def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
         assert shown["expected"] == pytest.approx(decoded["calibration"]["expected"])
         assert shown["accepted"] == pytest.approx(decoded["calibration"]["accepted"])
         assert shown["accepted_by_source"] == pytest.approx(decoded["accepted_by_source"])
-        bare = evaluate(base, folder, DraftConfig("chain", 6, prompt_lookup=0), BENCH, tmp_path / "bare", **options)
+        bare = evaluate(
+            base, folder, DraftConfig("chain", 6, budget="fixed", prompt_lookup=0), BENCH, tmp_path / "bare", **options
+        )
         assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare["tokens_per_step"]
     assert counted["drafts"][LOOKUP_ALONE]["accepted"] > 0
     assert json.loads((tmp_path / "count" / "results.json").read_text())["drafts"] == counted["drafts"]
