@@ -210,12 +210,14 @@ def write_file(rows, folder, rng):
 
 
 def _table(rows):
-    """A table of those rows that have types in common, and the other rows."""
+    """A table of those rows that have types in common, which Parquet knows (an empty struct it does not), and the other
+    rows."""
     taken, left, table = [], [], None
     for row in rows:
         try:
-            table = pyarrow.Table.from_pylist([*taken, row], schema=_schema([*taken, row]))
-            taken.append(row)
+            wider = pyarrow.Table.from_pylist([*taken, row], schema=_schema([*taken, row]))
+            parquet.write_table(wider, pyarrow.BufferOutputStream())
+            table, taken = wider, [*taken, row]
         except pyarrow.ArrowException:
             left.append(row)
     return table, left
