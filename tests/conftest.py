@@ -7,15 +7,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, as some of transformers does
+
+import pytest
 from bases import write_base
 
 from ctcdraft.model import load_base
 from ctcdraft.model.smollm2 import cached_smollm2
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test imports a kernel
 
 torch.set_num_threads(1)  # for what fixtures make before the first test
 ROOT = Path(__file__).parents[1]

@@ -123,8 +123,8 @@ def test_a_wrong_mask_is_named(trained_base, monkeypatch, fault):
         "everything": lambda mask: [1] * len(mask),
     }
 
-    def wrong(self, **options):
-        return [example._replace(mask=faults[fault](example.mask)) for example in true(self, **options)]
+    def wrong(self, turns):
+        return [example._replace(mask=faults[fault](example.mask)) for example in true(self, turns)]
 
     monkeypatch.setattr(Dialogue, "examples", wrong)
     found = first_disagreement(trained_base)

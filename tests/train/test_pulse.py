@@ -115,10 +115,10 @@ def last_error(text, none=None):
 def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
     one = start(work, sys.executable, ROOT / "launch" / "train.py", *OPTIONS, "name=one", "cache_dir=alone")
     assert one.wait(timeout=110) == 0, one.said()
-    (zero, out, _), (other, quiet, _) = nodes(
+    (zero, out, error), (other, quiet, other_error) = nodes(
         work, ROOT / "launch" / "train.py", "name=two", "zero=2", "logger=offline"
     )
-    assert (zero, other) == (0, 0)
+    assert (zero, other) == (0, 0), (error, other_error)
     assert "read 24 = used 23 + rejected 1" in out
     assert "identical to plain greedy" in out
     assert quiet == "", "the second host says nothing that the first one says"
