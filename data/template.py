@@ -144,7 +144,8 @@ def answer_message(
     """The message that the template writes as the tokens of an answer to `messages`, for the turns that follow.
 
     Special tokens inside the answer are a part of it: its content holds them, or, of gpt-oss's channels, the thought
-    and the final words lie apart. Where the template writes no message that way, they are left out.
+    and the final words lie apart. Where the template writes no message that way, they are left out. Raises RowError
+    where it refuses the `messages` themselves.
     """
     words = list(answer[:-1] if answer and answer[-1] in eos_ids else answer)
     plain = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
@@ -153,9 +154,9 @@ def answer_message(
         return plain
     parted = _parted(whole)
     template = _Template(tokenizer, tools, template_args)
+    before, _ = template.render(messages, add_generation_prompt=True)
     for message in (parted, {"role": "assistant", "content": whole}, plain):
         try:
-            before, _ = template.render(messages, add_generation_prompt=True)
             text, _ = template.render([*messages, message])
         except RowError:
             continue

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ctcdraft.data.store import Journal
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
-from ctcdraft.eval.evaluate import LOOKUP_ALONE, heads_setting_of
+from ctcdraft.eval.evaluate import LOOKUP_ALONE, heads_setting_of, lookup_alone
 from ctcdraft.eval.place import digest_of, put
 from ctcdraft.eval.replay import Known, Replayed, replay
 from ctcdraft.eval.report import markdown_table
@@ -27,7 +27,7 @@ from ctcdraft.eval.results import bootstrap, tokens_per_step_of
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.export import load_head
-from ctcdraft.model.generate import Continuation, continue_all
+from ctcdraft.model.generate import continued
 from ctcdraft.model.tree import SOURCES
 
 ROWS = 16  # answers that the base gives together
@@ -60,6 +60,7 @@ def count_heads(
     """
     if bench.temperatures != [0.0]:
         raise ValueError(f"count=true counts greedy tokens: leave out bench.temperatures={bench.temperatures}")
+    setting = counted_setting_of(base, head_folders, draft, bench, seed)
     draft = replace(draft, budget="fixed")
     decoders = _decoders(base, head_folders, draft)
     questions = load_questions(bench, base, data_folder, seed)
@@ -68,7 +69,6 @@ def count_heads(
     found = replay(base, decoders, turns)
     owners = np.repeat(np.arange(len(questions)), [len(known_turns) for known_turns in answers])
     drafts = {label: _figures(replayed, owners, questions, seed) for label, replayed in found.items()}
-    setting = {**heads_setting_of(base, head_folders, draft, bench, seed), "counted": True}
     results = {"setting": digest_of(setting), **setting, "questions": len(questions), "drafts": drafts}
 
     def fill(fresh: Path) -> None:
@@ -79,46 +79,40 @@ def count_heads(
     return results
 
 
+def counted_setting_of(
+    base: Base, head_folders: Mapping[str, Path], draft: DraftConfig, bench: BenchConfig, seed: int
+) -> dict[str, Any]:
+    """The fields of results.json that say what is counted, and on what."""
+    return {**heads_setting_of(base, head_folders, replace(draft, budget="fixed"), bench, seed), "counted": True}
+
+
 def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Known]]:
     """The base's greedy answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn whose prompt fills the context, and those behind it, have none."""
     digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
-    told: list[list[Known]] = [[] for _ in questions]
+    answers: list[list[Known]] = [[] for _ in questions]
     dialogues = [question.prompts(base) for question in questions]
-    waiting: deque[Continuation] = deque()
-    owners: dict[Continuation, int] = {}
+    work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()
+
+    def ask(number: int, prompt: list[int]) -> None:
+        if len(prompt) < base.context_length:
+            work.append(((number, prompt), prompt, 0.0, ""))
+
     with (
         closing(Journal(cache / f"answers-{digest}.jsonl")) as journal,
         tqdm(total=sum(len(q.turns) or 1 for q in questions), desc="base answers", unit="turn", mininterval=1) as bar,
     ):
-
-        def ask(owner: int, prompt: list[int] | None) -> None:
-            """Take answers from the journal as long as it has them; what it has not waits for the base."""
-            while prompt is not None and len(prompt) < base.context_length:
-                known = journal.get(_key(prompt))
-                if known is None:
-                    waiting.append(Continuation(prompt, most))
-                    owners[waiting[-1]] = owner
-                    return
-                prompt = take(owner, prompt, known)
-
-        def take(owner: int, prompt: list[int], answer: list[int]) -> list[int] | None:
+        for number, dialogue in enumerate(dialogues):
+            ask(number, next(dialogue))
+        sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
+        for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             tokens = np.array([*prompt, *answer], np.int64)
-            told[owner].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
+            answers[number].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
             bar.update()
-            try:
-                return dialogues[owner].send(answer)
-            except StopIteration:
-                return None
-
-        for owner, dialogue in enumerate(dialogues):
-            ask(owner, next(dialogue))
-        for done in continue_all(base, waiting, ROWS):
-            journal.put(_key(done.prompt), done.tokens)
-            owner = owners.pop(done)
-            ask(owner, take(owner, done.prompt, done.tokens))
-    return told
+            with suppress(StopIteration):
+                ask(number, dialogues[number].send(answer))
+    return answers
 
 
 def count_table(results: Mapping[str, Any]) -> str:
@@ -146,8 +140,7 @@ def _decoders(base: Base, head_folders: Mapping[str, Path], draft: DraftConfig) 
             decoders[f"{name}, no lookup"] = Decoder(base, head, bare)
         if draft.kind == "tree":
             decoders[f"{name}, no lookup, chain"] = Decoder(base, head, replace(bare, kind="chain"))
-    copied = draft.prompt_lookup or DraftConfig.prompt_lookup
-    decoders[LOOKUP_ALONE] = Decoder(base, None, replace(draft, prompt_lookup=copied))
+    decoders[LOOKUP_ALONE] = lookup_alone(base, draft)
     return decoders
 
 
@@ -182,7 +175,3 @@ def _tokens_per_step(counted: Sequence[Counted], seed: int) -> dict[str, Any]:
     figure = tokens_per_step_of(counted)
     interval = bootstrap(figure, len(counted), seed)
     return {"tokens_per_step": figure(np.arange(len(counted))), "tokens_per_step_ci95": interval}
-
-
-def _key(prompt: Sequence[int]) -> str:
-    return hashlib.blake2b(np.array(prompt, np.int64).tobytes(), digest_size=12).hexdigest()

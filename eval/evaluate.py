@@ -101,6 +101,11 @@ def heads_setting_of(
     }
 
 
+def lookup_alone(base: Base, draft: DraftConfig) -> Decoder:
+    """The control that needs no head, under the same draft settings."""
+    return Decoder(base, None, replace(draft, prompt_lookup=draft.prompt_lookup or DraftConfig.prompt_lookup))
+
+
 def _measure(
     base: Base,
     head_folders: Mapping[str, Path],
@@ -111,8 +116,7 @@ def _measure(
 ) -> dict[str, Measured]:
     """Results and answers of each head, and of prompt lookup alone (its results are the measured fields only)."""
     decoders = {label: Decoder(base, load_head(folder, base), draft) for label, folder in head_folders.items()}
-    copied = draft.prompt_lookup or DraftConfig.prompt_lookup
-    decoders[LOOKUP_ALONE] = Decoder(base, None, replace(draft, prompt_lookup=copied))
+    decoders[LOOKUP_ALONE] = lookup_alone(base, draft)
     questions = load_questions(bench, base, data_folder, seed)
     answers = run(base, decoders, questions, bench, seed)
     rate = generate_rate(base, questions, bench)

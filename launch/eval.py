@@ -14,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ctcdraft.data.sources import check_source
-from ctcdraft.eval.count import count_heads, count_table
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.evaluation import (
     Evaluated,
-    chosen_heads,
+    count,
     evaluate_run,
     evaluate_several,
     figures_of,
@@ -48,20 +47,6 @@ def evaluate_one(config: EvalEntry) -> Evaluated:
     base, head_folder, run = stages.chosen_head(config)
     data_folder = None if run is None else Path(stages.run_paths(run)["data"])
     return evaluate_run(base, head_folder, config, head_folder.parent / "eval" / config.bench.kind, data_folder)
-
-
-def count(config: EvalEntry) -> str:
-    """The table of one head, or of several."""
-    if config.heads:
-        base, heads, data_folder = chosen_heads(config)
-    else:
-        base, head_folder, run = stages.chosen_head(config)
-        heads = {head_folder.resolve().parent.name: head_folder}
-        data_folder = None if run is None else Path(stages.run_paths(run)["data"])
-    folder = next(iter(heads.values())).parent / "eval" / f"{config.bench.kind}-count"
-    asked, cache = (config.draft, config.bench), Path(config.cache_dir)
-    results = count_heads(base, heads, *asked, folder, data_folder=data_folder, seed=config.seed, cache=cache)
-    return f"\n{count_table(results)}\n\nlies in {folder}\n"
 
 
 if __name__ == "__main__":

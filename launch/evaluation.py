@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ctcdraft.data.store import read_jsonl
+from ctcdraft.eval.count import count_heads, count_table, counted_setting_of
 from ctcdraft.eval.evaluate import evaluate, evaluate_heads, heads_setting_of, setting_of
 from ctcdraft.eval.place import take
 from ctcdraft.eval.report import head_rows, headline, heads_table, markdown_table
 from ctcdraft.eval.results import blocks_of
 from ctcdraft.launch.schema import EvalEntry, TrainEntry
-from ctcdraft.launch.stages import as_trained, find_run, other_base, run_base, run_paths
+from ctcdraft.launch.stages import as_trained, chosen_head, find_run, other_base, run_base, run_paths
 from ctcdraft.model.base import Base
 
 
@@ -70,6 +71,23 @@ def evaluate_several(config: EvalEntry) -> Evaluated:
     known = take(folder, heads_setting_of(base, heads, *asked, config.seed))
     found = known or evaluate_heads(base, heads, *asked, folder, data_folder=data_folder, seed=config.seed)
     return Evaluated(found, folder, known is not None)
+
+
+def count(config: EvalEntry) -> str:
+    """The table of one head, or of several, counted along the base's own answers: eval/<bench>-count/ of the first."""
+    if config.heads:
+        base, heads, data_folder = chosen_heads(config)
+    else:
+        base, head_folder, run = chosen_head(config)
+        heads = {head_folder.resolve().parent.name: head_folder}
+        data_folder = None if run is None else Path(run_paths(run)["data"])
+    folder = next(iter(heads.values())).parent / "eval" / f"{config.bench.kind}-count"
+    asked = (config.draft, config.bench)
+    known = take(folder, counted_setting_of(base, heads, *asked, config.seed))
+    found = known or count_heads(
+        base, heads, *asked, folder, data_folder=data_folder, seed=config.seed, cache=Path(config.cache_dir)
+    )
+    return f"\n{count_table(found)}\n\nlies in {folder}{' (reused)' if known else ''}\n"
 
 
 def chosen_heads(config: EvalEntry) -> tuple[Base, dict[str, Path], Path | None]:

@@ -4,9 +4,12 @@ A row that ends is taken at once by the next prompt that waits (Yu et al., Orca,
 written in place. Shape suffixes: B rows in flight, V vocabulary.
 """
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +20,14 @@ from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.sampling import Sampling, gumbel
 
 CAPACITY_STEP = 256  # cache entries per row are a multiple of this
+T = TypeVar("T")
+
+
+class Answers(Protocol):
+    """Answers by what was asked, which may outlive a process, as data.store.Journal does."""
+
+    def get(self, key: str) -> Any: ...
+    def put(self, key: str, value: Any) -> None: ...
 
 
 def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
@@ -73,6 +84,52 @@ def continue_all(base: Base, waiting: deque[Continuation], rows: int) -> Iterato
                 cache.drop(row)
         if active:
             _step(base, cache, active)
+
+
+def continued(
+    base: Base,
+    work: deque[tuple[T, list[int], float, str]],
+    top_p: float,
+    answers: Answers,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+) -> Iterator[tuple[T, list[int]]]:
+    """(owner, continuation) of each (owner, prompt, temperature, name), as they are done, `batch_size` in flight.
+
+    More may be appended to `work` whenever one is given. The noise of a sample goes by its prompt and name. An answer
+    is in `answers` before it is given, known by what was asked: one that was in flight when a process was killed is
+    decoded again beside others, and may then differ where rounding decides (in bf16 it does now and then).
+    """
+    waiting: deque[Continuation] = deque()
+    asked: dict[Continuation, tuple[T, str]] = {}
+
+    def already_known() -> Iterator[tuple[T, list[int]]]:
+        while work:
+            owner, prompt, temperature, name = work.popleft()
+            most = min(max_new_tokens, base.context_length - len(prompt))
+            key, _ = work_key(prompt, name if temperature else "", temperature, top_p, most, seed)
+            answer = answers.get(key)
+            if answer is not None:
+                yield owner, answer
+                continue
+            noise = work_key(prompt, name, temperature, seed)[1]
+            waiting.append(Continuation(prompt, most, Sampling(temperature, top_p=top_p), noise))
+            asked[waiting[-1]] = owner, key
+
+    yield from already_known()
+    for done in continue_all(base, waiting, batch_size):
+        owner, key = asked.pop(done)
+        answers.put(key, done.tokens)
+        yield owner, done.tokens
+        yield from already_known()
+
+
+def work_key(*parts: Any) -> tuple[str, int]:
+    """What work is known by, and the seed of its noise."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+    return digest.hex(), int.from_bytes(digest[:6], "big")
 
 
 def _check(base: Base, one: Continuation) -> None:

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import replace
 
 import torch
-from bases import tiny_tokenizer
+from bases import SIZES, tiny_tokenizer
 from drafting import prompts, random_trees
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -15,21 +15,7 @@ from ctcdraft.model.base import base_of
 from ctcdraft.model.generate import Continuation, continue_all
 
 WINDOW, NEW_TOKENS = 16, 24
-SIZES = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 259,
-    "pad_token_id": 0,
-}
+OWN = SIZES | {"eos_token_id": 259, "pad_token_id": 0}
 MOE = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -251,7 +237,7 @@ REFUSED = {
 def base_of_architecture(name, dtype=torch.float64, **overrides):
     """A base in memory, as `load_base` makes it of a folder."""
     torch.manual_seed(0)
-    sizes = SIZES | ARCHITECTURES[name] | overrides
+    sizes = OWN | ARCHITECTURES[name] | overrides
     config = CONFIG_MAPPING[name.split(",")[0]](**{key: value for key, value in sizes.items() if value is not None})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     model.generation_config.pad_token_id = 0

@@ -30,22 +30,25 @@ def tiny_tokenizer(template=TEMPLATE, extra=()):
     return tokenizer
 
 
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
 def write_base(folder, family="llama", template=TEMPLATE, seed=0, context=256, **overrides):
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": context,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    } | overrides
+    sizes = SIZES | {"max_position_embeddings": context} | overrides
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
     model.save_pretrained(folder)
     tiny_tokenizer(template).save_pretrained(folder)

@@ -8,8 +8,8 @@ import time
 import torch
 
 from ctcdraft.data import server as http
+from ctcdraft.model import generate
 from ctcdraft.model.base import Base
-from ctcdraft.train import regenerate
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.prepare import prepare
 
@@ -40,7 +40,7 @@ def wait_for(log, seconds=60):
         time.sleep(0.005)
 
 
-def logged_answers(log, answer=regenerate.continue_all):
+def logged_answers(log, answer=generate.continue_all):
     """`continue_all`, slower and with a log."""
 
     def logged(*options):
@@ -70,7 +70,7 @@ def _prepare(base, config, cache, log):
     torch.set_num_threads(1)
     http.LONGEST_WAIT = 0.2
     if log is not None:
-        regenerate.continue_all = logged_answers(log)
+        generate.continue_all = logged_answers(log)
     prepare(base, config, 0, cache)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,8 +17,8 @@ from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import Rendered, render_all, unread_in_prompt
 from ctcdraft.model.base import Base
-from ctcdraft.model.generate import batches_by_length
-from ctcdraft.train.regenerate import LEAST_ROOM, continued, rewrite
+from ctcdraft.model.generate import batches_by_length, continued
+from ctcdraft.train.regenerate import LEAST_ROOM, rewrite
 from ctcdraft.train.shards import DataConfig
 
 TOKENS_STAY = (
@@ -28,36 +29,35 @@ TOKENS_STAY = (
 
 def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Example:
     """What one record gives, outside any folder. Raises ValueError with the reason when that is nothing."""
-    rejects: list[dict[str, Any]] = []
+    account = Account([])
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal")
-        made = ExampleMaker(base, config, seed, journal, rejects, Counter(), Counter(), "one record").examples([record])
+        made = ExampleMaker(base, config, seed, journal, account, "one record").examples([record])
         journal.close()
     if not made:
-        raise ValueError(f"the record {record.id} cannot be used: {rejects[0]['reason']}")
+        raise ValueError(f"the record {record.id} cannot be used: {account.rejects[0]['reason']}")
     return made[0]
 
 
-class ExampleMaker:
-    """Records of one shard and split -> examples, in the order of the rows.
+@dataclass(frozen=True)
+class Account:
+    """Which rows were rejected and why, what became of the turns that were asked, and how often what rows hold was not
+    read; `errors`: why turns got no answer that may get one another time."""
 
-    errors: why turns got no answer that may get one another time.
-    """
+    rejects: list[dict[str, Any]]
+    turns: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+
+
+class ExampleMaker:
+    """Records of one shard and split -> examples, in the order of the rows, and what to add to the account."""
 
     def __init__(
-        self,
-        base: Base,
-        config: DataConfig,
-        seed: int,
-        journal: Journal,
-        rejects: list[dict[str, Any]],
-        turns: Counter[str],
-        unread: Counter[str],
-        title: str,
+        self, base: Base, config: DataConfig, seed: int, journal: Journal, account: Account, title: str
     ) -> None:
-        self.base, self.config, self.seed, self.journal = base, config, seed, journal
-        self.rejects, self.turns, self.unread, self.title = rejects, turns, unread, title
-        self.errors: list[str] = []
+        self.base, self.config, self.seed = base, config, seed
+        self.journal, self.account, self.title = journal, account, title
 
     def examples(self, records: Sequence[Record]) -> list[Example]:
         chats = [r for r in records if isinstance(r, Conversation)]
@@ -77,22 +77,22 @@ class ExampleMaker:
         return [example for record in records for example in found.get(record.id, [])]
 
     def _reject(self, row: str, reason: str) -> None:
-        self.rejects.append({"row": row, "reason": reason})
+        self.account.rejects.append({"row": row, "reason": reason})
 
     def _rewritten(self, chats: list[Conversation]) -> dict[str, list[Example]]:
         """Every assistant turn rewritten by the base."""
         config, rewriting = self.config, self.config.regenerate
         sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
         dialogues, turns = rewrite(self.base, chats, rewriting, self.journal, title=self.title, **sizes)  # type: ignore[arg-type]
-        self.turns.update(turns._asdict())
+        self.account.turns.update(turns._asdict())
         found: dict[str, list[Example]] = {chat.id: [] for chat in chats}
         for dialogue in dialogues:
             found[dialogue.conversation.id] += dialogue.examples(config.turns)
-            self.unread.update(dialogue.unread)
+            self.account.unread.update(dialogue.unread)
             if dialogue.errors:
-                self.errors.append(dialogue.reason)
+                self.account.errors.append(dialogue.reason)
         for chat in chats:
-            self.unread.update(unread_in_prompt(self.base.tokenizer, chat, self.base.template_args))
+            self.account.unread.update(unread_in_prompt(self.base.tokenizer, chat, self.base.template_args))
         for dialogue in dialogues[:: len(rewriting.temperatures)]:
             if not found[dialogue.conversation.id]:
                 self._reject(dialogue.conversation.id, dialogue.reason)
@@ -112,7 +112,7 @@ class ExampleMaker:
             if isinstance(found, RowError):
                 self._reject(chat.id, str(found))
             else:
-                self.unread.update(found.unread)
+                self.account.unread.update(found.unread)
                 yield chat.id, found.sequences
 
     def _fitting(self, rendered: Sequence[tuple[str, list[Rendered]]]) -> list[tuple[str, Rendered]]:

@@ -37,7 +37,7 @@ from ctcdraft.data.store import (
 )
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.folders import claimed, new_folder
-from ctcdraft.train.examples import ExampleMaker
+from ctcdraft.train.examples import Account, ExampleMaker
 from ctcdraft.train.regenerate import Turns
 from ctcdraft.train.shards import GENERATED, SPLITS, DataConfig, Shard, asked_text, read_shards
 
@@ -149,23 +149,20 @@ def _prepare_shard(
 
 def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, journal: Journal) -> None:
     """Everything that a shard gives, in files. Raises Unanswered where a server may yet answer what it has not."""
-    rejects, turns, errors = shard.rejects, Counter[str](), list[str]()
+    account = Account(shard.rejects, unread=shard.unread)
     for split in SPLITS[:2]:
-        title = f"shard {shard.number}: base answers {split}"
-        maker = ExampleMaker(base, config, seed, journal, rejects, turns, shard.unread, title)
-        examples = maker.examples(shard.splits[split])
-        save_corpus(folder / f"{split}.safetensors", examples)
-        errors += maker.errors
-    if errors and not config.regenerate.reject_errors:
-        raise Unanswered(turns, errors[0])
-    questions = list(_questions(base, shard.splits["heldout"], rejects))
-    write_jsonl(folder / "rejects.jsonl", rejects)
+        maker = ExampleMaker(base, config, seed, journal, account, f"shard {shard.number}: base answers {split}")
+        save_corpus(folder / f"{split}.safetensors", maker.examples(shard.splits[split]))
+    if account.errors and not config.regenerate.reject_errors:
+        raise Unanswered(account.turns, account.errors[0])
+    questions = list(_questions(base, shard.splits["heldout"], account.rejects))
+    write_jsonl(folder / "rejects.jsonl", account.rejects)
     write_jsonl(folder / "heldout.jsonl", questions)
     asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
     write_jsonl(folder / "asked.jsonl", (row for row in asked if row["asked"]))
-    account = {"read": shard.read, "rejected": len({r["row"] for r in rejects}), "turns": dict(turns)}
-    account["unread"] = dict(shard.unread)
-    (folder / "account.json").write_text(json.dumps(account))
+    counts: dict[str, Any] = {"read": shard.read, "rejected": len({row["row"] for row in account.rejects})}
+    counts |= {"turns": dict(account.turns), "unread": dict(account.unread)}
+    (folder / "account.json").write_text(json.dumps(counts))
 
 
 def _questions(base: Base, heldout: list[Record], rejects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -1,14 +1,12 @@
 """The base rewrites every assistant turn, in order, on top of its own earlier answers: here, or behind a server."""
 
 import asyncio
-import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -21,10 +19,8 @@ from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import LOST_THOUGHT, NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
 from ctcdraft.model.base import Base
-from ctcdraft.model.generate import Continuation, continue_all
-from ctcdraft.model.sampling import Sampling
+from ctcdraft.model.generate import continued, work_key
 
-T = TypeVar("T")
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 
 
@@ -261,46 +257,6 @@ def rewrite(
     return dialogues, turns
 
 
-def continued(
-    base: Base,
-    work: deque[tuple[T, list[int], float, str]],
-    top_p: float,
-    journal: Journal,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-) -> Iterator[tuple[T, list[int]]]:
-    """(owner, continuation) of each (owner, prompt, temperature, name), as they are done, `batch_size` in flight.
-
-    More may be appended to `work` whenever one is given. The noise of a sample goes by its prompt and name. An answer
-    is in the journal before it is given, known by what was asked: one that was in flight when a process was killed is
-    decoded again beside others, and may then differ where rounding decides (in bf16 it does now and then).
-    """
-    waiting: deque[Continuation] = deque()
-    asked: dict[Continuation, tuple[T, str]] = {}
-
-    def already_known() -> Iterator[tuple[T, list[int]]]:
-        while work:
-            owner, prompt, temperature, name = work.popleft()
-            most = min(max_new_tokens, base.context_length - len(prompt))
-            key, _ = _key(prompt, name if temperature else "", temperature, top_p, most, seed)
-            answer = journal.get(key)
-            if answer is not None:
-                yield owner, answer
-                continue
-            noise = _key(prompt, name, temperature, seed)[1]
-            waiting.append(Continuation(prompt, most, Sampling(temperature, top_p=top_p), noise))
-            asked[waiting[-1]] = owner, key
-
-    yield from already_known()
-    for done in continue_all(base, waiting, batch_size):
-        owner, key = asked.pop(done)
-        journal.put(key, done.tokens)
-        yield owner, done.tokens
-        yield from already_known()
-
-
 async def _ask_server(
     dialogues: Iterable[Dialogue],
     config: RegenerateConfig,
@@ -316,7 +272,7 @@ async def _ask_server(
 
         async def converse(dialogue: Dialogue) -> None:
             while dialogue.next_prompt():
-                key, noise = _key(dialogue.said, dialogue.name, dialogue.temperature, config.top_p, seed)
+                key, noise = work_key(dialogue.said, dialogue.name, dialogue.temperature, config.top_p, seed)
                 known = journal.get(key)
                 if known is None:
                     room = dialogue.base.context_length - len(dialogue.prompt)
@@ -340,9 +296,3 @@ async def _ask_server(
                 bar.update()
 
         await asyncio.gather(*(converse(dialogue) for dialogue in dialogues))
-
-
-def _key(*parts: Any) -> tuple[str, int]:
-    """What work is known by, and the seed of its noise."""
-    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
-    return digest.hex(), int.from_bytes(digest[:6], "big")

@@ -7,11 +7,10 @@ import pytest
 import torch
 from bases import write_base
 
-from ctcdraft.eval import count as stage
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count_heads, count_table, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, evaluate
-from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, load_base
+from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, generate, load_base
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
@@ -76,7 +75,7 @@ def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_pa
             except StopIteration:
                 break
         assert len(turns) == len(question.turns)
-    monkeypatch.setattr(stage, "continue_all", lambda base, waiting, rows: iter(()))  # asked nothing more
+    monkeypatch.setattr(generate, "continue_all", lambda base, waiting, rows: iter(()))  # asked nothing more
     again = own_answers(base, questions, 24, tmp_path)
     assert [[k.tokens.tolist() for k in turns] for turns in again] == [[k.tokens.tolist() for k in t] for t in told]
 

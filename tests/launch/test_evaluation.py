@@ -92,6 +92,8 @@ def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):
             "prompt lookup alone",
         ]
         assert all(label in out for label in drafts)
+        assert start(place, *words, "count=true", f"cache_dir={place}/cache") == 0
+        assert "(reused)" in capsys.readouterr().out
 
 
 def test_a_decoder_that_is_wrong_for_one_head_fails_the_comparison(place, monkeypatch, capsys):

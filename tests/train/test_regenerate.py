@@ -14,8 +14,7 @@ from workers import logged_answers, preparing, wait_for
 
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus
-from ctcdraft.model import Decoder, load_base
-from ctcdraft.train import regenerate as stage
+from ctcdraft.model import Decoder, generate, load_base
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import Dialogue, RegenerateConfig, rewrite
 
@@ -29,7 +28,7 @@ def base(talking_base):
 def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, tmp_path, temperatures, monkeypatch):
     config = config_of(tmp_path, regenerate={"temperatures": temperatures})
     log = tmp_path / "answers"
-    monkeypatch.setattr(stage, "continue_all", logged_answers(log))
+    monkeypatch.setattr(generate, "continue_all", logged_answers(log))
     want = prepare(base, config, 0, tmp_path / "whole")
     answers = len(log.read_text().splitlines())
     log.unlink()
@@ -103,7 +102,7 @@ def test_a_long_prompt_cuts_no_answer_but_its_own(base, tmp_path):
     journal, most = Journal(tmp_path / "journal"), 40
     prompts = [[5 + i % 200 for i in range(n)] for n in (30, 200, 230, 250)]
     work = deque((i, prompt, 0.0, str(i)) for i, prompt in enumerate(prompts))
-    together = dict(stage.continued(base, work, 1.0, journal, max_new_tokens=most, batch_size=4, seed=0))
+    together = dict(generate.continued(base, work, 1.0, journal, max_new_tokens=most, batch_size=4, seed=0))
     for number, prompt in enumerate(prompts):
         room = min(most, base.context_length - len(prompt))
         assert together[number] == Decoder(base).generate(prompt, room).tokens
