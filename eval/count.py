@@ -18,15 +18,14 @@ import numpy as np
 from tqdm import tqdm
 
 from ctcdraft.data.store import Journal
-from ctcdraft.eval.bench import BenchConfig, Question, load_questions
-from ctcdraft.eval.evaluate import LOOKUP_ALONE, heads_setting_of, lookup_alone
+from ctcdraft.eval.bench import Question
+from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, heads_setting_of
 from ctcdraft.eval.place import digest_of, put
 from ctcdraft.eval.replay import Known, Replayed, replay
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.eval.results import bootstrap, tokens_per_step_of
 from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.export import load_head
+from ctcdraft.model.decoder import Decoder
 from ctcdraft.model.generate import continued
 from ctcdraft.model.tree import SOURCES
 
@@ -43,32 +42,23 @@ class Counted:
 
 
 def count_heads(
-    base: Base,
-    head_folders: Mapping[str, Path],
-    draft: DraftConfig,
-    bench: BenchConfig,
-    folder: Path,
-    *,
-    data_folder: Path | None,
-    seed: int,
-    cache: Path,
+    measurement: Measurement, head_folders: Mapping[str, Path], folder: Path, cache: Path
 ) -> dict[str, Any]:
-    """Count each head as `draft` says (with a fixed number of nodes), without prompt lookup, and as a chain without it;
-    and prompt lookup alone. results.json and report.md go into `folder`; the base's answers are kept in `cache`.
+    """Count each head as the draft settings say (with a fixed number of nodes), without prompt lookup, and as a chain
+    without it; and prompt lookup alone. results.json and report.md go into `folder`; `cache` keeps the base's answers.
 
     Raises ValueError as loading heads and questions does, and where a benchmark samples; nothing is written then.
     """
+    base, bench, seed = measurement.base, measurement.bench, measurement.seed
     if bench.temperatures != [0.0]:
         raise ValueError(f"count=true counts greedy tokens: leave out bench.temperatures={bench.temperatures}")
-    setting = counted_setting_of(base, head_folders, draft, bench, seed)
-    draft = replace(draft, budget="fixed")
-    decoders = _decoders(base, head_folders, draft)
-    questions = load_questions(bench, base, data_folder, seed)
+    decoders = _decoders(_with_draft(measurement, budget="fixed"), head_folders)
+    questions = measurement.questions()
     answers = own_answers(base, questions, bench.max_new_tokens, cache)
-    turns = [known for known_turns in answers for known in known_turns]
-    found = replay(base, decoders, turns)
-    owners = np.repeat(np.arange(len(questions)), [len(known_turns) for known_turns in answers])
+    owners = np.repeat(np.arange(len(questions)), list(map(len, answers)))
+    found = replay(base, decoders, [known for turns in answers for known in turns])
     drafts = {label: _figures(replayed, owners, questions, seed) for label, replayed in found.items()}
+    setting = counted_setting_of(measurement, head_folders)
     results = {"setting": digest_of(setting), **setting, "questions": len(questions), "drafts": drafts}
 
     def fill(fresh: Path) -> None:
@@ -79,11 +69,9 @@ def count_heads(
     return results
 
 
-def counted_setting_of(
-    base: Base, head_folders: Mapping[str, Path], draft: DraftConfig, bench: BenchConfig, seed: int
-) -> dict[str, Any]:
+def counted_setting_of(measurement: Measurement, head_folders: Mapping[str, Path]) -> dict[str, Any]:
     """The fields of results.json that say what is counted, and on what."""
-    return {**heads_setting_of(base, head_folders, replace(draft, budget="fixed"), bench, seed), "counted": True}
+    return {**heads_setting_of(_with_draft(measurement, budget="fixed"), head_folders), "counted": True}
 
 
 def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Known]]:
@@ -130,18 +118,20 @@ def count_table(results: Mapping[str, Any]) -> str:
     return f"{title}; depths are over all positions.\n\n{markdown_table(header, rows)}"
 
 
-def _decoders(base: Base, head_folders: Mapping[str, Path], draft: DraftConfig) -> dict[str, Decoder]:
+def _decoders(measurement: Measurement, head_folders: Mapping[str, Path]) -> dict[str, Decoder]:
     decoders: dict[str, Decoder] = {}
+    bare = _with_draft(measurement, prompt_lookup=0).draft
     for name, folder in head_folders.items():
-        head = load_head(folder, base)
-        bare = replace(draft, prompt_lookup=0)
-        decoders[name] = Decoder(base, head, draft)
-        if draft.prompt_lookup:
-            decoders[f"{name}, no lookup"] = Decoder(base, head, bare)
-        if draft.kind == "tree":
-            decoders[f"{name}, no lookup, chain"] = Decoder(base, head, replace(bare, kind="chain"))
-    decoders[LOOKUP_ALONE] = lookup_alone(base, draft)
-    return decoders
+        decoders[name] = decoder = measurement.decoder(folder)
+        if decoder.draft.prompt_lookup:
+            decoders[f"{name}, no lookup"] = Decoder(decoder.base, decoder.head, bare)
+        if decoder.draft.kind == "tree":
+            decoders[f"{name}, no lookup, chain"] = Decoder(decoder.base, decoder.head, replace(bare, kind="chain"))
+    return {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}
+
+
+def _with_draft(measurement: Measurement, **changes: Any) -> Measurement:
+    return replace(measurement, draft=replace(measurement.draft, **changes))
 
 
 def _figures(

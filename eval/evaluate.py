@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ctcdraft.data.store import write_jsonl
-from ctcdraft.eval.bench import BenchConfig, load_questions
+from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.compare import compared
 from ctcdraft.eval.control import bound_in_words
 from ctcdraft.eval.place import digest_of, put
@@ -29,19 +29,33 @@ LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no tr
 LOOKUP_SHOWN = ("tokens_per_step", "tokens_per_step_ci95", "tokens_per_second", "speedup", "identical")
 
 
-def evaluate(
-    base: Base,
-    head_folder: Path,
-    draft: DraftConfig,
-    bench: BenchConfig,
-    folder: Path,
-    *,
-    data_folder: Path | None,
-    seed: int,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Measurement:
+    """What heads are measured by; data_folder: the run's prepared data, for bench=heldout."""
+
+    base: Base
+    draft: DraftConfig
+    bench: BenchConfig
+    data_folder: Path | None = None
+    seed: int = 0
+
+    def questions(self) -> list[Question]:
+        """Raises ValueError as `load_questions` does."""
+        return load_questions(self.bench, self.base, self.data_folder, self.seed)
+
+    def decoder(self, head_folder: Path) -> Decoder:
+        return Decoder(self.base, load_head(head_folder, self.base), self.draft)
+
+    def lookup_alone(self) -> Decoder:
+        """The control that needs no head, under the same draft settings."""
+        copied = self.draft.prompt_lookup or DraftConfig.prompt_lookup
+        return Decoder(self.base, None, replace(self.draft, prompt_lookup=copied))
+
+
+def evaluate(measurement: Measurement, head_folder: Path, folder: Path) -> dict[str, Any]:
     """Decode the benchmark with an exported head, write results.json, report.md, plots and answers.jsonl
     into `folder`, and return the results. Raises ValueError as its parts do; nothing is written then."""
-    found = _measure(base, {"": head_folder}, draft, bench, data_folder, seed)
+    found = _measure(measurement, {"": head_folder})
     results, answers = found[""]
     for block, lookup in zip(blocks_of(results), blocks_of(found[LOOKUP_ALONE][0]), strict=True):
         block["prompt_lookup_alone"] = {key: lookup[key] for key in LOOKUP_SHOWN}
@@ -49,30 +63,21 @@ def evaluate(
     return results
 
 
-def evaluate_heads(
-    base: Base,
-    head_folders: Mapping[str, Path],
-    draft: DraftConfig,
-    bench: BenchConfig,
-    folder: Path,
-    *,
-    data_folder: Path | None,
-    seed: int,
-) -> dict[str, Any]:
+def evaluate_heads(measurement: Measurement, head_folders: Mapping[str, Path], folder: Path) -> dict[str, Any]:
     """Decode every question with each of the heads and with prompt lookup alone, interleaved.
 
     `folder` gets the comparison (results.json, report.md, heads.png), which is returned, and under each head's label
     what `evaluate` writes. Raises ValueError as its parts do, and nothing is written then.
     """
-    found = _measure(base, head_folders, draft, bench, data_folder, seed)
+    found = _measure(measurement, head_folders)
     all_results = {label: results for label, (results, _) in found.items()}
-    setting = heads_setting_of(base, head_folders, draft, bench, seed)
+    setting = heads_setting_of(measurement, head_folders)
     answers = {label: answers for label, (_, answers) in found.items()}
     comparison = {
         "setting": digest_of(setting),
         **setting,
         "questions": next(iter(all_results.values()))["questions"],
-        "temperatures": compared(all_results, answers, seed),
+        "temperatures": compared(all_results, answers, measurement.seed),
     }
 
     def fill(fresh: Path) -> None:
@@ -87,42 +92,29 @@ def evaluate_heads(
     return comparison
 
 
-def setting_of(base: Base, head_folder: Path, draft: DraftConfig, bench: BenchConfig, seed: int) -> dict[str, Any]:
+def setting_of(measurement: Measurement, head_folder: Path) -> dict[str, Any]:
     """The fields of results.json that say what is measured, and on what."""
-    return {**_common(base, draft, bench, seed), "head": _head(head_folder)}
+    return {**_common(measurement), "head": _head(head_folder)}
 
 
-def heads_setting_of(
-    base: Base, head_folders: Mapping[str, Path], draft: DraftConfig, bench: BenchConfig, seed: int
-) -> dict[str, Any]:
+def heads_setting_of(measurement: Measurement, head_folders: Mapping[str, Path]) -> dict[str, Any]:
     return {
-        **_common(base, draft, bench, seed),
+        **_common(measurement),
         "heads": {label: _head(folder) for label, folder in head_folders.items()},
     }
 
 
-def lookup_alone(base: Base, draft: DraftConfig) -> Decoder:
-    """The control that needs no head, under the same draft settings."""
-    return Decoder(base, None, replace(draft, prompt_lookup=draft.prompt_lookup or DraftConfig.prompt_lookup))
-
-
-def _measure(
-    base: Base,
-    head_folders: Mapping[str, Path],
-    draft: DraftConfig,
-    bench: BenchConfig,
-    data_folder: Path | None,
-    seed: int,
-) -> dict[str, Measured]:
+def _measure(measurement: Measurement, head_folders: Mapping[str, Path]) -> dict[str, Measured]:
     """Results and answers of each head, and of prompt lookup alone (its results are the measured fields only)."""
-    decoders = {label: Decoder(base, load_head(folder, base), draft) for label, folder in head_folders.items()}
-    decoders[LOOKUP_ALONE] = lookup_alone(base, draft)
-    questions = load_questions(bench, base, data_folder, seed)
+    base, bench, seed = measurement.base, measurement.bench, measurement.seed
+    decoders = {label: measurement.decoder(folder) for label, folder in head_folders.items()}
+    decoders[LOOKUP_ALONE] = measurement.lookup_alone()
+    questions = measurement.questions()
     answers = run(base, decoders, questions, bench, seed)
     rate = generate_rate(base, questions, bench)
     found: dict[str, Measured] = {}
     for label, folder in head_folders.items():
-        setting = setting_of(base, folder, draft, bench, seed)
+        setting = setting_of(measurement, folder)
         results = {"setting": digest_of(setting), **setting, **measured(answers[label], seed)}
         results["tokens_per_second"]["generate"] = rate
         found[label] = results, answers[label]
@@ -137,7 +129,8 @@ def _write(fresh: Path, results: dict[str, Any], answers: Sequence[Answered]) ->
     (fresh / "results.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
-def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> dict[str, Any]:
+def _common(measurement: Measurement) -> dict[str, Any]:
+    base, bench = measurement.base, measurement.bench
     return {
         "format": 2,  # of results.json: what was measured in another is measured anew
         "bench": bench.kind,
@@ -147,8 +140,8 @@ def _common(base: Base, draft: DraftConfig, bench: BenchConfig, seed: int) -> di
         "bench_rows": "evenly spread",  # until 2026-11-24: the first ones
         "base": base.identity,
         "template_args": base.template_args,
-        "decoder": asdict(draft),
-        "seed": seed,
+        "decoder": asdict(measurement.draft),
+        "seed": measurement.seed,
         "max_new_tokens": bench.max_new_tokens,
         "dtype": str(base.dtype).removeprefix("torch."),
         "rounding_bound": bound_in_words(base.dtype),

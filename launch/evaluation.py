@@ -7,7 +7,7 @@ from typing import Any
 
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.eval.count import count_heads, count_table, counted_setting_of
-from ctcdraft.eval.evaluate import evaluate, evaluate_heads, heads_setting_of, setting_of
+from ctcdraft.eval.evaluate import Measurement, evaluate, evaluate_heads, heads_setting_of, setting_of
 from ctcdraft.eval.place import take
 from ctcdraft.eval.report import head_rows, headline, heads_table, markdown_table
 from ctcdraft.eval.results import blocks_of
@@ -57,9 +57,9 @@ def evaluate_run(
     base: Base, head_folder: Path, config: TrainEntry | EvalEntry, folder: Path, data_folder: Path | None
 ) -> Evaluated:
     """One head, in eval/<bench>/ of its run."""
-    asked = (config.draft, config.bench)
-    known = take(folder, setting_of(base, head_folder, *asked, config.seed))
-    found = known or evaluate(base, head_folder, *asked, folder, data_folder=data_folder, seed=config.seed)
+    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
+    known = take(folder, setting_of(measurement, head_folder))
+    found = known or evaluate(measurement, head_folder, folder)
     return Evaluated(found, folder, known is not None)
 
 
@@ -67,9 +67,9 @@ def evaluate_several(config: EvalEntry) -> Evaluated:
     """All of config.heads, side by side, in eval/<bench>-heads/ of the first."""
     base, heads, data_folder = chosen_heads(config)
     folder = next(iter(heads.values())).parent / "eval" / f"{config.bench.kind}-heads"
-    asked = (config.draft, config.bench)
-    known = take(folder, heads_setting_of(base, heads, *asked, config.seed))
-    found = known or evaluate_heads(base, heads, *asked, folder, data_folder=data_folder, seed=config.seed)
+    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
+    known = take(folder, heads_setting_of(measurement, heads))
+    found = known or evaluate_heads(measurement, heads, folder)
     return Evaluated(found, folder, known is not None)
 
 
@@ -82,11 +82,9 @@ def count(config: EvalEntry) -> str:
         heads = {head_folder.resolve().parent.name: head_folder}
         data_folder = None if run is None else Path(run_paths(run)["data"])
     folder = next(iter(heads.values())).parent / "eval" / f"{config.bench.kind}-count"
-    asked = (config.draft, config.bench)
-    known = take(folder, counted_setting_of(base, heads, *asked, config.seed))
-    found = known or count_heads(
-        base, heads, *asked, folder, data_folder=data_folder, seed=config.seed, cache=Path(config.cache_dir)
-    )
+    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
+    known = take(folder, counted_setting_of(measurement, heads))
+    found = known or count_heads(measurement, heads, folder, Path(config.cache_dir))
     return f"\n{count_table(found)}\n\nlies in {folder}{' (reused)' if known else ''}\n"
 
 

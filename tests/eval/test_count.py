@@ -9,7 +9,7 @@ from bases import write_base
 
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count_heads, count_table, own_answers
-from ctcdraft.eval.evaluate import LOOKUP_ALONE, evaluate
+from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
 from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, generate, load_base
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -34,10 +34,10 @@ def heads(base, tmp_path_factory):
 
 
 def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
-    options = {"data_folder": None, "seed": 0}
-    counted = count_heads(base, heads, DRAFT, BENCH, tmp_path / "count", cache=tmp_path / "cache", **options)
+    measurement = Measurement(base, DRAFT, BENCH)
+    counted = count_heads(measurement, heads, tmp_path / "count", tmp_path / "cache")
     for name, folder in heads.items():
-        decoded = evaluate(base, folder, DRAFT, BENCH, tmp_path / name, **options)
+        decoded = evaluate(measurement, folder, tmp_path / name)
         for one, other in (
             (counted["drafts"][name], decoded),
             (counted["drafts"][LOOKUP_ALONE], decoded["prompt_lookup_alone"]),
@@ -49,7 +49,9 @@ def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
         assert shown["accepted"] == pytest.approx(decoded["calibration"]["accepted"])
         assert shown["accepted_by_source"] == pytest.approx(decoded["accepted_by_source"])
         bare = evaluate(
-            base, folder, DraftConfig("chain", 6, budget="fixed", prompt_lookup=0), BENCH, tmp_path / "bare", **options
+            Measurement(base, DraftConfig("chain", 6, budget="fixed", prompt_lookup=0), BENCH),
+            folder,
+            tmp_path / "bare",
         )
         assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare["tokens_per_step"]
     assert counted["drafts"][LOOKUP_ALONE]["accepted"] > 0
@@ -90,5 +92,5 @@ def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
 def test_samples_are_not_counted(base, heads, tmp_path):
     bench = BenchConfig("toy", temperatures=[0.0, 1.0])
     with pytest.raises(ValueError, match=r"count=true counts greedy tokens: leave out bench.temperatures"):
-        count_heads(base, heads, DRAFT, bench, tmp_path / "c", data_folder=None, seed=0, cache=tmp_path)
+        count_heads(Measurement(base, DRAFT, bench), heads, tmp_path / "c", tmp_path)
     assert not (tmp_path / "c").exists()

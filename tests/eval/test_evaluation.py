@@ -9,7 +9,7 @@ from bases import write_base
 from ctcdraft.eval import run as runner
 from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
-from ctcdraft.eval.evaluate import evaluate, setting_of
+from ctcdraft.eval.evaluate import Measurement, evaluate, setting_of
 from ctcdraft.eval.place import take
 from ctcdraft.eval.report import headline, report
 from ctcdraft.eval.results import aggregate, measured
@@ -45,7 +45,7 @@ def questions(tmp_path):
 def test_results_hold_every_field_of_the_design(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, max_new_tokens=12)
     folder = tmp_path / "eval" / "mt_bench"
-    results = evaluate(chat_base, head_folder, DRAFT, bench, folder, data_folder=None, seed=0)
+    results = evaluate(Measurement(chat_base, DRAFT, bench), head_folder, folder)
     assert results == json.loads((folder / "results.json").read_text())
     fields = "bench base head decoder temperature seed device versions lossless questions tokens steps tokens_per_step"
     fields += " tokens_per_second speedup identical accepted_by_depth calibration time_share per_category"
@@ -85,13 +85,13 @@ def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(chat_base, 
     chain = DraftConfig("chain", 4, budget="fixed")
 
     def known(draft, seed=0):
-        return take(folder, setting_of(chat_base, head_folder, draft, bench, seed))
+        return take(folder, setting_of(Measurement(chat_base, draft, bench, seed=seed), head_folder))
 
-    first = evaluate(chat_base, head_folder, DRAFT, bench, folder, data_folder=None, seed=0)
+    first = evaluate(Measurement(chat_base, DRAFT, bench), head_folder, folder)
     assert known(DRAFT) == first
     assert known(chain) is None
     assert known(DRAFT, seed=1) is None
-    second = evaluate(chat_base, head_folder, chain, bench, folder, data_folder=None, seed=0)
+    second = evaluate(Measurement(chat_base, chain, bench), head_folder, folder)
     assert json.loads((folder / "results.json").read_text()) == second
     assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{first['setting']}"}
     assert known(DRAFT) == first  # and is the latest again
@@ -224,7 +224,7 @@ def test_temperatures_and_seeds_are_told_apart_and_pooled_by_question():
 def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[1.0, 0.0])
     folder = tmp_path / "e"
-    results = evaluate(chat_base, head_folder, DRAFT, bench, folder, data_folder=None, seed=4)
+    results = evaluate(Measurement(chat_base, DRAFT, bench, seed=4), head_folder, folder)
     assert (results["temperature"], results["seed"]) == (1.0, 4)
     assert results["identical"]["compared"] == results["identical"]["identical"] == 30
     assert [row["seed"] for row in results["seeds"]["each"]] == [4, 5, 6]
@@ -313,7 +313,7 @@ def test_each_side_is_equally_often_in_each_place_and_behind_each_other(count):
 
 def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
-    results = evaluate(chat_base, head_folder, DRAFT, bench, tmp_path / "e", data_folder=None, seed=0)
+    results = evaluate(Measurement(chat_base, DRAFT, bench), head_folder, tmp_path / "e")
     known = {"question": "81", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0, "top2_gap": 0.25}
     gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "same_shape_gap": 0.25, "float32_gap": None}
     results["identical"]["divergences"] = [{**known, **gaps, "within_bound": False}]
@@ -327,7 +327,7 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
 def test_below_float32_the_report_has_the_control(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=8)
     base = load_base(chat_base.path, "bf16")
-    results = evaluate(base, head_folder, DRAFT, bench, tmp_path / "e", data_folder=None, seed=0)
+    results = evaluate(Measurement(base, DRAFT, bench), head_folder, tmp_path / "e")
     assert results["rounding_bound"] == "8 spacings of bfloat16 at the largest logit"
     control = results["identical"]["same_shape"]
     assert control["positions"] == results["tokens"] == 32
