@@ -287,10 +287,16 @@ def _time(report: Report, config: TrainEntry, base: Base) -> None:
 
 def _gate(report: Report, config: TrainEntry, base: Base) -> None:
     """Train on one conversation until whole drafts are accepted."""
-    settings = GateConfig(answer_tokens=min(config.data.max_new_tokens, 48))
     messages = _conversation(config)
-    data = config.data if messages else replace(config.data, labels="rewrite")
-    found = overfit_gate(base, messages or HELLO, config.head, config.objective, data, config.draft, settings)
+    found = overfit_gate(
+        base,
+        messages or HELLO,
+        head=config.head,
+        objective=config.objective,
+        data=config.data if messages else replace(config.data, labels="rewrite"),
+        draft=config.draft,
+        config=GateConfig(answer_tokens=min(config.data.max_new_tokens, 48)),
+    )
     for stage, agrees, seen in found:
         report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
     if not found[-1].agrees:

@@ -81,6 +81,7 @@ class GateConfig:
 def overfit_gate(
     base: Base,
     messages: list[dict[str, str]],
+    *,
     head: HeadConfig,
     objective: ObjectiveConfig,
     data: DataConfig,
@@ -89,7 +90,7 @@ def overfit_gate(
 ) -> list[Finding]:
     """One finding per stage, the last of them the first that disagrees, if one does. messages: a conversation, of which
     the first question is used; the answer is made as `data` says."""
-    gate = _Gate(base, messages, head, objective, data, draft, config)
+    gate = _Gate(base, messages, head=head, objective=objective, data=data, draft=draft, config=config)
     stages: list[Callable[[], str]] = [
         gate.tokenizer,
         gate.mask,
@@ -116,6 +117,7 @@ class _Gate:
         self,
         base: Base,
         messages: list[dict[str, str]],
+        *,
         head: HeadConfig,
         objective: ObjectiveConfig,
         data: DataConfig,

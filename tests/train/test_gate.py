@@ -50,11 +50,11 @@ def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     return overfit_gate(
         base,
         MESSAGES,
-        head,
-        ObjectiveConfig(kind=objective, follow=None),
-        DataConfig(),
-        DraftConfig(),
-        GateConfig(steps=steps, answer_tokens=32),
+        head=head,
+        objective=ObjectiveConfig(kind=objective, follow=None),
+        data=DataConfig(),
+        draft=DraftConfig(),
+        config=GateConfig(steps=steps, answer_tokens=32),
     )
 
 
