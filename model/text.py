@@ -90,19 +90,21 @@ class TextStream:
 
     @property
     def _whole(self) -> int:
-        return len(self._all.text + self._all.rest.rstrip(UNFINISHED))
+        return len(self._all.text) + len(self._all.rest.rstrip(UNFINISHED))
 
     def _grown(self, drafted: bool) -> bool:
         if self.stop:
             self._marks.append((len(self._all.text), len(self.text)))
-            now, seen, self._seen = self._all.text + self._all.rest, self._seen, self._whole
-            found = [at for s in self.stop if (at := now.find(s, max(0, seen - len(s) + 1))) >= 0]
+            seen, self._seen = self._seen, self._whole
+            start = max(0, seen - max(map(len, self.stop)) + 1)
+            fresh = self._all.text[start:] + self._all.rest
+            found = [start + at for s in self.stop if (at := fresh.find(s, max(0, seen - start - len(s) + 1))) >= 0]
             if found:
                 self._shown.finish()
-                self._marks.append((len(now), len(self.text)))
+                self._marks.append((start + len(fresh), len(self.text)))
                 self._shown.text, self.ended = self.text[: self._shown_at(min(found))], True
-        added = len(self.text) - len(self._drafted)
-        self._drafted = self._drafted[: len(self.text)] + [drafted] * added
+        del self._drafted[len(self.text) :]
+        self._drafted += [drafted] * (len(self.text) - len(self._drafted))
         return self.ended
 
     def _shown_at(self, place: int) -> int:
