@@ -44,7 +44,7 @@ from ctcdraft.train.task import DraftTask, base_features, head_for
 
 ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = ("objective=cross_entropy",)
-WITH_TRANSITION = ("head=parallel", "head.transition=shortlist", *CROSS_ENTROPY)
+WITH_TRANSITION = ("head=parallel", "head.transition=full", *CROSS_ENTROPY)
 EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
@@ -52,7 +52,6 @@ VARIANTS = {
     "default with four layers of the base": ("head.base_layers=4",),
     "default without the base's keys": ("head.base_layers=0",),
     "default with a query per slot": ("head.slots_per_query=1",),
-    "default without successors": ("head.successors=0", "head.shortlist=32"),
     "default by AdamW": ("optim=adamw",),
     "default with even weights": ("objective.decay=1.0",),
     "default with weights 0.8^k": ("objective.follow=null",),

@@ -5,8 +5,7 @@ python bench/train_step.py [--shape tiny|small|vicuna_7b|smollm2] [--anchors N] 
 python bench/train_step.py --whole [--threads N] [--dtype bfloat16|float32]: a step of SmolLM2's shape with the base's
 forward in it and float32 GEMMs beside steps from stored states, with the same anchors and fewer slots
 
-Base and head have random weights. A trained head's step is a little shorter: its alignments leave out most prefixes
-(kernels/cpu_shortlist.py). No DeepSpeed: the step of one process.
+Base and head have random weights. No DeepSpeed: the step of one process.
 """
 
 import argparse
@@ -110,22 +109,19 @@ def stored_states(base, batch, kind, folder):
 
 
 def random_head(base, shape, transition, slots):
-    """As conf/head/ctc.yaml has it, with random successors."""
+    """As conf/head/ctc.yaml has it, with random weights."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    alignments, moved = {"merge": False, "band": 1}, {"shortlist": 16, "successors": 16}
+    alignments = {"merge": False, "band": 1}
     looks = {"base_layers": 1, "slots_per_query": 4}
-    config = HeadConfig(slots=slots, **sizes, **alignments, transition=transition, **moved, **looks)
-    head = head_on(base, config)
-    if head.transition is not None:
-        head.transition.learn_successors(torch.randint(base.vocab_size, (base.vocab_size, config.successors)))
-    return head.to(base.device)
+    config = HeadConfig(slots=slots, **sizes, **alignments, transition=transition, **looks)
+    return head_on(base, config).to(base.device)
 
 
 class Step:
     """One optimizer step, and the seconds that its parts took."""
 
-    def __init__(self, base, shape, anchors, features=None, transition="shortlist", slots=LABELS, mixed=True):
+    def __init__(self, base, shape, anchors, features=None, transition="full", slots=LABELS, mixed=True):
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         labels_NU, lengths_N = self.batch.labels_NU[:, :slots], self.batch.lengths_N.clamp(max=slots)
         self.batch = self.batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)

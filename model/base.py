@@ -134,13 +134,6 @@ class Base:
         scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma
 
-    @cached_property
-    def lm_scale_V(self) -> Tensor:
-        """What brings each row of the LM head to a root mean square of 1, [V] in float32 or wider."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        norm_V = torch.linalg.vector_norm(self.lm_weight, dim=1, dtype=wide)
-        return self.hidden_size**0.5 / norm_V.clamp(min=1e-6)
-
     @property
     def device(self) -> torch.device:
         return self.lm_weight.device

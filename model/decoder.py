@@ -41,8 +41,7 @@ LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes lon
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """kind: `tree` or `chain`; nodes: the budget N; top_k: candidates that each slot may put forward (where a
-    transition moves them, they are its shortlist and successors).
+    """kind: `tree` or `chain`; nodes: the budget N; top_k: tokens that a draft may hold, the likeliest in any slot.
 
     budget: `fixed`: always `nodes`; `measured`: at most `nodes`, as many per step as pay by calibrated psi and the time
     of a step, which is measured once (for one sequence at a time; several keep to `nodes`); `auto`: `measured` on a
@@ -57,7 +56,7 @@ class DraftConfig:
 
     kind: str = "tree"
     nodes: int = 32
-    top_k: int = 32
+    top_k: int = 512
     budget: str = "auto"
     prune: float = 0.03
     prompt_lookup: int = 32

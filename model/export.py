@@ -18,7 +18,7 @@ from ctcdraft.model.budget import Calibration
 from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
 from ctcdraft.model.prompt_lookup import CopyRates
 
-FORMAT = 1
+FORMAT = 2
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 CARD = """---
 library_name: ctcdraft
@@ -152,9 +152,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
         head_config = HeadConfig(**config["head"])
         head = build_head(head_config, config["hidden_size"], base.attended(head_config.base_layers))
         head.load_state_dict(state)
-        vocabulary = head.draft_vocabulary(base)
-        if head.transition is not None:
-            head.transition.check(vocabulary)
+        head.draft_vocabulary(base)  # whose ids are checked
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])
         if config.get("copy_rates") is not None:

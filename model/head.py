@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.lattice import Candidates, Lattice, candidates_of, movable_candidates_of
+from ctcdraft.model.lattice import Candidates, Lattice, candidates_of
 from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Recall, Sight
 from ctcdraft.model.prompt_lookup import CopyRates
 from ctcdraft.model.topology import DIAGONAL, Topology
@@ -26,20 +26,18 @@ from ctcdraft.model.tree import Tree
 from ctcdraft.model.vocabulary import DraftVocabulary
 
 KINDS = ("ctc", "parallel", "medusa", "eagle")
-TRANSITIONS = ("none", "shortlist", "full")
-MOST_FULL = 8192
-MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build; also of successors
+TRANSITIONS = ("none", "full")
+MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build
 # What is computed once for the whole vocabulary:
-TABLED = ("transition.to_token", "transition.from_context")
+TABLED = ("transition.to_state", "transition.from_context")
 
 
 @dataclass(frozen=True)
 class HeadConfig:
     """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
 
-    transition: what a slot emits depends on what was collapsed before it, in the `shortlist` of its likeliest tokens
-    and the likeliest `successors` of the token before, or in the `full` vocabulary (a reference for small ones), by a
-    product of that `rank`; or `none`. recall: slots look at the encoded positions before them. base_layers: they attend
+    transition: `full`: what a slot emits depends on the token that was collapsed last, by a product of that `rank`
+    (transition.py); or `none`. recall: slots look at the encoded positions before them. base_layers: they attend
     to the keys and values that so many layers of the base, evenly spread, have of these; None: one, where the base
     allows it (`head_on`). slots_per_query: so many neighbours share what one of them finds. merge, band: of `ctc`, see
     `Topology`. beam: of eagle's tree. draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all
@@ -58,8 +56,6 @@ class HeadConfig:
     merge: bool = True
     band: int | None = None
     transition: str = "none"
-    shortlist: int = 32
-    successors: int = 0
     rank: int = 128
     recall: bool = False
     base_layers: int | None = 0
@@ -93,10 +89,10 @@ class HeadConfig:
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
-            most = MOST_LAYERS if name.endswith("layers") or name == "successors" else MOST_WIDE
+            most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
-            least = 0 if name in ("band", "successors", "base_layers") else 1
+            least = 0 if name in ("band", "base_layers") else 1
             if value < least:
                 raise ValueError(f"head.{name}={value} must be at least {least}")
         for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
@@ -105,7 +101,7 @@ class HeadConfig:
 
 
 class Slots(NamedTuple):
-    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None; A s_t [N, T, R] of a
+    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None; A x_t [N, T, R] of a
     transition, or None."""
 
     states_NTD: Tensor
@@ -246,14 +242,6 @@ class Head(nn.Module, ABC):
     def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         """The T slots of each anchor."""
 
-    def shortlist(self, vocab: int) -> int:
-        """How many tokens of each slot the transition moves. Raises ValueError where the full one would be too many."""
-        if self.config.transition == "full" and vocab > MOST_FULL:
-            raise ValueError(
-                f"head.transition=full is a reference for at most {MOST_FULL} tokens, not {vocab}: shortlist"
-            )
-        return vocab if self.config.transition == "full" else min(self.config.shortlist, vocab)
-
     def vocabulary(self, base: Base, top_k: int) -> Vocabulary:
         """What drafting needs, anew when the weights change."""
         tokens = self.draft_vocabulary(base)
@@ -283,9 +271,7 @@ class SlotHead(Head):
         self.attended = attended
         self.of_base = None if attended is None else BaseAttention(M, attended, *together)
         if config.transition != "none":
-            successors = config.successors if config.transition == "shortlist" else 0  # the whole vocabulary has them
-            with_blank = config.kind == "ctc"
-            self.transition = Transition(M, hidden_size, config.rank, successors, with_blank=with_blank)
+            self.transition = Transition(M, hidden_size, config.rank, with_blank=config.kind == "ctc")
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
         return TreeCache(self.config.layers + self.config.recall, batch, capacity, of_base)
@@ -391,15 +377,7 @@ def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary)
     N, T, D = slots.states_NTD.shape
     states_MD = slots.states_NTD.reshape(N * T, D).to(tokens.lm_weight.dtype)
     logits_NTX = (states_MD @ tokens.lm_weight.T).view(N, T, -1)
-    if head.transition is None or slots.slot_NTR is None or tables is None:
-        return candidates_of(logits_NTX, slots.blank_NT, top_k, head.topology, tokens.host_ids)
-    return movable_candidates_of(
-        logits_NTX,
-        slots.blank_NT,
-        slots.slot_NTR,
-        tokens.numbered(root_N),
-        tables,
-        head.shortlist(len(tokens)),
-        head.topology,
-        tokens.host_ids,
-    )
+    moved = None
+    if slots.slot_NTR is not None and tables is not None:
+        moved = slots.slot_NTR, tokens.numbered(root_N), tables
+    return candidates_of(logits_NTX, slots.blank_NT, top_k, head.topology, tokens.host_ids, moved)

@@ -1,7 +1,6 @@
 """What a head believes about the next tokens, cut down to the candidates that a draft can use.
 
-Shape suffixes: N anchors, T slots, V vocabulary, X = T * k put forward (the same token by several slots), K a slot's
-shortlist, R rank of the transition, Y distinct candidates.
+Shape suffixes: N anchors, T slots, V vocabulary, Y candidates, R rank of the transition.
 """
 
 from collections.abc import Callable
@@ -11,34 +10,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctcdraft.model.kernels import largest
 from ctcdraft.model.topology import Topology
 from ctcdraft.model.transition import Tables
 
+LOG_NOTHING = np.float32(-1e30)  # a log-probability of 0 whose differences are numbers
 
-class Behind(NamedTuple):
-    """A transition at one anchor: what slots emit behind a prefix (transition.py).
 
-    root_token          the token before the first slot
-    slot [T, R]         A s_t
-    place [T, K]        which candidate a slot's shortlist holds; held [T, Y]: the same, for each candidate
-    log_p [T, K]        the shortlist's log-probabilities without the transition; every [T, V]: of all tokens
-    log_blank [T]       the blank's log-probability; -inf: no blank
-    tables              B e(u), P w_v, successors of all tokens; C; the blank's vector
+class Moves(NamedTuple):
+    """How a transition moves what slots emit, by the token that was collapsed last (transition.py).
+
+    slot [T, R]      A x_t
+    root [R]         B e(root)
+    context [Y, R]   B e(u) of each candidate
+    key [R, Y]       P^T w_v of each candidate; blank_key [R]: the blank's vector
+    log_p [T, Y]     the candidates' log-probabilities without the transition, the blank left out
+    log_rest [T]     that of all other tokens together, which are not moved
+    log_blank [T]    the blank's, on the same scale; LOG_NOTHING: no blank
     """
 
-    root_token: int
     slot: NDArray[np.float32]
-    place: NDArray[np.int64]
-    held: NDArray[np.bool_]
+    root: NDArray[np.float32]
+    context: NDArray[np.float32]
+    key: NDArray[np.float32]
+    blank_key: NDArray[np.float32]
     log_p: NDArray[np.float32]
-    every: NDArray[np.float32]
+    log_rest: NDArray[np.float32]
     log_blank: NDArray[np.float32]
-    tables: Tables
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Lattice:
     """Per-slot probabilities over candidate tokens and the blank.
 
     tokens [Y]       candidate token ids, ascending
-    emission [T, Y]  p_t(y) over the vocabulary, the blank left out; behind: without the transition
-    blank [T]        p_t(blank), not used with `behind`
+    emission [T, Y]  p_t(y) over the vocabulary, the blank left out; without the transition
+    blank [T]        p_t(blank), not used with `moves`
     topology         which alignments count
-    behind           how the prefix collapsed so far moves them, or None: it does not
+    moves            how the token collapsed last moves them, or None: it does not
     ids [X]          the base's ids of the draft tokens that candidates are numbers of (`DraftVocabulary`), ascending;
                      None: numbers are the base's ids
     """
@@ -58,7 +58,7 @@ class Lattice:
     emission: NDArray[np.float32]
     blank: NDArray[np.float32]
     topology: Topology
-    behind: Behind | None = None
+    moves: Moves | None = None
     ids: NDArray[np.int64] | None = None
 
     @property
@@ -125,81 +125,54 @@ def candidates_of(
     top_k: int,
     topology: Topology,
     ids: NDArray[np.int64] | None = None,
+    moved: tuple[Tensor, Tensor, Tables] | None = None,
 ) -> Candidates:
-    """Each slot's top-k tokens with their probabilities over the whole vocabulary, from the logits of every slot.
+    """The top_k tokens that are likeliest in any slot, and their probabilities in every slot over the whole vocabulary.
 
-    blank None is a head whose slot k predicts token k. ids: see `Lattice`.
+    blank None is a head whose slot k predicts token k. ids: see `Lattice`. moved: of a transition A x_t [N, T, R], the
+    roots [N] as numbers of the vocabulary, and its tables.
     """
-    logits_NTV = logits_NTV.float()
-    lse_NT = logits_NTV.logsumexp(dim=2)
-    if blank_NT is not None:
-        blank_NT = torch.sigmoid(blank_NT.float() - lse_NT)
-    N, _, V = logits_NTV.shape
-    tokens_NX = largest(logits_NTV.flatten(0, 1), min(top_k, V)).view(N, -1)
-    columns_NTX = logits_NTV.gather(2, tokens_NX.unsqueeze(1).expand(-1, logits_NTV.shape[1], -1))
-    return Candidates(
-        (tokens_NX, (columns_NTX - lse_NT.unsqueeze(2)).exp(), blank_NT), partial(_plain_lattice, topology, ids)
-    )
-
-
-def movable_candidates_of(
-    logits_NTV: Tensor,
-    blank_NT: Tensor | None,
-    slot_NTR: Tensor,
-    root_N: Tensor,
-    tables: Tables,
-    shortlist: int,
-    topology: Topology,
-    ids: NDArray[np.int64] | None = None,
-) -> Candidates:
-    """The same where a transition moves each slot's `shortlist` likeliest tokens, which are all put forward.
-
-    slot: A s_t of the transition. ids: see `Lattice`; roots are numbers too.
-    """
-    logits_NTV = logits_NTV.float()
-    every_NTV = logits_NTV.log_softmax(dim=2)
-    tokens_NTK = largest(every_NTV.flatten(0, 1), shortlist).view(*every_NTV.shape[:2], -1)
-    lse_NT = logits_NTV[:, :, 0] - every_NTV[:, :, 0]  # the same for every token
+    log_p_NTV = logits_NTV.float().log_softmax(dim=2)
+    lse_NT = logits_NTV[:, :, 0].float() - log_p_NTV[:, :, 0]  # the same for every token
     log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT
-    parts = root_N, slot_NTR, tokens_NTK, every_NTV, log_blank_NT
+    peak_NV = log_p_NTV.amax(dim=1)
+    tokens_NY = peak_NV.topk(min(top_k, peak_NV.shape[1]), dim=1).indices.sort(dim=1).values
+    log_p_NTY = log_p_NTV.gather(2, tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1))
+    if moved is None:
+        return Candidates((tokens_NY, log_p_NTY, log_blank_NT), partial(_plain_lattice, topology, ids))
+    slot_NTR, root_N, tables = moved
+    index_NTY = tokens_NY.unsqueeze(1).expand_as(log_p_NTY)
+    log_rest_NT = log_p_NTV.scatter(2, index_NTY, float("-inf")).logsumexp(dim=2)  # 1 minus the others would cancel
+    parts = tokens_NY, log_p_NTY, log_blank_NT, slot_NTR, root_N, log_rest_NT
     return Candidates(parts, partial(_moved_lattice, tables, topology, ids))
 
 
-def _plain_lattice(topology: Topology, ids: Any, tokens_X: Any, emission_TX: Any, blank_T: Any) -> Lattice:
-    """Each candidate once."""
-    tokens, first = np.unique(tokens_X, return_index=True)
-    emission = np.ascontiguousarray(emission_TX[:, first])
-    blank = np.zeros(len(emission), np.float32) if blank_T is None else blank_T
-    return Lattice(tokens, emission, blank, topology, ids=ids)
+def _plain_lattice(topology: Topology, ids: Any, tokens: Any, log_p_TY: Any, log_blank_T: Any) -> Lattice:
+    none_T = np.zeros(len(log_p_TY), np.float32)
+    blank_T = none_T if log_blank_T is None else (1.0 / (1.0 + np.exp(-log_blank_T))).astype(np.float32)
+    return Lattice(tokens, np.exp(log_p_TY), blank_T, topology, ids=ids)
 
 
 def _moved_lattice(
     tables: Tables,
     topology: Topology,
     ids: Any,
-    root_token: Any,
-    slot_TR: Any,
-    tokens_TK: Any,
-    every_TV: Any,
+    tokens: Any,
+    log_p_TY: Any,
     log_blank_T: Any,
+    slot_TR: Any,
+    root: Any,
+    log_rest_T: Any,
 ) -> Lattice:
-    tokens, place_TK, held_TY, log_p_TK, log_p_TY = _listed(tokens_TK, every_TV)
-    none_T = np.zeros(len(tokens_TK), np.float32)
-    log_blank = none_T - np.inf if log_blank_T is None else log_blank_T
-    parts = int(root_token), slot_TR, place_TK, held_TY, log_p_TK, every_TV, log_blank, tables
-    return Lattice(tokens, np.exp(log_p_TY), none_T, topology, Behind(*parts), ids)
-
-
-@njit(cache=True)
-def _listed(tokens_TK: NDArray[np.int64], every_TV: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
-    """The shortlists' tokens, each once; place, held and log_p of a `Behind`; log-probabilities of the tokens."""
-    (T, K), tokens = tokens_TK.shape, np.unique(tokens_TK)
-    place, held = np.empty((T, K), np.int64), np.zeros((T, len(tokens)), np.bool_)
-    log_p, log_every = np.empty((T, K), np.float32), np.empty((T, len(tokens)), np.float32)
-    for t in range(T):
-        for y in range(len(tokens)):
-            log_every[t, y] = every_TV[t, tokens[y]]
-        for k in range(K):
-            y = np.searchsorted(tokens, tokens_TK[t, k])
-            place[t, k], held[t, y], log_p[t, k] = y, True, log_every[t, y]
-    return tokens, place, held, log_p, log_every
+    none_T = np.zeros(len(log_p_TY), np.float32)
+    moves = Moves(
+        np.ascontiguousarray(slot_TR),
+        tables.context_XR[int(root)],
+        tables.context_XR[tokens],
+        np.ascontiguousarray(tables.token_XR[tokens].T),
+        tables.blank_R,
+        np.ascontiguousarray(log_p_TY),
+        np.maximum(log_rest_T, LOG_NOTHING),
+        none_T + LOG_NOTHING if log_blank_T is None else np.maximum(log_blank_T, LOG_NOTHING),
+    )
+    return Lattice(tokens, np.exp(log_p_TY), none_T, topology, moves, ids)

@@ -9,20 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctcdraft.model.kernels import linear_lse_top, prefix_lattice
+from ctcdraft.model.kernels import linear_lse_gather, prefix_lattice
 from ctcdraft.model.kernels.reference import LOG_ZERO
 from ctcdraft.model.topology import CTC, DIAGONAL, Topology
-from ctcdraft.model.transition import Emissions, Known, Shortlist, again, along_labels, normalised, slot_by_slot
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
 
 
+class Emissions(NamedTuple):
+    """Log-probabilities along known labels, as `prefix_lattice` takes them."""
+
+    emit_NTU: Tensor
+    stay_NTU: Tensor
+    blank_NTS: Tensor
+
+
 class AnchorLoss(NamedTuple):
     """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
     anchors the mean probability of the blank per slot [T] where the loss looks at it (`slots_looked_at`; 0 without a
-    blank; before a transition, and where no band rules it out) and how often the shortlist of slot t holds label t + 1,
-    where there is one (0 without a transition).
+    blank; behind the first prefix of its window, and where no band rules it out).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
@@ -31,7 +37,6 @@ class AnchorLoss(NamedTuple):
     feasible_N: Tensor
     log_psi_NU: Tensor
     blank_rate_T: Tensor
-    coverage_T: Tensor
 
 
 def feasible_prefixes(
@@ -84,14 +89,32 @@ def ctc_losses(
     return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
 
 
-def plain_emissions(
-    lse_NT: Tensor, logits_NTW: Tensor, blank_NT: Tensor, labels: int, topology: Topology = CTC
+def emissions(
+    emit_NTW: Tensor, stay_NTW: Tensor, blank_NTW: Tensor, lse_NTW: Tensor, labels: int, topology: Topology = CTC
 ) -> Emissions:
-    """Without a transition. logits[n, t, w] is slot t's logit of the label that comes next behind the w-th prefix of
-    its window; the blank is a logit of its own: lse over vocabulary and blank = logaddexp(lse, blank)."""
-    uncovered_NT = torch.zeros_like(lse_NT, dtype=torch.bool)
-    once = blank_NT.unsqueeze(2), lse_NT.unsqueeze(2)  # the same behind every prefix
-    return normalised(logits_NTW, again(logits_NTW), *once, labels, topology, uncovered_NT)
+    """Log-probabilities from logits and their lse over the vocabulary without the blank; LOG_ZERO for what no alignment
+    of the topology holds.
+
+    Logits are those of the label that comes next behind each prefix of a slot's window, of the label that came last,
+    and of the blank, a logit of its own. Blank and lse have one column where they are the same behind all prefixes.
+
+    Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
+    the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
+    """
+    T = emit_NTW.shape[1]
+    window_TW = topology.window(T, labels).to(emit_NTW.device)
+    if topology.band is not None:
+        spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
+        blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
+    total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
+
+    def behind_every(values_NTW: Tensor) -> Tensor:
+        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], labels + 1), LOG_ZERO)
+        return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
+
+    emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
+    stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
+    return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW - total_NTW))
 
 
 def cross_entropy_losses(
@@ -108,61 +131,55 @@ def cross_entropy_losses(
 
 
 def anchor_losses(
-    states_NTD: Tensor,
+    states: Tensor,
     weight_VD: Tensor,
-    blank_NT: Tensor | None,
+    blank: Tensor | None,
     labels_NU: Tensor,
     label_lengths_N: Tensor,
     *,
     objective: str,
     weight_U: Tensor | None = None,
     slot_lengths_N: Tensor | None = None,
-    known: Known | None = None,
     topology: Topology = CTC,
     implementation: str = "auto",
 ) -> AnchorLoss:
-    """The loss of every anchor from its slot states and the LM head; known: with a transition, along the labels.
+    """The loss of every anchor from its slot states and the LM head.
 
-    weight [U]: of a prefix or slot, None: even (`ctc_losses`). blank [N, T] is None exactly for `cross_entropy`.
+    states [N, T, D], and blank logits [N, T]; or, where they depend on what was collapsed before (`Transition`), those
+    behind every prefix of a slot's window, [N, T, W, D] and [N, T, W]. blank is None exactly for `cross_entropy`.
+    weight [U]: of a prefix or slot, None: even (`ctc_losses`).
     Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
     all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
     anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
     unknown objective, or a blank that does not fit it.
     """
-    N, T, _ = states_NTD.shape
-    _check_blank(objective, blank_NT)
+    N, T = states.shape[:2]
+    _check_blank(objective, blank)
     labels_NU = _checked_labels(labels_NU, label_lengths_N, weight_VD.shape[0])
     slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
     slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
-    valid_NT = torch.arange(T, device=kept.device) < slots_N[kept].unsqueeze(1)
     rows = _Rows(
-        states_NTD if len(kept) == N else states_NTD[kept],
+        states if len(kept) == N else states[kept],
         weight_VD,
         labels_NU[kept],
         label_lengths_N[kept],
         slots_N[kept],
-        None if bool(valid_NT.all()) else valid_NT,
-        known,
         topology,
         implementation,
     )
-    if known is not None and len(kept) < N:
-        rows = rows._replace(known=known.rows(kept))
     blank_rate_T = rows.lengths_N.new_zeros(T, dtype=torch.float32)
-    if blank_NT is None:
-        loss, log_psi, coverage_K = _slot_losses(rows, weight_U)
-        coverage_T = F.pad(coverage_K, (0, T - len(coverage_K)))
+    if blank is None:
+        loss, log_psi = _slot_losses(rows, weight_U)
     else:
-        loss, log_psi, blank_rate_T, coverage_T = _blank_losses(rows, blank_NT[kept], objective, weight_U)
+        loss, log_psi, blank_rate_T = _blank_losses(rows, blank[kept], objective, weight_U)
     every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
         loss.new_zeros(N).index_copy(0, kept, loss),
         feasible_N,
         every_psi_NU.index_copy(0, kept, log_psi),
         blank_rate_T,
-        coverage_T,
     )
 
 
@@ -255,34 +272,36 @@ def _feasible(
 
 
 class _Rows(NamedTuple):
-    """The anchors that are left to compute: valid_NT None where all slots count."""
+    """The anchors that are left to compute; states [N, T, D], or [N, T, W, D] behind prefixes."""
 
-    states_NTD: Tensor
+    states: Tensor
     weight_VD: Tensor
     labels_NU: Tensor
     lengths_N: Tensor
     slots_N: Tensor
-    valid_NT: Tensor | None
-    known: Known | None
     topology: Topology
     implementation: str
 
 
-def _blank_losses(
-    rows: _Rows, blank_NT: Tensor, objective: str, weight_U: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss [N] and log psi [N, U] of CTC and prefix CTC, the blank's rate and the coverage [T]."""
-    shortlist, logits = _gather(rows, rows.valid_NT, blank_NT.shape[1], rows.topology)
-    blank = blank_NT.to(logits.dtype)
-    blank = blank if rows.valid_NT is None else blank.masked_fill(~rows.valid_NT, LOG_ZERO)
-    if rows.known is None:
-        emissions = plain_emissions(shortlist.lse_NT, logits, blank, rows.labels_NU.shape[1], rows.topology)
-    else:
-        labels, slots = rows.labels_NU, rows.slots_N
-        options = rows.topology, rows.implementation
-        emissions = along_labels(rows.known, shortlist, logits, labels, slots, blank, *options)
+class _Logits(NamedTuple):
+    """lse over the vocabulary, and logits of the labels that come next and that came last behind the prefixes of each
+    slot's window; lse has one column where it is the same behind all. 0 in slots that are not looked at."""
+
+    lse_NTW: Tensor
+    emit_NTW: Tensor
+    stay_NTW: Tensor
+
+
+def _blank_losses(rows: _Rows, blank: Tensor, objective: str, weight_U: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss [N] and log psi [N, U] of CTC and prefix CTC, and the blank's rate [T]."""
+    T, U = blank.shape[1], rows.labels_NU.shape[1]
+    logits = _logits(rows, T)
+    slot_T = torch.arange(T, device=blank.device)
+    valid_NT = slot_T < rows.slots_N.unsqueeze(1)
+    blank_NTW = blank if blank.dim() == 3 else blank.unsqueeze(2)
+    blank_NTW = blank_NTW.to(logits.emit_NTW.dtype).masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
     loss, log_psi = ctc_losses(
-        emissions,
+        emissions(logits.emit_NTW, logits.stay_NTW, blank_NTW, logits.lse_NTW, U, rows.topology),
         rows.labels_NU,
         rows.lengths_N,
         rows.slots_N,
@@ -291,54 +310,51 @@ def _blank_losses(
         topology=rows.topology,
         implementation=rows.implementation,
     )
-    count_T = rows.slots_N.new_tensor(len(blank)) if rows.valid_NT is None else rows.valid_NT.sum(dim=0)
-    rate_T = torch.sigmoid(blank - shortlist.lse_NT).detach().sum(dim=0) / count_T.clamp(min=1)
-    return loss, log_psi, rate_T, _coverage(emissions.covered_NT, rows.lengths_N)
+    rate_NTW = torch.sigmoid(blank_NTW - logits.lse_NTW).detach()
+    if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
+        first_T = rows.topology.window(T, U)[:, 0].to(slot_T.device)
+        straight_NT = (torch.minimum(slot_T, rows.lengths_N.unsqueeze(1)) - first_T).clamp(min=0)
+        rate_NTW = rate_NTW.gather(2, straight_NT.unsqueeze(2))
+    rate_T = (rate_NTW.squeeze(2) * valid_NT).sum(dim=0) / valid_NT.sum(dim=0).clamp(min=1)
+    return loss, log_psi, rate_T
 
 
-def _slot_losses(rows: _Rows, weight_U: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _slot_losses(rows: _Rows, weight_U: Tensor | None) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the first K = min(T, U) slots; those past the labels are left out of the GEMM."""
-    K = min(rows.states_NTD.shape[1], rows.labels_NU.shape[1])
-    lengths_N, labels_NK = torch.minimum(rows.lengths_N, rows.slots_N), rows.labels_NU[:, :K]
-    valid_NK = torch.arange(K, device=labels_NK.device) < lengths_N.unsqueeze(1)
-    shortlist, logits_NK1 = _gather(rows, valid_NK, K, DIAGONAL)
-    covered_NK = torch.zeros_like(valid_NK)
-    if rows.known is None:
-        log_p_NK = logits_NK1.squeeze(2) - shortlist.lse_NT
+    K = min(rows.states.shape[1], rows.labels_NU.shape[1])
+    lengths_N = torch.minimum(rows.lengths_N, rows.slots_N)
+    logits = _logits(rows._replace(slots_N=lengths_N, topology=DIAGONAL), K)
+    return cross_entropy_losses((logits.emit_NTW - logits.lse_NTW).squeeze(2), lengths_N, weight_U=weight_U)
+
+
+def _logits(rows: _Rows, T: int) -> _Logits:
+    """Of the first T slots. What slots that are not looked at hold, NaN included, has no effect."""
+    topology = rows.topology
+    window_TW = topology.window(T, rows.labels_NU.shape[1]).to(rows.labels_NU.device)
+    slot_T1 = torch.arange(T, device=window_TW.device).unsqueeze(1)
+    next_NTW = F.pad(rows.labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
+    seen_NT1 = (rows.slots_N.unsqueeze(1) > slot_T1.T).unsqueeze(2)
+    if rows.states.dim() == 3:
+        lse_NT, emit_NTW = _of_rows(rows, rows.states[:, :T], next_NTW, seen_NT1.squeeze(2))
+        return _Logits(lse_NT.unsqueeze(2), emit_NTW, F.pad(emit_NTW[:, :, :-1], (1, 0)))
+    # Behind more labels than there are, or than there are slots before, no alignment comes.
+    seen_NTW = seen_NT1 & (window_TW <= torch.minimum(slot_T1, rows.lengths_N[:, None, None]))
+    labels = [next_NTW, F.pad(rows.labels_NU, (1, 0))[:, window_TW]] if topology.merge else [next_NTW]
+    lse_NTW, found_NTWK = _of_rows(rows, rows.states[:, :T], torch.stack(labels, dim=3), seen_NTW)
+    return _Logits(lse_NTW, found_NTWK[..., 0], found_NTWK[..., -1])
+
+
+def _of_rows(rows: _Rows, states: Tensor, index: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """lse [...] and logits [..., K] at the index [..., K] of states [..., D] where they are seen, 0 elsewhere."""
+    states_MD, index_MK = states.flatten(0, -2), index.flatten(0, -2)
+    if bool(seen.all()):
+        found = linear_lse_gather(states_MD, rows.weight_VD, index_MK, rows.implementation)
     else:
-        known = rows.known.first(K)
-        log_p_NK, covered_NK = slot_by_slot(known, shortlist, logits_NK1, labels_NK, lengths_N, rows.implementation)
-    return *cross_entropy_losses(log_p_NK, lengths_N, weight_U=weight_U), _coverage(covered_NK, lengths_N)
-
-
-def _coverage(covered_NT: Tensor, lengths_N: Tensor) -> Tensor:
-    """How often slot t holds label t + 1 of those that there are [T]."""
-    there_NT = torch.arange(covered_NT.shape[1], device=lengths_N.device) < lengths_N.unsqueeze(1)
-    return (covered_NT & there_NT).sum(dim=0) / there_NT.sum(dim=0).clamp(min=1)
-
-
-def _gather(rows: _Rows, valid_NT: Tensor | None, T: int, topology: Topology) -> tuple[Shortlist, Tensor]:
-    """lse and shortlist of the first T slots, and [N, T, W] their logits of the label that comes next; of the valid
-    slots (None: all), 0 in the others."""
-    N, U, top_k = len(rows.labels_NU), rows.labels_NU.shape[1], 0 if rows.known is None else rows.known.shortlist
-    window_TW = topology.window(T, U).to(rows.labels_NU.device)
-    W = window_TW.shape[1]
-    index_NTX = F.pad(rows.labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
-    J = 0
-    if rows.known is not None:
-        J = rows.known.successor_NSJ.shape[2]
-        successor_NTX = rows.known.successor_NSJ[:, window_TW].flatten(2).clamp(min=0)
-        index_NTX = torch.cat([index_NTX, successor_NTX], dim=2)
-    states_MD, index_MX = rows.states_NTD[:, :T].flatten(0, 1), index_NTX.flatten(0, 1)
-    if valid_NT is None:
-        found = linear_lse_top(states_MD, rows.weight_VD, index_MX, top_k, rows.implementation)
-    else:
-        at = valid_NT.flatten().nonzero().squeeze(1)
-        few = linear_lse_top(states_MD[at], rows.weight_VD, index_MX[at], top_k, rows.implementation)
-        found = tuple(part.new_zeros(N * T, *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
-    lse_NT, logits_NTX, top_NTK, top_index_NTK = (part.unflatten(0, (N, T)) for part in found)
-    label_NTW, successor_NTX = logits_NTX.split([W, W * J], dim=2)
-    return Shortlist(top_index_NTK, top_NTK, lse_NT, successor_NTX.unflatten(2, (W, J))), label_NTW
+        at = seen.flatten().nonzero().squeeze(1)
+        few = linear_lse_gather(states_MD[at], rows.weight_VD, index_MK[at], rows.implementation)
+        found = tuple(part.new_zeros(len(states_MD), *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
+    lse, logits = found
+    return lse.view(states.shape[:-1]), logits.view(index.shape)
 
 
 def _checked_slots(slot_lengths_N: Tensor | None, label_lengths_N: Tensor, T: int) -> Tensor:

@@ -15,8 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ctcdraft.model import best_first
-from ctcdraft.model.lattice import Behind, Lattice
-from ctcdraft.model.transition import Tables
+from ctcdraft.model.lattice import Lattice, Moves
 
 HEAD, LOOKUP = 1, 2  # bits of Tree.source
 SOURCES = {HEAD: "head", LOOKUP: "lookup", HEAD | LOOKUP: "both"}
@@ -76,9 +75,7 @@ class Tree:
 
 NO_TOKENS = np.zeros(0, np.int64)
 _ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-_NO_TABLES = Tables(_TABLE, _TABLE, np.zeros((0, 0), np.int32), _TABLE, _ROW)
-_NO_PLACES, _NONE_HELD = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.bool_)
-NOT_MOVED = Behind(0, _TABLE, _NO_PLACES, _NONE_HELD, _TABLE, _TABLE, _ROW, _NO_TABLES)
+NOT_MOVED = Moves(_TABLE, _ROW, _TABLE, _TABLE, _ROW, _TABLE, _ROW, _ROW)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -103,17 +100,16 @@ def search(
     ends = NO_TOKENS if leaves is None else lattice.numbers_of(leaves)
     topology = lattice.topology.merge, lattice.topology.width(lattice.slots)
     plain = lattice.emission, lattice.blank, lattice.tokens, ends, *topology, nodes, depth, chain, np.float32(prune)
-    *behind, tables = NOT_MOVED if lattice.behind is None else lattice.behind
-    tokens, *shape = best_first.search(*plain, lattice.behind is not None, *behind, *tables)  # type: ignore[call-arg]
+    moves = NOT_MOVED if lattice.moves is None else lattice.moves
+    tokens, *shape = best_first.search(*plain, lattice.moves is not None, *moves)  # type: ignore[call-arg]
     return Tree(lattice.ids_of(tokens), *shape)
 
 
 def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
-    if lattice.behind is None:
+    if lattice.moves is None:
         return lattice.emission * (1 - lattice.blank[:, None]), lattice.blank
-    *behind, tables = lattice.behind
-    return best_first.first_emissions(lattice.emission, lattice.tokens, *behind, *tables)  # type: ignore
+    return best_first.first_emissions(lattice.emission, *lattice.moves)  # type: ignore
 
 
 def chosen(

@@ -25,7 +25,7 @@ from ctcdraft.model.base import Base
 class DraftVocabulary:
     """What a head sees of a base's vocabulary. ids_X: the base's ids of the draft tokens, ascending; None: all of them.
 
-    lm_weight [X, D], lm_scale [X] (`Base.lm_scale_V`): their rows of the base's LM head. host_ids [X]: ids on the host.
+    lm_weight [X, D]: their rows of the base's LM head. host_ids [X]: ids on the host.
     Raises ValueError on ids that do not rise, or are not the base's.
     """
 
@@ -33,7 +33,7 @@ class DraftVocabulary:
         self.base = base
         self.ids = None if ids_X is None else ids_X.to(base.device, torch.long)
         self.host_ids: NDArray[np.int64] | None = None
-        self.lm_weight, self.lm_scale = base.lm_weight, base.lm_scale_V
+        self.lm_weight = base.lm_weight
         if self.ids is not None:
             if (
                 not bool((self.ids.diff() > 0).all())
@@ -41,7 +41,7 @@ class DraftVocabulary:
             ):
                 raise ValueError(f"draft tokens must be rising ids below {base.vocab_size}")
             self.host_ids = self.ids.cpu().numpy()
-            self.lm_weight, self.lm_scale = self.lm_weight[self.ids], self.lm_scale[self.ids]
+            self.lm_weight = self.lm_weight[self.ids]
             self._number_V = torch.full((base.vocab_size,), len(self.ids), device=base.device)
             self._number_V[self.ids] = torch.arange(len(self.ids), device=base.device)
 

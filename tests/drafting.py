@@ -10,12 +10,12 @@ from ctcdraft.model import Decoder, DraftConfig, HeadConfig
 from ctcdraft.model.head import head_on
 from ctcdraft.model.tree import Tree
 
-SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "shortlist": 7, "rank": 8, "beam": 3}
+SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "rank": 8, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="shortlist", successors=5, recall=True, base_layers=2, **SIZES),
+    HeadConfig("ctc", transition="full", recall=True, base_layers=2, **SIZES),
     HeadConfig("parallel", recall=True, **SIZES),
-    HeadConfig("parallel", transition="shortlist", base_layers=1, **SIZES),
+    HeadConfig("parallel", transition="full", base_layers=1, **SIZES),
     HeadConfig("medusa", **SIZES),
     HeadConfig("eagle", **SIZES),
 ]
@@ -41,8 +41,6 @@ def random_head(config, base, seed=0):
     head = head_on(base, config).to(base.device, base.dtype).eval()
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
-    if head.transition is not None:
-        head.transition.learn_successors(torch.randint(-1, base.vocab_size, (base.vocab_size, config.successors)))
     return head
 
 

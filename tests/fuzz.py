@@ -165,9 +165,8 @@ class Edges:
         self.states = {4: consolidated.whole_state(self.trainer.engine)}
         shutil.rmtree(work / "whole-2")
         torch.manual_seed(0)
-        config = HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist", successors=4)
+        config = HeadConfig(slots=4, width=32, mixer_width=16, transition="full")
         self.head = build_head(config, self.base.hidden_size).eval()
-        self.head.transition.learn_successors(torch.randint(-1, 99, (self.base.vocab_size, 4)))
         training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
         export_head(self.head, self.base, work / "head", training)
         self.known = {name: dict(_leaves(compose(name, []))) for name in ("train", "eval", "chat", "export")}

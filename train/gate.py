@@ -305,7 +305,8 @@ class _Gate:
 
     def _drafted(self) -> list[Lattice | Tree]:
         hidden, _ = base_features(self.base, self.batch, torch.float32, self.head)
-        vocabulary = self.head.vocabulary(self.base, self.draft.top_k)._replace(tokens=self.vocabulary)
+        whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it
+        vocabulary = self.head.vocabulary(self.base, whole)._replace(tokens=self.vocabulary)
         at = self.batch.batch_N, self.batch.position_N
         return self.head.drafts_at(hidden, roots_of(self.batch), *at, None, vocabulary)
 

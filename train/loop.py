@@ -338,11 +338,8 @@ class Trainer:
             "perf/ranks": ds.world_size(),
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
-        by_slot = {"blank_rate": sums.blank_T}
-        if self.plan.head.transition != "none":
-            by_slot["coverage"] = sums.coverage_T
-        for name, sum_T in by_slot.items():
-            row |= {f"draft/{name}/slot_{t + 1}": v / max(1.0, feasible) for t, v in enumerate(sum_T.tolist())}
+        for t, sum_of_slot in enumerate(sums.blank_T.tolist()):
+            row[f"draft/blank_rate/slot_{t + 1}"] = sum_of_slot / max(1.0, feasible)
         row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}

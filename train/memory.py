@@ -8,6 +8,7 @@ from ctcdraft.train.muon import matrices_of
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
 KEPT_BY_RECALL = 9  # the same of recall, per slot that asks
 KEPT_OF_BASE = 8  # the same of attention to the base's keys, in widths of all its heads together
+KEPT_OF_MOVED = 4  # widths of the base per slot and prefix that it stands behind
 KEPT_OF_FOUND = 2  # what either found, for each slot
 KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
 WHOLE_UPDATES = 3  # of all matrices, on every rank: gathered, made orthogonal, and on their way between ranks
@@ -47,9 +48,9 @@ def memory_per_rank(
     mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_OF_FOUND * (config.recall + attends)
     per_draft = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
     per_draft += asking * (KEPT_BY_RECALL * config.recall * config.mixer_width + KEPT_OF_BASE * seen_of_base)
-    moved = config.slots * (config.slots + 1) * (config.shortlist + 2 * config.successors) * micro * anchors
+    behind = 1 if config.kind != "ctc" else 1 + (config.slots if config.band is None else config.band)
+    moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * base.hidden_size + 2 * config.rank)
     vocab = config.draft_vocab_size or base.vocab_size
-    tables = 3 * vocab * config.rank  # P w_v, its gradient, and that of one more thread
     return {
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
         "head weights": count * width // shared[2],
@@ -60,6 +61,6 @@ def memory_per_rank(
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
         "slots": micro * anchors * per_draft * width + config.recall * recalled + (config.recall + attends) * seen,
-        "transition": (config.transition != "none") * (moved + tables) * 4,
+        "transition": (config.transition != "none") * moved * 4,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * vocab * 4,
     }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
-from ctcdraft.data.successors import successors_of
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
 from ctcdraft.model.kernels import cpu_mixed
@@ -28,8 +27,9 @@ MEMORY = 0.9  # of the mean psi of earlier steps, per step
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
-    decay^(k-1); follow: of `prefix_ctc`, but no further than psi^follow, of the mean psi that such prefixes have had of
-    late; None: by decay alone. Raises ValueError on an unknown kind or values out of range."""
+    decay^(k-1); follow: but no further than psi^follow, of the mean psi that such prefixes have had of
+    late; None: by decay alone.
+    Raises ValueError on an unknown kind or values out of range."""
 
     kind: str = "prefix_ctc"
     labels: int = 12
@@ -42,8 +42,8 @@ class ObjectiveConfig:
         if self.labels < 1 or not 0.0 < self.decay <= 1.0:
             raise ValueError("objective.labels must be at least 1 and objective.decay in (0, 1]")
         if self.follow is not None:
-            if self.kind != "prefix_ctc":
-                raise ValueError(f"objective={self.kind} has no prefixes to follow: leave out objective.follow")
+            if self.kind == "ctc":
+                raise ValueError("objective=ctc has no prefixes to follow: leave out objective.follow")
             if not 0.0 < self.follow < math.inf:
                 raise ValueError(f"objective.follow={self.follow} must be above 0 and finite, or null")
 
@@ -79,24 +79,17 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
 
 
 def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
-    """A freshly initialised head, on the base's device; it knows the corpus' frequent tokens, and what follows what."""
+    """A freshly initialised head, on the base's device; it knows the corpus' frequent tokens."""
     head = head_on(base, config)
     if (size := head.config.draft_vocab_size) is not None:
         ids = most_frequent(corpus.labels, corpus.mask > 0, base.vocab_size, size, base.eos_ids)
         head.draft_ids_X.copy_(torch.from_numpy(ids))
-    if head.transition is not None and (count := head.transition.successor_VJ.shape[1]):
-        vocabulary = head.draft_vocabulary(base)
-        both = (vocabulary.numbered(torch.from_numpy(part)).numpy() for part in (corpus.ids, corpus.labels))
-        read, spoken = (part.astype(np.int32) for part in both)
-        numbered = replace(corpus, ids=read, labels=spoken)
-        table_VJ = successors_of(numbered, vocabulary.numbers, count, len(vocabulary))
-        head.transition.learn_successors(torch.from_numpy(table_VJ))
     return head.to(base.device)
 
 
 class Sums(NamedTuple):
-    """Sums over anchors, ready to be added up over micro-batches and ranks: blank and coverage over feasible ones, psi
-    of the prefixes of 1..U labels over those that have as many."""
+    """Sums over anchors, ready to be added up over micro-batches and ranks: blank over feasible ones, psi of
+    the prefixes of 1..U labels over those that have as many."""
 
     loss: Tensor
     anchors: Tensor
@@ -104,7 +97,6 @@ class Sums(NamedTuple):
     psi_U: Tensor
     reached_U: Tensor
     blank_T: Tensor
-    coverage_T: Tensor
 
 
 class DraftTask(nn.Module):
@@ -135,7 +127,6 @@ class DraftTask(nn.Module):
                 psi_NU.sum(dim=0),
                 reached_NU.float().sum(dim=0),
                 out.blank_rate_T.float() * feasible,
-                out.coverage_T.float() * feasible,
             )
         return out.loss_N.sum(), sums
 
@@ -170,20 +161,20 @@ def draft_losses(
     psi_U: Sequence[float] = (),
 ) -> AnchorLoss:
     """The loss of a `draftable` batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
-    lm_weight, dtype, known = vocabulary.lm_weight, slots.states_NTD.dtype, None
+    lm_weight, states, blank = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT
+    labels_NU, lengths_N = batch.labels_NU, batch.lengths_N
     if head.transition is not None and slots.slot_NTR is not None:
         root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
-        shortlist = head.shortlist(len(vocabulary))
-        known = head.transition.known(slots.slot_NTR, batch.labels_NU, root_N, vocabulary, shortlist)
+        token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
+        states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
     return anchor_losses(
-        slots.states_NTD,
-        lm_weight if cpu_mixed.suits(slots.states_NTD, lm_weight) and cpu_has_bf16() else lm_weight.to(dtype),
-        slots.blank_NT,
-        batch.labels_NU,
-        batch.lengths_N,
+        states,
+        lm_weight if cpu_mixed.suits(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
+        blank,
+        labels_NU,
+        lengths_N,
         objective=objective.kind,
-        weight_U=torch.tensor(objective.weights(psi_U), device=slots.states_NTD.device),
-        known=known,
+        weight_U=torch.tensor(objective.weights(psi_U), device=states.device),
         topology=head.topology,
     )
 

@@ -1,4 +1,4 @@
-"""The linear-lse-gather primitive, the prefix lattice and the transition's shortlist, and who computes them.
+"""The linear-lse-gather primitive and the prefix lattice, and who computes them.
 
 `reference` (plain torch, the oracle) | `chunked` (torch GEMMs over a reused tile of logits) | `triton` (the same
 GEMMs with fused passes between them, and no logits at all where no gradient is asked) | `autograd` glue.
@@ -14,9 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_mixed, cpu_shortlist, cpu_top, reference
-from ctcdraft.model.kernels.autograd import Carried, LinearLseGather, MixedLseGather, MovedShortlist, PrefixLattice
-from ctcdraft.model.kernels.reference import Moved, Prefixes
+from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_mixed, reference
+from ctcdraft.model.kernels.autograd import LinearLseGather, MixedLseGather, PrefixLattice
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
@@ -29,42 +28,22 @@ def linear_lse_gather(
     hidden [M, D], weight [V, D], index [M, K] int64 in [0, V). Returns lse [M] and logits [M, K], in float32
     or wider. Differentiable once with respect to hidden and to a weight that requires a gradient; a column that
     occurs twice in a row adds up. Raises ValueError on shapes or dtypes that do not fit and on an
-    implementation that is unknown or cannot run here, RuntimeError on a second derivative.
-    """
-    lse_M, logits_MK, _, _ = linear_lse_top(hidden_MD, weight_VD, index_MK, 0, implementation)
-    return lse_M, logits_MK
-
-
-def linear_lse_top(
-    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, implementation: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`linear_lse_gather`, and from the same pass the `top_k` largest logits of each row.
-
-    Returns lse [M], logits [M, K], top logits [M, top_k], largest first and as differentiable as the others,
-    and their indices [M, top_k] int64. On a CPU float32 states may meet a frozen weight in bfloat16: the GEMMs are
-    then bfloat16's (`cpu_mixed`). Raises as linear_lse_gather does, and ValueError on top_k > V.
+    implementation that is unknown or cannot run here, RuntimeError on a second derivative. On a CPU float32 states
+    may meet a frozen weight in bfloat16: the GEMMs are then bfloat16's (`cpu_mixed`).
     """
     name = _choose(implementation, hidden_MD)
-    _check(hidden_MD, weight_VD, index_MK, top_k)
+    _check(hidden_MD, weight_VD, index_MK)
     if name == "reference":
-        return reference.linear_lse_top(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK, top_k)
+        return reference.linear_lse_gather(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK)
     trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
-    if name == "triton" and not trains and not top_k:
-        lse_M, logits_MK = _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
-        return lse_M, logits_MK, logits_MK[:, :0], index_MK[:, :0]
+    if name == "triton" and not trains:
+        return _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
     if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     if cpu_mixed.suits(hidden_MD, weight_VD):
-        return MixedLseGather.apply(hidden_MD, weight_VD, index_MK, top_k)
+        return MixedLseGather.apply(hidden_MD, weight_VD, index_MK)
     ops = chunked if name == "chunked" else _triton("triton_rows")
-    return LinearLseGather.apply(hidden_MD, weight_VD, index_MK, top_k, ops)
-
-
-def largest(values_RV: Tensor, top_k: int) -> Tensor:
-    """Columns of the `top_k` largest of each row, largest first [R, top_k]; without a gradient."""
-    if cpu_top.suits(values_RV, top_k):
-        return cpu_top.largest(values_RV, top_k)
-    return values_RV.topk(top_k, dim=1).indices
+    return LinearLseGather.apply(hidden_MD, weight_VD, index_MK, ops)
 
 
 def prefix_lattice(
@@ -86,23 +65,6 @@ def prefix_lattice(
     if name == "chunked" and _compiles(arguments[:3]):
         return PrefixLattice.apply(cpu_lattice, *arguments)
     return reference.prefix_lattice(*arguments)
-
-
-def carried(told_SNR: Tensor, carry_RR: Tensor, implementation: str = "auto") -> Tensor:
-    """States of the prefixes of known labels, [S, N, R]: see `reference.carried`."""
-    if _choose(implementation, told_SNR) == "reference":
-        return reference.carried(told_SNR, carry_RR)
-    return Carried.apply(told_SNR, carry_RR)
-
-
-def moved_shortlist(prefixes: Prefixes, implementation: str = "auto") -> Moved:
-    """A transition along known labels: see `reference.moved_shortlist`.
-
-    Compiled on a CPU; on a GPU the reference, whose [N, T, W, J + K] is small beside a tile of logits.
-    """
-    if _choose(implementation, prefixes.slot_NTR) == "reference" or not _compiles(prefixes):
-        return reference.moved_shortlist(prefixes)
-    return Moved(*MovedShortlist.apply(cpu_shortlist, *prefixes))
 
 
 def _compiles(parts: Iterable[Tensor]) -> bool:
@@ -136,7 +98,7 @@ def _triton(module: str) -> ModuleType:
     return import_module(f"ctcdraft.model.kernels.{module}")  # late: triton is not there on every machine
 
 
-def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -> None:
+def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> None:
     fits = hidden_MD.dim() == weight_VD.dim() == index_MK.dim() == 2
     if not fits or hidden_MD.shape[1] != weight_VD.shape[1] or len(index_MK) != len(hidden_MD):
         raise ValueError(
@@ -145,17 +107,6 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int) -
         )
     if hidden_MD.dtype != weight_VD.dtype and not cpu_mixed.suits(hidden_MD, weight_VD):
         raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
-    if not 0 <= top_k <= len(weight_VD):
-        raise ValueError(f"top_k={top_k} must lie in [0, {len(weight_VD)}]")
 
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Moved",
-    "Prefixes",
-    "carried",
-    "linear_lse_gather",
-    "linear_lse_top",
-    "moved_shortlist",
-    "prefix_lattice",
-]
+__all__ = ["IMPLEMENTATIONS", "linear_lse_gather", "prefix_lattice"]

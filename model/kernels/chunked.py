@@ -5,7 +5,7 @@ with lse afterwards, so it is computed while a tile's logits are still there: tw
 a part of the vocabulary are joined by a running maximum (online softmax: Milakov and Gimelshein 2018,
 arXiv 1805.02867).
 
-Shape suffixes: M rows, V vocabulary, D hidden, K gathered and S top columns; R rows and C columns of one tile.
+Shape suffixes: M rows, V vocabulary, D hidden, K gathered columns; R rows and C columns of one tile.
 """
 
 import math
@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ctcdraft.model.kernels.cpu_top import merge_top, suits, take
 
 # A CPU wants a tile that stays in its cache between the two GEMMs, about as high as wide (measured: docs/
 # fused_ctc.md). A GPU wants large GEMMs over the whole vocabulary.
@@ -30,14 +28,11 @@ LEAST = 128  # rows or columns below which a GEMM itself gets slow
 
 
 class Forward(NamedTuple):
-    """lse [M] and logits [M, K] in float32 or wider, slope = d lse / d hidden [M, D] or None, and the S largest
-    logits of each row [M, S], largest first, with their indices."""
+    """lse [M] and logits [M, K] in float32 or wider, slope = d lse / d hidden [M, D] or None."""
 
     lse_M: Tensor
     logits_MK: Tensor
     slope_MD: Tensor | None
-    top_MS: Tensor
-    top_index_MS: Tensor
 
     def rows(self, rows: slice) -> "Forward":
         return Forward(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
@@ -57,12 +52,10 @@ def _even(length: int, most: int) -> int:
     return -(-length // max(1, -(-length // most)))
 
 
-def forward(
-    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool, ops: ModuleType
-) -> Forward:
+def forward(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, with_slope: bool, ops: ModuleType) -> Forward:
     """Every row; `ops` holds the pass over the logits (this module's `softmax_`, or Triton's)."""
     M, V = hidden_MD.shape[0], weight_VD.shape[0]
-    out = _empty(hidden_MD, index_MK, top_k, with_slope)
+    out = _empty(hidden_MD, index_MK, with_slope)
     height, width = tile_shape(M, V, hidden_MD.element_size(), hidden_MD.device.type)
     buffer = hidden_MD.new_empty(height * width)
     for rows in _slices(M, height):
@@ -73,15 +66,13 @@ def forward(
     return out
 
 
-def _empty(hidden_MD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool) -> Forward:
+def _empty(hidden_MD: Tensor, index_MK: Tensor, with_slope: bool) -> Forward:
     M = hidden_MD.shape[0]
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     return Forward(
         hidden_MD.new_empty(M, dtype=wide),
         hidden_MD.new_empty(index_MK.shape, dtype=wide),
         torch.empty_like(hidden_MD, memory_format=torch.contiguous_format) if with_slope else None,
-        hidden_MD.new_empty(M, top_k, dtype=wide),
-        index_MK.new_empty(M, top_k),
     )
 
 
@@ -161,8 +152,6 @@ def _whole_rows(
 ) -> None:
     z_RV = _logits(hidden_RD, weight_VD, buffer)
     out.logits_MK.copy_(z_RV.gather(1, index_RK))
-    if out.top_MS.shape[1]:
-        _merge_top(out.top_MS.fill_(-torch.inf), out.top_index_MS.zero_(), z_RV, 0)
     out.lse_M.copy_(ops.softmax_(z_RV, out.slope_MD is not None))
     if out.slope_MD is not None:
         torch.mm(z_RV, weight_VD, out=out.slope_MD)
@@ -185,15 +174,14 @@ def _rows_by_tiles(
     peak_R = torch.full_like(out.lse_M, -torch.inf)
     total_R = torch.zeros_like(peak_R)
     slope_RD = None if out.slope_MD is None else torch.zeros_like(hidden_RD, dtype=peak_R.dtype)
-    top_RS, top_index_RS = out.top_MS.new_full(out.top_MS.shape, -torch.inf), torch.zeros_like(out.top_index_MS)
     found_RK = torch.empty_like(out.logits_MK)
     for columns in _slices(len(weight_VD), width):
         weight_CD = weight_VD[columns]
         z_RC = _logits(hidden_RD, weight_CD, buffer, scale=1.0 / LOG_2)
         wide_RC = z_RC.to(found_RK.dtype)
-        take(found_RK, index_RK, wide_RC, columns.start)
-        if out.top_MS.shape[1]:
-            _merge_top(top_RS, top_index_RS, wide_RC, columns.start)
+        local_RK = index_RK - columns.start
+        inside_RK = (local_RK >= 0) & (local_RK < wide_RC.shape[1])
+        found_RK = torch.where(inside_RK, wide_RC.gather(1, local_RK.where(inside_RK, 0)), found_RK)
         if columns.start == 0:
             shifted = shifted or not bool((z_RC[:, :LEAST].amax(dim=1).abs() < SAFE_BITS).all())
             peak_R.fill_(-torch.inf if shifted else 0.0)
@@ -208,8 +196,6 @@ def _rows_by_tiles(
     out.logits_MK.copy_(found_RK.mul_(LOG_2))
     if slope_RD is not None and out.slope_MD is not None:
         out.slope_MD.copy_(slope_RD.div_(total_R.unsqueeze(1)))
-    out.top_MS.copy_(top_RS * LOG_2)
-    out.top_index_MS.copy_(top_index_RS)
 
 
 def _absorb(z_RC: Tensor, peak_R: Tensor, total_R: Tensor, shifted: bool) -> Tensor | None:
@@ -249,19 +235,6 @@ def _gradient_tile(M: int, V: int, hidden_MD: Tensor) -> tuple[int, int]:
 def _logits(hidden_RD: Tensor, weight_CD: Tensor, buffer: Tensor, scale: float = 1.0) -> Tensor:
     shape = (len(hidden_RD), len(weight_CD))
     return buffer[: shape[0] * shape[1]].view(shape).addmm_(hidden_RD, weight_CD.T, beta=0, alpha=scale)
-
-
-def _merge_top(top_RS: Tensor, index_RS: Tensor, z_RC: Tensor, first_column: int) -> None:
-    """Take a tile into the largest values so far (-inf: none yet) and their columns, in place."""
-    wide_RC = z_RC.to(top_RS.dtype)
-    if suits(z_RC, top_RS.shape[1]):
-        return merge_top(top_RS, index_RS, wide_RC, first_column)
-    here = wide_RC.topk(min(top_RS.shape[1], z_RC.shape[1]), dim=1)
-    both_RS, both_index_RS = torch.cat([top_RS, here[0]], 1), torch.cat([index_RS, here[1] + first_column], 1)
-    values_RS, order_RS = both_RS.topk(top_RS.shape[1], dim=1)
-    top_RS.copy_(values_RS)
-    index_RS.copy_(both_index_RS.gather(1, order_RS))
-    return None
 
 
 def _add_product(sum_RD: Tensor, left_RC: Tensor, right_CD: Tensor) -> None:

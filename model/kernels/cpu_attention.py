@@ -10,7 +10,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from ctcdraft.model.kernels.cpu_shortlist import use_torch_threads
+from ctcdraft.model.kernels.cpu import use_torch_threads
 
 BITS = {torch.float32: (torch.uint32, 0), torch.bfloat16: (torch.uint16, 16)}  # bfloat16: the upper half of a float32
 HIDDEN = -1e30  # what a mask adds to a hidden key, or less: finfo.min of any of these dtypes, -inf

@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from ctcdraft.model.kernels.cpu_shortlist import array_of, use_torch_threads
+from ctcdraft.model.kernels.cpu import array_of, use_torch_threads
 from ctcdraft.model.kernels.reference import LOG_ZERO, LatticeInputs
 
 IMPOSSIBLE = LOG_ZERO / 2  # what is below has LOG_ZERO as a factor

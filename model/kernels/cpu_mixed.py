@@ -1,9 +1,9 @@
-"""`linear_lse_top` where the LM head is in bfloat16 and the hidden states are not: GEMMs in bfloat16, which CPUs with
-units for it multiply more than twice as fast, and all else in float32.
+"""`linear_lse_gather` where the LM head is in bfloat16 and the hidden states are not: GEMMs in bfloat16, which CPUs
+with units for it multiply more than twice as fast, and all else in float32.
 
 The hidden states are rounded to bfloat16, as drafting rounds them. A GEMM rounds each logit once more, which moves a
-large one by a few hundredths: the gathered and the largest logits are therefore computed again in float32, and the sum
-over the vocabulary takes the largest in as these (and so does the slope). What stays rounded are the many small terms
+large one by a few hundredths: the gathered and the largest logit are therefore computed again in float32, and the sum
+over the vocabulary takes the largest in as that (and so does the slope). What stays rounded are the many small terms
 of the sum, whose errors have no common sign.
 
 Shape suffixes as in chunked.py.
@@ -16,8 +16,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from ctcdraft.model.kernels.chunked import Forward, _empty, _merge_top, _slices, tile_shape
-from ctcdraft.model.kernels.cpu_shortlist import array_of, use_torch_threads
+from ctcdraft.model.kernels.chunked import Forward, _empty, _slices, tile_shape
+from ctcdraft.model.kernels.cpu import array_of, use_torch_threads
 
 
 def suits(hidden_MD: Tensor, weight_VD: Tensor) -> bool:
@@ -26,19 +26,18 @@ def suits(hidden_MD: Tensor, weight_VD: Tensor) -> bool:
     return kinds == (torch.float32, torch.bfloat16) and not hidden_MD.is_cuda and not weight_VD.requires_grad
 
 
-def forward(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, with_slope: bool) -> Forward:
+def forward(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, with_slope: bool) -> Forward:
     """Every row, all of it in float32."""
     (M, D), V = hidden_MD.shape, len(weight_VD)
     weight_VD = weight_VD.contiguous()
-    out = _empty(hidden_MD, index_MK, top_k, with_slope)
+    out = _empty(hidden_MD, index_MK, with_slope)
     height, width = tile_shape(M, V, hidden_MD.element_size(), "cpu")
     tile, wide_tile, product = _buffers(height * width, height * D)
     for rows in _slices(M, height):
         narrow_RD = hidden_MD[rows].to(weight_VD.dtype)
         R = len(narrow_RD)
-        top_RS = hidden_MD.new_full((R, max(1, top_k)), -torch.inf)  # the largest is the peak of the sum
-        top_index_RS = index_MK.new_zeros(top_RS.shape)
-        peak_R, total_R = top_RS[:, 0].clone(), hidden_MD.new_zeros(R)
+        peak_R, total_R = hidden_MD.new_full((R,), -torch.inf), hidden_MD.new_zeros(R)
+        largest_R = index_MK.new_zeros(R)  # where the peak of the sum stands
         slope_RD = hidden_MD.new_zeros(R, D) if with_slope else None
         for columns in _slices(V, width):
             weight_CD = weight_VD[columns]
@@ -46,9 +45,11 @@ def forward(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, 
             z_RC, wide_RC = (part[: shape[0] * shape[1]].view(shape) for part in (tile, wide_tile))
             torch.mm(narrow_RD, weight_CD.T, out=z_RC)
             wide_RC.copy_(z_RC)
-            _merge_top(top_RS, top_index_RS, wide_RC, columns.start)
-            shrink_R = (peak_R - top_RS[:, 0]).exp_()
-            peak_R.copy_(top_RS[:, 0])
+            here_R, at_R = wide_RC.max(dim=1)
+            higher_R, before_R = here_R > peak_R, peak_R
+            largest_R = torch.where(higher_R, at_R + columns.start, largest_R)
+            peak_R = torch.where(higher_R, here_R, before_R)
+            shrink_R = (before_R - peak_R).exp_()
             total_R.mul_(shrink_R)
             arrays = wide_RC.numpy(), peak_R.numpy(), total_R.numpy(), z_RC.view(torch.uint16).numpy()
             _exponentials(use_torch_threads(), *arrays)  # type: ignore[call-arg]
@@ -56,19 +57,14 @@ def forward(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, top_k: int, 
                 product_RD = product[: R * D].view(R, D)
                 torch.mm(z_RC, weight_CD, out=product_RD)
                 slope_RD.mul_(shrink_R.unsqueeze(1)).add_(product_RD)
-        rounded_RS = (top_RS - peak_R.unsqueeze(1)).exp_()
-        top_RS = dots(narrow_RD, weight_VD, top_index_RS)
-        exact_RS = (top_RS - peak_R.unsqueeze(1)).exp_()
-        rest_R = (total_R - rounded_RS.sum(dim=1)).clamp_(min=0.0)
-        total_R = rest_R + exact_RS.sum(dim=1)
+        exact_R1 = (dots(narrow_RD, weight_VD, largest_R.unsqueeze(1)) - peak_R.unsqueeze(1)).exp_()
+        rest_R = (total_R - 1.0).clamp_(min=0.0)  # of which the peak as the GEMM rounded it was exp(0)
+        total_R = rest_R + exact_R1.squeeze(1)
         out.lse_M[rows] = peak_R + total_R.log()
         out.logits_MK[rows] = dots(narrow_RD, weight_VD, index_MK[rows])
         if out.slope_MD is not None and slope_RD is not None:
-            add_columns(slope_RD, weight_VD, top_index_RS, exact_RS - rounded_RS.bfloat16().float())
+            add_columns(slope_RD, weight_VD, largest_R.unsqueeze(1), exact_R1 - 1.0)
             torch.div(slope_RD, total_R.unsqueeze(1), out=out.slope_MD[rows])
-        top_RS, order_RS = top_RS[:, :top_k].sort(dim=1, descending=True, stable=True)
-        out.top_MS[rows] = top_RS
-        out.top_index_MS[rows] = top_index_RS.gather(1, order_RS)
     return out
 
 

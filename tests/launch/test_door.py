@@ -35,9 +35,9 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
     for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
         part, plain = getattr(config, name), type(getattr(config, name))()
         if name == "head":  # the simplest head is CTC without a transition, the default one has a band and one
-            assert (part.transition, part.successors) == ("shortlist", 16)
+            assert part.transition == "full"
             assert (part.merge, part.band) == (False, 1)
-            plain = replace(plain, transition="shortlist", shortlist=16, successors=16)
+            plain = replace(plain, transition="full")
             assert (part.base_layers, part.slots_per_query) == (None, 4)
             plain = replace(plain, merge=False, band=1, base_layers=None, slots_per_query=4, draft_vocab_size=16384)
         if name == "objective":  # as many labels as the default has slots

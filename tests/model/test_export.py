@@ -39,24 +39,6 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1
 
 
-def test_successors_go_with_the_head_and_are_those_of_its_base(base_folder, tmp_path):
-    base = load_base(str(base_folder))
-    config = HeadConfig(slots=4, width=32, mixer_width=16, transition="shortlist", successors=3)
-    head = build_head(config, base.hidden_size).eval()
-    head.transition.learn_successors(torch.randint(-1, base.vocab_size, (base.vocab_size, 3)))
-    export_head(head, base, tmp_path / "head", TRAINING)
-    loaded = load_head(tmp_path / "head", base)
-    assert torch.equal(loaded.transition.successor_VJ, head.transition.successor_VJ)
-    head.transition.learn_successors(torch.zeros(7, 3, dtype=torch.long))
-    export_head(head, base, tmp_path / "other", TRAINING)
-    with pytest.raises(ValueError, match=f"table of successors is not one of {base.vocab_size} tokens"):
-        load_head(tmp_path / "other", base)
-    head.transition.successor_VJ[0, 0] = 99
-    export_head(head, base, tmp_path / "broken", TRAINING)
-    with pytest.raises(ValueError, match="token ids"):
-        load_head(tmp_path / "broken", base)
-
-
 def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(exported, base_folder, tmp_path, recwarn):
     _, folder = exported
     load_head(folder, load_base(str(base_folder)))

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ctcdraft.model.kernels import chunked, largest, linear_lse_gather, linear_lse_top, prefix_lattice, reference
-from ctcdraft.model.kernels.cpu_top import merge_top
+from ctcdraft.model.kernels import chunked, linear_lse_gather, prefix_lattice, reference
 
 pytest.importorskip("triton", reason="triton is not installed")
 FAST = ["chunked", "triton"]
@@ -27,25 +24,23 @@ def problem(M=7, V=31, D=13, K=3, dtype=torch.float64, seed=0, scale=1.0):
     return hidden.to(DEVICE).requires_grad_(), weight.to(DEVICE).requires_grad_(), index.to(DEVICE)
 
 
-def everything(hidden, weight, index, top_k, implementation):
+def everything(hidden, weight, index, implementation):
     """All outputs, and the gradients of a sum in which every output has a weight of its own."""
-    lse, logits, top, top_index = linear_lse_top(hidden, weight, index, top_k, implementation)
+    lse, logits = linear_lse_gather(hidden, weight, index, implementation)
     total = sum(
-        (part * torch.linspace(-1, 2, part.numel(), device=DEVICE).view(part.shape)).sum()
-        for part in (lse, logits, top)
+        (part * torch.linspace(-1, 2, part.numel(), device=DEVICE).view(part.shape)).sum() for part in (lse, logits)
     )
-    return lse, logits, top, top_index, *torch.autograd.grad(total, [hidden, weight])
+    return lse, logits, *torch.autograd.grad(total, [hidden, weight])
 
 
 @pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize(
-    ("M", "V", "D", "K", "top_k"),
-    [(1, 1, 1, 1, 1), (7, 31, 13, 3, 4), (3, 5, 2, 0, 0), (31, 67, 3, 1, 67), (5, 5000, 7, 2, 3)],
+    ("M", "V", "D", "K"), [(1, 1, 1, 1), (7, 31, 13, 3), (3, 5, 2, 0), (31, 67, 3, 1), (5, 5000, 7, 2)]
 )
-def test_outputs_and_gradients_equal_the_oracle(M, V, D, K, top_k, implementation):
+def test_outputs_and_gradients_equal_the_oracle(M, V, D, K, implementation):
     arguments = problem(M, V, D, K)
-    want = everything(*arguments, top_k, "reference")
-    got = everything(*arguments, top_k, implementation)
+    want = everything(*arguments, "reference")
+    got = everything(*arguments, implementation)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, atol=1e-12, rtol=1e-12)
 
@@ -53,48 +48,10 @@ def test_outputs_and_gradients_equal_the_oracle(M, V, D, K, top_k, implementatio
 @pytest.mark.parametrize("tile", [(5, 4), (7, 31), (1, 1), (3, 30)])
 def test_the_tile_has_no_effect(monkeypatch, tile):
     arguments = problem()
-    want = everything(*arguments, 3, "reference")
+    want = everything(*arguments, "reference")
     monkeypatch.setattr(chunked, "tile_shape", lambda *_: tile)
-    for a, b in zip(everything(*arguments, 3, "chunked"), want, strict=True):
+    for a, b in zip(everything(*arguments, "chunked"), want, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
-
-
-@given(
-    S=st.integers(1, 20),
-    widths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
-    distinct=st.sampled_from([1, 3, 1000]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=50, deadline=None)
-def test_the_largest_values_tile_after_tile_are_those_of_a_sort(S, widths, distinct, seed):
-    """Of equal ones the first column comes first; what is -inf may stay out."""
-    g = torch.Generator().manual_seed(seed)
-    z = torch.randint(distinct, (3, sum(widths)), generator=g).float()
-    z[0, ::2] = -torch.inf
-    top, index, first = torch.full((3, S), -torch.inf), torch.zeros(3, S, dtype=torch.long), 0
-    for tile in z.split(widths, dim=1):
-        merge_top(top, index, tile.contiguous(), first)
-        first += tile.shape[1]
-    want, order = z.sort(dim=1, descending=True, stable=True)
-    k = min(S, first)
-    assert torch.equal(top[:, :k], want[:, :k])
-    finite = want[:, :k].isfinite()
-    assert torch.equal(index[:, :k][finite], order[:, :k][finite])
-
-
-@pytest.mark.parametrize(("columns", "top_k"), [(1, 1), (7, 7), (2048, 16), (300, 64), (300, 65)])
-def test_the_columns_of_the_largest_are_those_of_a_sort(columns, top_k):
-    values = torch.randn(2 * columns, 5, generator=torch.Generator().manual_seed(0)).T[:, ::2].requires_grad_()
-    assert torch.equal(largest(values, top_k), values.argsort(dim=1, descending=True)[:, :top_k])
-
-
-@pytest.mark.parametrize("top_k", [1, 16, 64])
-def test_of_equal_values_the_first_columns_come_first(top_k):
-    values = torch.zeros(2, 5000)
-    values[1, 4000:4003] = 1.0
-    found = largest(values, top_k)
-    assert found[0].tolist() == [*range(top_k)]
-    assert found[1].tolist() == [4000, 4001, 4002, *range(61)][:top_k]
 
 
 def test_a_tile_keeps_to_its_budget():
@@ -157,8 +114,8 @@ def test_extreme_logits_stay_exact(implementation):
         weight.copy_(torch.linspace(-1e4, 1e4, 40, device=DEVICE).unsqueeze(1))
         hidden.copy_(torch.tensor([[1.0], [-1.0], [1e-9], [0.5], [1e-4]], device=DEVICE))  # 0 would tie the largest
     for a, b in zip(
-        everything(hidden, weight, index, 2, implementation),
-        everything(hidden, weight, index, 2, "reference"),
+        everything(hidden, weight, index, implementation),
+        everything(hidden, weight, index, "reference"),
         strict=True,
     ):
         assert torch.isfinite(a).all()
@@ -172,9 +129,9 @@ def test_large_logits_in_any_tile_stay_exact(monkeypatch, first):
     with torch.no_grad():
         weight[20:] *= 300
         weight.copy_(weight.flip(0) if first == "large" else weight)
-    want = everything(hidden, weight, index, 3, "reference")
+    want = everything(hidden, weight, index, "reference")
     monkeypatch.setattr(chunked, "tile_shape", lambda *_: (4, 10))
-    for a, b in zip(everything(hidden, weight, index, 3, "chunked"), want, strict=True):
+    for a, b in zip(everything(hidden, weight, index, "chunked"), want, strict=True):
         assert torch.isfinite(a).all()
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
 
@@ -186,8 +143,8 @@ def test_strided_input(implementation):
     weight = torch.randn(31, 26, generator=g, dtype=torch.float64).to(DEVICE)[:, ::2].requires_grad_()
     index = torch.randint(0, 31, (3, 7), generator=g).to(DEVICE).T
     for a, b in zip(
-        everything(hidden, weight, index, 2, implementation),
-        everything(hidden, weight, index, 2, "reference"),
+        everything(hidden, weight, index, implementation),
+        everything(hidden, weight, index, "reference"),
         strict=True,
     ):
         assert torch.allclose(a, b, atol=1e-12)
@@ -201,7 +158,7 @@ def test_strided_input(implementation):
 @pytest.mark.parametrize("implementation", FAST)
 def test_no_rows(implementation):
     hidden, weight, index = problem(M=0)
-    lse, logits, _, _, grad_hidden, grad_weight = everything(hidden, weight, index, 0, implementation)
+    lse, logits, grad_hidden, grad_weight = everything(hidden, weight, index, implementation)
     assert lse.shape == (0,)
     assert logits.shape == (0, 3)
     assert grad_hidden.shape == hidden.shape
@@ -211,7 +168,7 @@ def test_no_rows(implementation):
 @pytest.mark.parametrize("implementation", FAST)
 def test_two_runs_are_bitwise_equal(implementation):
     arguments = problem(M=67, V=301, dtype=torch.float32)
-    first, second = (everything(*arguments, 4, implementation) for _ in range(2))
+    first, second = (everything(*arguments, implementation) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
 
@@ -231,8 +188,8 @@ def relative(got, want):
 @pytest.mark.parametrize("implementation", FAST)
 def test_float32_is_within_1e_5_of_float64(implementation):
     arguments = problem(M=64, V=1500, D=64, dtype=torch.float32, scale=0.5)
-    got = everything(*arguments, 4, implementation)
-    want = everything(*(_wide(part) for part in arguments), 4, "reference")
+    got = everything(*arguments, implementation)
+    want = everything(*(_wide(part) for part in arguments), "reference")
     for a, b in zip(got, want, strict=True):
         assert relative(a, b.double()) < 1e-5
 
@@ -350,7 +307,6 @@ def test_the_gemm_uses_the_tensor_cores_and_the_lanes_do_not_wait_for_each_other
         ({"hidden": torch.zeros(2, 4)}, r"hidden \[M, D\]"),
         ({"index": torch.zeros(3, 1, dtype=torch.long)}, r"hidden \[M, D\]"),
         ({"weight": torch.zeros(5, 3, dtype=torch.float64)}, "convert one of them"),
-        ({"top_k": 6}, r"top_k=6 must lie in \[0, 5\]"),
         ({"implementation": "cuda"}, "is unknown"),
     ],
 )
@@ -359,11 +315,10 @@ def test_what_does_not_fit_is_refused(change, message):
         "hidden": torch.zeros(2, 3),
         "weight": torch.zeros(5, 3),
         "index": torch.zeros(2, 1, dtype=torch.long),
-        "top_k": 1,
         "implementation": "auto",
     }
     with pytest.raises(ValueError, match=message):
-        linear_lse_top(*{**arguments, **change}.values())
+        linear_lse_gather(*{**arguments, **change}.values())
 
 
 def test_triton_without_gpu_or_interpreter_is_refused(monkeypatch):

@@ -68,7 +68,7 @@ def plain_answers(smollm2_base):
 def test_no_draft_changes_what_smollm2_answers(smollm2_base, plain_answers):
     """Copied tokens are often right; an untrained head puts wrong ones beside them."""
     torch.manual_seed(0)
-    head = head_on(smollm2_base, HeadConfig(slots=4, base_layers=None, transition="shortlist", successors=4)).eval()
+    head = head_on(smollm2_base, HeadConfig(slots=4, base_layers=None, transition="full")).eval()
     trees, chains = (Decoder(smollm2_base, head, DraftConfig(kind, 16)) for kind in ("tree", "chain"))
     accepted = 0
     for number, (prompt, tokens) in enumerate(plain_answers):
@@ -87,7 +87,7 @@ def test_a_head_of_a_few_steps_helps_smollm2_after_its_export(smollm2_base, plai
     mask = np.concatenate([[0] * len(prompt) + [1] * len(tokens) for prompt, tokens in seen]).astype(np.uint8)
     corpus = Corpus(ids, mask, ids, np.array([0, *accumulate(map(len, rows))], np.int64))
     torch.manual_seed(0)
-    config = HeadConfig(slots=4, merge=False, band=1, base_layers=None, transition="shortlist", draft_vocab_size=2048)
+    config = HeadConfig(slots=4, merge=False, band=1, base_layers=None, transition="full", draft_vocab_size=2048)
     head = head_for(config, base, corpus)
     task = DraftTask(head, ObjectiveConfig(labels=4), base)
     batch = Sampler(corpus, batch=12, anchors=32, labels=4, max_length=512, seed=0).collate(0, slice(None))

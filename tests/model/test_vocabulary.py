@@ -17,7 +17,7 @@ from ctcdraft.model.vocabulary import DraftVocabulary, most_frequent
 IDS = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
 SIZES = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2}
 KINDS = [
-    HeadConfig(transition="shortlist", shortlist=5, successors=3, draft_vocab_size=10, **SIZES),
+    HeadConfig(transition="full", draft_vocab_size=10, **SIZES),
     HeadConfig(draft_vocab_size=10, **SIZES),
     HeadConfig("parallel", draft_vocab_size=10, **SIZES),
     HeadConfig("medusa", draft_vocab_size=10, slots=4),
@@ -33,8 +33,6 @@ def base(tmp_path_factory):
 def drafting(config, base):
     head = random_head(config, base)
     head.draft_ids_X.copy_(IDS)
-    if head.transition is not None:
-        head.transition.learn_successors(torch.randint(-1, 10, (11, 3)))
     return head
 
 

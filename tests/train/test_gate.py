@@ -74,9 +74,7 @@ def test_a_sound_pipeline_passes_every_stage(toy, kind, objective, options):
 
 
 AS_DEFAULT = {"slots": 13, "merge": False, "band": 1, "base_layers": None, "slots_per_query": 4} | {
-    "transition": "shortlist",
-    "shortlist": 16,
-    "successors": 16,
+    "transition": "full",
     "draft_vocab_size": None,
 }
 

@@ -51,9 +51,9 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     torch.manual_seed(0)
     sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": whole}
     sizes["base_layers"] = 2 * whole
-    head = head_on(base, HeadConfig(kind=kind, transition="shortlist" if whole else "none", **sizes)).double()
+    head = head_on(base, HeadConfig(kind=kind, transition="full" if whole else "none", **sizes)).double()
     if head.transition is not None:
-        torch.nn.init.normal_(head.transition.to_token.weight)
+        torch.nn.init.normal_(head.transition.to_state.weight)
     if kind == "medusa":
         torch.nn.init.normal_(head.weight, std=0.1)
     objective = ObjectiveConfig("prefix_ctc" if kind == "ctc" else "cross_entropy", labels=4, follow=None)
