@@ -139,6 +139,7 @@ def anchor_losses(
     *,
     objective: str,
     weight_U: Tensor | None = None,
+    bias_V: Tensor | None = None,
     slot_lengths_N: Tensor | None = None,
     topology: Topology = CTC,
     implementation: str = "auto",
@@ -147,7 +148,8 @@ def anchor_losses(
 
     states [N, T, D], and blank logits [N, T]; or, where they depend on what was collapsed before (`Transition`), those
     behind every prefix of a slot's window, [N, T, W, D] and [N, T, W]. blank is None exactly for `cross_entropy`.
-    weight [U]: of a prefix or slot, None: even (`ctc_losses`).
+    weight [U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to the logits in a normaliser, 0 for
+    every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
     Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
     all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
     anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
@@ -160,6 +162,9 @@ def anchor_losses(
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
     slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
+    if bias_V is not None:
+        states = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
+        weight_VD = torch.cat([weight_VD, bias_V.to(weight_VD).unsqueeze(1)], dim=1)
     rows = _Rows(
         states if len(kept) == N else states[kept],
         weight_VD,

@@ -29,7 +29,7 @@ from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_best, sa
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.simulate import Simulator
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit, head_for
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit, head_for, negatives_for
 from ctcdraft.train.watch import Replay, Watch, save_replay
 
 RECENT = 0.9  # weight of what was in the running mean, at each logged step
@@ -133,7 +133,7 @@ class Trainer:
         torch.manual_seed(plan.seed)
         corpus = load_corpus(data_folder, "train")
         head = head_for(plan.head, base, corpus)
-        self.task = DraftTask(head, plan.objective, base)
+        self.task = DraftTask(head, plan.objective, base, negatives_for(plan.objective, head, base, corpus))
         self.dtype = ds.PRECISIONS[plan.train.precision]
         self.engine = ds.build_engine(
             self.task,

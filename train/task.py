@@ -17,6 +17,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
 from ctcdraft.model.kernels import cpu_mixed
 from ctcdraft.model.layers import Sight
+from ctcdraft.model.negatives import Negatives
 from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
 from ctcdraft.model.precision import cpu_has_bf16
 from ctcdraft.model.vocabulary import DraftVocabulary, most_frequent
@@ -28,19 +29,22 @@ MEMORY = 0.9  # of the mean psi of earlier steps, per step
 class ObjectiveConfig:
     """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
     decay^(k-1); follow: but no further than psi^follow, of the mean psi that such prefixes have had of
-    late; None: by decay alone.
+    late; None: by decay alone. negatives: of a sampled softmax (model/negatives.py); None: the whole draft vocabulary.
     Raises ValueError on an unknown kind or values out of range."""
 
     kind: str = "prefix_ctc"
     labels: int = 12
     decay: float = 0.8
     follow: float | None = 0.5
+    negatives: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in OBJECTIVES:
             raise ValueError(f"objective.kind={self.kind!r} is unknown: choose one of {OBJECTIVES}")
         if self.labels < 1 or not 0.0 < self.decay <= 1.0:
             raise ValueError("objective.labels must be at least 1 and objective.decay in (0, 1]")
+        if self.negatives is not None and self.negatives < 1:
+            raise ValueError(f"objective.negatives={self.negatives} must be at least 1, or null: the whole vocabulary")
         if self.follow is not None:
             if self.kind == "ctc":
                 raise ValueError("objective=ctc has no prefixes to follow: leave out objective.follow")
@@ -87,6 +91,16 @@ def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
     return head.to(base.device)
 
 
+def negatives_for(objective: ObjectiveConfig, head: Head, base: Base, corpus: Corpus) -> Negatives | None:
+    """What draws the negatives of a sampled softmax; None where the whole draft vocabulary is hardly larger."""
+    vocabulary = head.draft_vocabulary(base)
+    if objective.negatives is None or 2 * objective.negatives > len(vocabulary):
+        return None
+    seen = np.bincount(corpus.labels[corpus.mask > 0], minlength=base.vocab_size)[: base.vocab_size]
+    every_X = torch.arange(len(vocabulary), device=base.device)
+    return Negatives(torch.from_numpy(seen)[vocabulary.ids_of(every_X).cpu()], objective.negatives)
+
+
 class Sums(NamedTuple):
     """Sums over anchors, ready to be added up over micro-batches and ranks: blank over feasible ones, psi of
     the prefixes of 1..U labels over those that have as many."""
@@ -102,9 +116,9 @@ class Sums(NamedTuple):
 class DraftTask(nn.Module):
     """Head and objective as one module, so that DeepSpeed owns one forward; the base stays outside."""
 
-    def __init__(self, head: Head, objective: ObjectiveConfig, base: Base) -> None:
+    def __init__(self, head: Head, objective: ObjectiveConfig, base: Base, negatives: Negatives | None = None) -> None:
         super().__init__()
-        self.head, self.objective = head, objective
+        self.head, self.objective, self.negatives = head, objective, negatives
         self._frozen = (head.draft_vocabulary(base),)  # in a tuple: no parameter of this module, in no checkpoint
         self.psi_U: Sequence[float] = ()  # that of prefixes of 1..U labels, as steps before saw it
 
@@ -114,7 +128,7 @@ class DraftTask(nn.Module):
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
         slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, vocabulary.base, batch))
         batch = draftable(batch, vocabulary)
-        out = draft_losses(self.head, self.objective, vocabulary, slots, batch, self.psi_U)
+        out = draft_losses(self.head, self.objective, vocabulary, slots, batch, self.psi_U, self.negatives)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
@@ -159,14 +173,19 @@ def draft_losses(
     slots: Slots,
     batch: Batch,
     psi_U: Sequence[float] = (),
+    negatives: Negatives | None = None,
 ) -> AnchorLoss:
-    """The loss of a `draftable` batch's anchors from their slots; psi: see `ObjectiveConfig.weights`."""
-    lm_weight, states, blank = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT
+    """The loss of a `draftable` batch's anchors from their slots; psi: see `ObjectiveConfig.weights`; negatives: None:
+    over the whole draft vocabulary."""
+    lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
     labels_NU, lengths_N = batch.labels_NU, batch.lengths_N
     if head.transition is not None and slots.slot_NTR is not None:
         root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
         token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
         states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
+    if negatives is not None and bool((lengths_N > 0).any()):
+        sample = negatives.draw(labels_NU, lengths_N)
+        lm_weight, bias, labels_NU = lm_weight[sample.tokens_S], sample.bias_S, sample.labels_NU
     return anchor_losses(
         states,
         lm_weight if cpu_mixed.suits(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
@@ -175,6 +194,7 @@ def draft_losses(
         lengths_N,
         objective=objective.kind,
         weight_U=torch.tensor(objective.weights(psi_U), device=states.device),
+        bias_V=bias,
         topology=head.topology,
     )
 

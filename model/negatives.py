@@ -1,0 +1,64 @@
+"""Sampled softmax: a training step's logits are those of its labels and of a sample of all other tokens.
+
+The LM head over the vocabulary is most of a training step. Of a label's log-probability only the normaliser needs the
+other tokens, and that is a sum: it is estimated from some of its terms, each divided by the probability P_v that its
+token is among them (Horvitz and Thompson 1952), frequent tokens with P_v near 1. The step's labels are all there, so
+that the estimate is unbiased whatever they are. Bengio and Senecal 2008; Jean et al. 2015 (arXiv 1412.2007).
+
+Shape suffixes: X draft tokens, S of them in a sample, N anchors, U labels.
+"""
+
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLATTENED = 0.75  # power of the counts, as in word2vec (Mikolov et al. 2013)
+
+
+class Sample(NamedTuple):
+    """tokens [S], ascending; bias [S]: 0 for labels, -log P_v for the others; labels [N, U]: their places among the
+    tokens, anything past an anchor's length."""
+
+    tokens_S: Tensor
+    bias_S: Tensor
+    labels_NU: Tensor
+
+
+class Negatives:
+    """Draws about `size` tokens beside the labels; counts_X: how often each token was a label of the training data.
+
+    Raises ValueError where size is not between 1 and the number of tokens.
+    """
+
+    def __init__(self, counts_X: Tensor, size: int) -> None:
+        if not 0 < size < len(counts_X):
+            raise ValueError(f"{size} negatives of {len(counts_X)} draft tokens: take from 1 to {len(counts_X) - 1}")
+        share_X = (counts_X.double() + 1.0).pow(FLATTENED)
+        low, high = 0.0, 1.0
+        while _drawn(share_X, high).sum() < size:
+            low, high = high, 2.0 * high
+        for _ in range(60):
+            middle = (low + high) / 2.0
+            low, high = (middle, high) if _drawn(share_X, middle).sum() < size else (low, middle)
+        self.probability_X = _drawn(share_X, high).float()
+
+    def draw(self, labels_NU: Tensor, lengths_N: Tensor) -> Sample:
+        """A sample for these labels; which one depends on them alone, so that a resumed run draws what it had drawn."""
+        present_NU = torch.arange(labels_NU.shape[1], device=labels_NU.device) < lengths_N.unsqueeze(1)
+        labels_M = labels_NU[present_NU]
+        generator = torch.Generator().manual_seed(zlib.crc32(labels_M.cpu().numpy().tobytes()))
+        drawn_X = torch.rand(len(self.probability_X), generator=generator) < self.probability_X
+        chosen_X, own_X = drawn_X.to(labels_NU.device), torch.zeros_like(drawn_X, device=labels_NU.device)
+        own_X[labels_M] = True
+        chosen_X |= own_X
+        tokens_S = chosen_X.nonzero().squeeze(1)
+        bias_X = -self.probability_X.to(labels_NU.device).log().masked_fill(own_X, 0.0)
+        place_X = chosen_X.long().cumsum(dim=0) - 1
+        return Sample(tokens_S, bias_X[tokens_S], place_X[labels_NU.where(present_NU, tokens_S[:1])])
+
+
+def _drawn(share_X: Tensor, rate: float) -> Tensor:
+    """P_v of tokens that come `rate * share` times on average."""
+    return -torch.expm1(-rate * share_X)
