@@ -48,7 +48,6 @@ WITH_TRANSITION = ("head=parallel", "head.transition=full", *CROSS_ENTROPY)
 EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
-    "default with recall": ("head.recall=true",),
     "default with four layers of the base": ("head.base_layers=4",),
     "default without the base's keys": ("head.base_layers=0",),
     "default with a query per slot": ("head.slots_per_query=1",),

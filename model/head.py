@@ -18,7 +18,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of
-from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Recall, Sight
+from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Sight
 from ctcdraft.model.prompt_lookup import CopyRates
 from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Tables, Transition
@@ -37,7 +37,7 @@ class HeadConfig:
     """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
 
     transition: `full`: what a slot emits depends on the token that was collapsed last, by a product of that `rank`
-    (transition.py); or `none`. recall: slots look at the encoded positions before them. base_layers: they attend
+    (transition.py); or `none`. base_layers: slots attend
     to the keys and values that so many layers of the base, evenly spread, have of these; None: one, where the base
     allows it (`head_on`). slots_per_query: so many neighbours share what one of them finds. merge, band: of `ctc`, see
     `Topology`. beam: of eagle's tree. draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all
@@ -57,7 +57,6 @@ class HeadConfig:
     band: int | None = None
     transition: str = "none"
     rank: int = 128
-    recall: bool = False
     base_layers: int | None = 0
     slots_per_query: int = 1
     beam: int = 8
@@ -77,15 +76,11 @@ class HeadConfig:
             raise ValueError(f"head={self.kind} has no blank: leave out head.merge and head.band")
         if self.merge and self.band is not None:
             raise ValueError(f"head.merge=true takes any number of blanks: use head.band=null, not {self.band}")
-        if not isinstance(self.recall, bool):
-            raise ValueError(f"head.recall must be true or false, not {type(self.recall).__name__}")
-        if bare and (self.recall or self.base_layers != 0):
-            raise ValueError(
-                f"head={self.kind} has no slots that could look back: leave head.recall at false, head.base_layers at 0"
-            )
+        if bare and self.base_layers != 0:
+            raise ValueError(f"head={self.kind} has no slots that could look back: leave head.base_layers at 0")
         for name, value in asdict(self).items():
             absent = name in ("band", "base_layers", "draft_vocab_size") and value is None
-            if absent or name in ("kind", "transition", "recall", "merge"):
+            if absent or name in ("kind", "transition", "merge"):
                 continue
             if type(value) is not int:
                 raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
@@ -110,11 +105,10 @@ class Slots(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Encoded positions [B, L, W]; what slots may look at of them and of the cached ones, or None; the same of what
-    layers of the base made of them."""
+    """Encoded positions [B, L, W]; what slots may look at of what layers of the base made of them and of the cached
+    ones."""
 
     states_BLW: Tensor
-    memory: Memory | None = None
     of_base: Sequence[Memory] = ()
 
 
@@ -266,24 +260,20 @@ class SlotHead(Head):
         self.norm = nn.RMSNorm(M)
         self.leave = nn.Linear(M, hidden_size, bias=False)
         self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
-        together = T, config.slots_per_query
-        self.recall = Recall(M, config.mixer_heads, W, *together) if config.recall else None
         self.attended = attended
-        self.of_base = None if attended is None else BaseAttention(M, attended, *together)
+        self.of_base = None if attended is None else BaseAttention(M, attended, T, config.slots_per_query)
         if config.transition != "none":
             self.transition = Transition(M, hidden_size, config.rank, with_blank=config.kind == "ctc")
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
-        return TreeCache(self.config.layers + self.config.recall, batch, capacity, of_base)
+        return TreeCache(self.config.layers, batch, capacity, of_base)
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
         hidden_BLD, of_base = self._apart(hidden_BLD, cache)
         x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
         for layer, block in enumerate(self.context):
             x = block(x, sight, cache, layer)
-        x = self.context_norm(x)
-        memory = None if self.recall is None else self.recall.remember(x, sight, cache, self.config.layers)
-        return Context(x, memory, of_base)
+        return Context(self.context_norm(x), of_base)
 
     def _apart(self, states_BLX: Tensor, cache: TreeCache | None) -> tuple[Tensor, Sequence[Memory]]:
         """Hidden states, and the keys and values of the layers that slots attend to."""
@@ -297,8 +287,6 @@ class SlotHead(Head):
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
-        if self.recall is not None and context.memory is not None:
-            x = x + self.recall(x, context.memory, anchors, sight)
         if self.of_base is not None:
             x = x + self.of_base(x, context.of_base, anchors, sight)
         for block in self.mixer:
@@ -363,7 +351,7 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
     out."""
     config, body = head.config, 0
     rows = config.slots if head.one_pass else 1 + (config.slots - 1) * config.beam  # of the LM head
-    once = ("enter", "context", "to_slot", "recall.keys_values", "weight") if head.one_pass else ()
+    once = ("enter", "context", "to_slot", "weight") if head.one_pass else ()
     for name, p in head.named_parameters():
         if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
             body += p.numel() * (1 if name.startswith(once) else rows)

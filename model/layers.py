@@ -233,40 +233,11 @@ def look_back(
     return y.reshape(N, Q, H * width)
 
 
-class Recall(nn.Module):
-    """Attention of an anchor's slots to the encoded positions up to it."""
-
-    def __init__(self, width: int, heads: int, context_width: int, slots: int, per_query: int) -> None:
-        super().__init__()
-        self.heads, self.askers = heads, Askers(slots, per_query)
-        self.norm = nn.RMSNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.keys_values = nn.Linear(context_width, 2 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def remember(self, context_BLW: Tensor, sight: Sight, cache: Cache | None, layer: int) -> Memory:
-        """What the slots may look at, cached entries included."""
-        B, L, _ = context_BLW.shape
-        k, v = self.keys_values(context_BLW).view(B, L, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
-        k = _rotate(k, *_rotary(sight.positions_BL, k.shape[3], k.dtype))
-        return Memory(k, v) if cache is None else Memory(*cache.update(k, v, layer))
-
-    def forward(self, x_NTW: Tensor, memory: Memory, anchors: Anchors, sight: Sight) -> Tensor:
-        x_NQW = self.askers.of(x_NTW)
-        N, Q, W = x_NQW.shape
-        q = self.query(self.norm(x_NQW)).view(N, Q, self.heads, W // self.heads).transpose(1, 2)
-        return self.askers.told(self.out(look_back(q, self.askers.slot_Q, [memory], anchors, sight, _rotated)))
-
-
 def turned_by(frequency: Tensor, x: Tensor, positions: Tensor) -> Tensor:
     """As Llama turns queries and keys [N, heads, T, width], at positions [N, T]; numbers without a frequency stay."""
     count = 2 * len(frequency)
     turned = _rotate(x[..., :count], *_waves(frequency, positions, x.dtype))
     return turned if count == x.shape[-1] else torch.cat([turned, x[..., count:]], dim=-1)
-
-
-def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    return _rotate(x, *_rotary(positions, x.shape[-1], x.dtype))
 
 
 def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from ctcdraft.model.tree import Tree
 SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "rank": 8, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="full", recall=True, base_layers=2, **SIZES),
-    HeadConfig("parallel", recall=True, **SIZES),
+    HeadConfig("ctc", transition="full", base_layers=2, **SIZES),
+    HeadConfig("parallel", **SIZES),
     HeadConfig("parallel", transition="full", base_layers=1, **SIZES),
     HeadConfig("medusa", **SIZES),
     HeadConfig("eagle", **SIZES),

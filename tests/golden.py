@@ -22,7 +22,7 @@ CASES = {
     "default": [],
     "no_lookup": ["draft.prompt_lookup=0", "bench=toy"],
     "chain": ["draft=chain", "optim=adamw"],
-    "paper": ["objective=ctc", "head.merge=true", "head.band=null", "head.transition=none", "head.recall=true"],
+    "paper": ["objective=ctc", "head.merge=true", "head.band=null", "head.transition=none"],
     "whole vocabulary": ["head.draft_vocab_size=null", "objective.negatives=null"],
     "parallel": ["head=parallel", "objective=cross_entropy", "head.transition=full"],
     "medusa": ["head=medusa", "objective=cross_entropy"],

@@ -6,10 +6,9 @@ from ctcdraft.train.engine import PRECISIONS, OptimConfig, ZeroConfig, bucket_of
 from ctcdraft.train.muon import matrices_of
 
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
-KEPT_BY_RECALL = 9  # the same of recall, per slot that asks
 KEPT_OF_BASE = 8  # the same of attention to the base's keys, in widths of all its heads together
 KEPT_OF_MOVED = 4  # widths of the base per slot and prefix that it stands behind
-KEPT_OF_FOUND = 2  # what either found, for each slot
+KEPT_OF_FOUND = 2  # what it found, for each slot
 KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
 WHOLE_UPDATES = 3  # of all matrices, on every rank: gathered, made orthogonal, and on their way between ranks
 WORKED_ON = 6  # of the largest matrix, while it is made orthogonal
@@ -41,13 +40,12 @@ def memory_per_rank(
     offloaded = 0 if zero.offload else 1
     asking = -(-config.slots // config.slots_per_query)
     seen = micro * anchors * asking * length  # a mask of what slots look back at, a byte each
-    recalled = micro * length * 3 * config.mixer_width * width
     attended, attends = head.attended, head.attended is not None
     seen_of_base = 0 if attended is None else len(attended.layers) * attended.heads * attended.width
     features = base.hidden_size + (0 if attended is None else attended.size)
-    mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_OF_FOUND * (config.recall + attends)
+    mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_OF_FOUND * attends
     per_draft = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
-    per_draft += asking * (KEPT_BY_RECALL * config.recall * config.mixer_width + KEPT_OF_BASE * seen_of_base)
+    per_draft += asking * KEPT_OF_BASE * seen_of_base
     behind = 1 if config.kind != "ctc" else 1 + (config.slots if config.band is None else config.band)
     moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * base.hidden_size + 2 * config.rank)
     vocab = config.draft_vocab_size or base.vocab_size
@@ -60,7 +58,7 @@ def memory_per_rank(
         "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
-        "slots": micro * anchors * per_draft * width + config.recall * recalled + (config.recall + attends) * seen,
+        "slots": micro * anchors * per_draft * width + attends * seen,
         "transition": (config.transition != "none") * moved * 4,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * vocab * 4,
     }

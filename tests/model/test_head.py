@@ -13,13 +13,12 @@ from ctcdraft.model.layers import Anchors, Sight
 
 
 @pytest.mark.parametrize(
-    ("kind", "recall", "base_layers", "together"),
-    [("medusa", False, 0, 1), *product(("ctc", "parallel"), (False, True), (0, 1, 2), (1, 2))],
+    ("kind", "base_layers", "together"), [("medusa", 0, 1), *product(("ctc", "parallel"), (0, 1, 2), (1, 2))]
 )
-def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall, base_layers, together):
+def test_inference_with_a_cache_equals_the_training_forward(base, kind, base_layers, together):
     torch.manual_seed(0)
     sizes = {"slots": 5, "slots_per_query": together, "width": 32, "mixer_width": 16, "layers": 2, "mixer_layers": 2}
-    head = head_on(base, HeadConfig(kind=kind, recall=recall, base_layers=base_layers, **sizes)).double().eval()
+    head = head_on(base, HeadConfig(kind=kind, base_layers=base_layers, **sizes)).double().eval()
     layers = head.attended_layers
     ids = torch.randint(2, 260, (1, 24))
     root = base.embed(ids.roll(-1, 1))
@@ -42,9 +41,9 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, recall, 
         start = end
 
 
-@pytest.mark.parametrize(("recall", "base_layers"), [(False, 0), (True, 0), (False, 2)])
-def test_later_positions_and_padding_do_not_leak_into_an_anchor(base, recall, base_layers):
-    config = HeadConfig(slots=3, width=32, mixer_width=16, recall=recall, base_layers=base_layers)
+@pytest.mark.parametrize("base_layers", [0, 2])
+def test_later_positions_and_padding_do_not_leak_into_an_anchor(base, base_layers):
+    config = HeadConfig(slots=3, width=32, mixer_width=16, base_layers=base_layers)
     head = head_on(base, config).double()
     ids = torch.randint(2, 260, (1, 12))
     hidden, root = base.hidden(ids, layers=(0, 1) if base_layers else ()), base.embed(ids)
@@ -53,22 +52,6 @@ def test_later_positions_and_padding_do_not_leak_into_an_anchor(base, recall, ba
     hidden[:, 6:], root = 99.0, root.clone()
     root[:, 6:] = -99.0
     assert torch.equal(before, head(hidden, root, *anchor).states_NTD)
-
-
-def test_slots_that_recall_see_each_of_their_own_positions_and_of_no_other_row(base):
-    config = HeadConfig(slots=3, width=32, mixer_width=16, recall=True)
-    torch.manual_seed(0)
-    head = build_head(config, base.hidden_size).double()
-    hidden = torch.randn(2, 9, base.hidden_size, dtype=torch.float64, requires_grad=True)
-    root = torch.randn(2, 9, base.hidden_size, dtype=torch.float64)
-    torch.nn.init.zeros_(head.to_slot.weight)  # what is left comes by recall
-    batch, position = torch.tensor([1, 0, 1]), torch.tensor([7, 4, 2])
-    states = head(hidden, root, batch, position).states_NTD
-    for n, (b, p) in enumerate(zip(batch, position, strict=True)):
-        (grad,) = torch.autograd.grad(states[n].square().sum(), hidden, retain_graph=True)
-        touched = grad.abs().sum(dim=2) > 0
-        assert touched[b, : p + 1].all()
-        assert touched.sum() == p + 1
 
 
 @pytest.mark.parametrize(("together", "asking"), [(1, (0, 1, 2)), (2, (1, 1, 2)), (3, (1, 1, 1)), (7, (2, 2, 2))])
@@ -146,8 +129,7 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
     ("sizes", "message"),
     [
         ({"kind": "hydra"}, "unknown"),
-        ({"kind": "medusa", "recall": True}, "leave head.recall at false"),
-        ({"recall": "yes"}, "must be true or false"),
+        ({"merge": "yes"}, "must be true or false"),
         ({"kind": "eagle", "base_layers": 1}, "head.base_layers at 0"),
         ({"base_layers": -1}, "head.base_layers=-1 must be at least 0"),
         ({"draft_vocab_size": 0}, "head.draft_vocab_size=0 must be at least 1"),

@@ -23,8 +23,6 @@ def estimate(base, head, stage=0, ranks=1, precision="fp32", kind="adamw"):
     "sizes",
     [
         {},
-        {"recall": True},
-        {"recall": True, "slots_per_query": 4},
         {"base_layers": 2},
         {"base_layers": 2, "slots_per_query": 4},
         {"mixer_layers": 2, "layers": 2},

@@ -69,7 +69,7 @@ def test_muon_fits_a_linear_map():
 
 @pytest.mark.parametrize("kind", ["ctc", "parallel", "medusa", "eagle"])
 def test_matrices_are_the_linear_maps_of_a_head(kind):
-    options = {} if kind in ("medusa", "eagle") else {"transition": "full", "recall": True}
+    options = {} if kind in ("medusa", "eagle") else {"transition": "full"}
     head = build_head(HeadConfig(kind=kind, **options), 16)
     linear = {f"{name}.weight" for name, part in head.named_modules() if isinstance(part, torch.nn.Linear)}
     assert set(matrices_of(head)) == ({"weight"} if kind == "medusa" else linear - {"blank.weight"})

@@ -45,11 +45,11 @@ def losses(base, task, sampler):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("kind", "whole"), [("ctc", False), ("ctc", True), ("medusa", False)])
 def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind, whole):
-    """whole: with recall, the base's keys and values, and a transition that looks up."""
+    """whole: with the base's keys and values, and a transition."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     base.model.set_attn_implementation(attention)
     torch.manual_seed(0)
-    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2, "recall": whole}
+    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2}
     sizes["base_layers"] = 2 * whole
     head = head_on(base, HeadConfig(kind=kind, transition="full" if whole else "none", **sizes)).double()
     if head.transition is not None:
