@@ -43,7 +43,7 @@ class TrainConfig:
     checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
     hang_minutes: the same, where no part of a step ends for so long."""
 
-    steps: int = 400
+    steps: int = 800
     batch: int = 4
     micro_batch: int | None = None
     anchors: int = 32
@@ -52,9 +52,9 @@ class TrainConfig:
     precision: str = "auto"
     max_minutes: float | None = None
     log_every: int = 10
-    eval_every: int = 200
+    eval_every: int = 400
     eval_anchors: int = 512
-    save_every: int = 200
+    save_every: int = 400
     keep: int = 2
     max_skips: int = 10
     deterministic: bool = False

@@ -36,7 +36,7 @@ class ObjectiveConfig:
     labels: int = 12
     decay: float = 0.8
     follow: float | None = 0.5
-    negatives: int | None = None
+    negatives: int | None = 3072
 
     def __post_init__(self) -> None:
         if self.kind not in OBJECTIVES:
