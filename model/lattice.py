@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ctcdraft.model.best_first import LOG_NOTHING
 from ctcdraft.model.topology import Topology
 from ctcdraft.model.transition import Tables
-
-LOG_NOTHING = np.float32(-1e30)  # a log-probability of 0 whose differences are numbers
 
 
 class Moves(NamedTuple):

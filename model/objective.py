@@ -28,7 +28,7 @@ class Emissions(NamedTuple):
 class AnchorLoss(NamedTuple):
     """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
     anchors the mean probability of the blank per slot [T] where the loss looks at it (`slots_looked_at`; 0 without a
-    blank; behind the first prefix of its window, and where no band rules it out).
+    blank; behind as many labels as there were slots before, and where no band rules it out).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
     """
