@@ -378,7 +378,8 @@ class _Gate:
         self.head.eval()
         limit = max(2, len(self.example.ids) - len(self.prompt))
         plain = Decoder(self.base).generate(self.prompt, limit)
-        draft = replace(self.draft, prompt_lookup=0, budget="fixed")  # else only the nodes that pay are verified
+        # Else only the nodes that pay are verified, and what is drafted ends at the first token that is no candidate.
+        draft = replace(self.draft, prompt_lookup=0, budget="fixed", top_k=len(self.vocabulary))
         drafted = Decoder(self.base, self.head, draft).generate(self.prompt, limit)
         if drafted.tokens != plain.tokens:
             logits = forced_logits(self.base, self.prompt, drafted.tokens, 1)
