@@ -108,7 +108,7 @@ def stored_states(base, batch, kind, folder):
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
-def random_head(base, shape, transition, slots):
+def random_head(base, shape, transition, slots=LABELS):
     """As conf/head/ctc.yaml has it, with random weights."""
     heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
     sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
