@@ -141,7 +141,7 @@ def candidates_of(
         return Candidates((tokens_NY, log_p_NTY, log_blank_NT), partial(_plain_lattice, topology, ids))
     slot_NTR, root_N, tables = moved
     index_NTY = tokens_NY.unsqueeze(1).expand_as(log_p_NTY)
-    log_rest_NT = log_p_NTV.scatter(2, index_NTY, float("-inf")).logsumexp(dim=2)  # 1 minus the others would cancel
+    log_rest_NT = log_p_NTV.exp().scatter_(2, index_NTY, 0.0).sum(dim=2).log()  # 1 minus the others would cancel
     parts = tokens_NY, log_p_NTY, log_blank_NT, slot_NTR, root_N, log_rest_NT
     return Candidates(parts, partial(_moved_lattice, tables, topology, ids))
 
