@@ -11,7 +11,7 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 @njit(cache=True)
-def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, prune, moving, *moves):
+def search(log_p, log_blank, tokens, ends, merge, band, nodes, max_depth, chain, prune, moving, *moves):
     """Tokens, parents, depths and psi of the best nodes; see `tree.search`. moves: fields of a `Moves`; not looked at
     unless `moving`.
 
@@ -19,16 +19,17 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
     what the slots before gave it and all that is left of its parent. Once that is at most `prune` of the parent's psi,
     it is left out.
     """
-    T, C = emission.shape
+    T, C = log_p.shape
     pb, pn, children, best, left, next_slot, column, depths = _prefixes(nodes + 1, T, C)
     parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
     # p[i, row, c]: what a slot emits behind a prefix, see `_row`
     p = np.zeros((nodes + 1, min(T, band + 1), C) if moving else (2, T, C), np.float32)
     room = np.empty(C, np.int32)
+    blank = _share(log_blank)
     if not moving:
+        p[1] = np.exp(log_p)
         for t in range(T):
-            p[0, t] = emission[t] * (np.float32(1.0) - blank[t])
-            p[1, t] = emission[t]
+            p[0, t] = p[1, t] * (np.float32(1.0) - blank[t])
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
         if best[g] <= 0.0:
@@ -39,7 +40,7 @@ def search(emission, blank, tokens, ends, merge, band, nodes, max_depth, chain, 
             if pb[g, t] + pn[g, t] > UNLIKELY:
                 i, row = _row(g, t, depths[g], edge, moving)
                 if moving:
-                    p_blank = _emit(p[i, row], t, edge, column[g], room, moves)
+                    p_blank = _emit(p[i, row], log_p[t], log_blank[t], t, edge, column[g], room, moves)
                 else:
                     p_blank = np.float32(0.0) if edge else blank[t]
                 _hand_on(children[g], pb[g], pn[g], t, p[i, row], p_blank, column[g] if merge else -1)
@@ -91,13 +92,21 @@ def _row(i, t, depth, edge, moving):
 
 
 @njit(cache=True)
-def first_emissions(emission, *moves):
-    """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; moves as in `search`."""
-    T, C = emission.shape
-    p, blanks, room = np.empty((T, C), np.float32), np.empty(T, np.float32), np.empty(C, np.int32)
-    for t in range(T):
-        blanks[t] = _emit(p[t], t, False, -1, room, moves)
-    return p, blanks
+def first_emissions(log_p, log_blank, moving, *moves):
+    """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
+    p, blank, room = np.exp(log_p), _share(log_blank), np.empty(log_p.shape[1], np.int32)
+    for t in range(len(p)):
+        if moving:
+            blank[t] = _emit(p[t], log_p[t], log_blank[t], t, False, -1, room, moves)
+        else:
+            p[t] *= np.float32(1.0) - blank[t]
+    return p, blank
+
+
+@njit(cache=True)
+def _share(log_blank):
+    """p_t(blank) [T], where nothing is moved."""
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(-log_blank))
 
 
 @njit(cache=True)
@@ -147,15 +156,15 @@ def _products(out, gate, key):
 
 
 @njit(cache=True)
-def _emit(p, t, edge, last, room, moves):
+def _emit(p, log_p, log_blank, t, edge, last, room, moves):
     """p_t(y | u) into p [Y], u the candidate in column `last` (-1: the root); p_t(blank | u), 0 at the edge, is given
     back. Tokens that are no candidates keep the share that they had."""
-    slot, root, context, key, blank_key, log_p, log_rest, log_blank = moves
-    gate, blank = np.empty(len(root), np.float32), log_blank[t]
+    slot, root, context, key, blank_key, log_rest = moves
+    gate, blank = np.empty(len(root), np.float32), log_blank
     for r in range(len(gate)):
         gate[r] = _hardswish(slot[t, r] + (root[r] if last < 0 else context[last, r]))
         blank += gate[r] * blank_key[r]
-    p[:] = log_p[t]
+    p[:] = log_p
     _products(p, gate, key)
     if edge:
         blank = LOG_NOTHING

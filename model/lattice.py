@@ -25,9 +25,7 @@ class Moves(NamedTuple):
     root [R]         B e(root)
     context [Y, R]   B e(u) of each candidate
     key [R, Y]       P^T w_v of each candidate; blank_key [R]: the blank's vector
-    log_p [T, Y]     the candidates' log-probabilities without the transition, the blank left out
-    log_rest [T]     that of all other tokens together, which are not moved
-    log_blank [T]    the blank's, on the same scale; LOG_NOTHING: no blank
+    log_rest [T]     the log-probability of all other tokens together, which are not moved
     """
 
     slot: NDArray[np.float32]
@@ -35,9 +33,7 @@ class Moves(NamedTuple):
     context: NDArray[np.float32]
     key: NDArray[np.float32]
     blank_key: NDArray[np.float32]
-    log_p: NDArray[np.float32]
     log_rest: NDArray[np.float32]
-    log_blank: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class Lattice:
     """Per-slot probabilities over candidate tokens and the blank.
 
     tokens [Y]       candidate token ids, ascending
-    emission [T, Y]  p_t(y) over the vocabulary, the blank left out; without the transition
-    blank [T]        p_t(blank), not used with `moves`
+    log_p [T, Y]     log p_t(y) over the vocabulary, the blank left out; without the transition
+    log_blank [T]    the blank's logit on the same scale; LOG_NOTHING: no blank
     topology         which alignments count
     moves            how the token collapsed last moves them, or None: it does not
     ids [X]          the base's ids of the draft tokens that candidates are numbers of (`DraftVocabulary`), ascending;
@@ -54,15 +50,15 @@ class Lattice:
     """
 
     tokens: NDArray[np.int64]
-    emission: NDArray[np.float32]
-    blank: NDArray[np.float32]
+    log_p: NDArray[np.float32]
+    log_blank: NDArray[np.float32]
     topology: Topology
     moves: Moves | None = None
     ids: NDArray[np.int64] | None = None
 
     @property
     def slots(self) -> int:
-        return self.emission.shape[0]
+        return len(self.log_p)
 
     def ids_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The base's ids of draft tokens."""
@@ -138,40 +134,33 @@ def candidates_of(
     tokens_NY = peak_NV.topk(min(top_k, peak_NV.shape[1]), dim=1).indices.sort(dim=1).values
     log_p_NTY = log_p_NTV.gather(2, tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1))
     if moved is None:
-        return Candidates((tokens_NY, log_p_NTY, log_blank_NT), partial(_plain_lattice, topology, ids))
+        return Candidates((tokens_NY, log_p_NTY, log_blank_NT), partial(_lattice, topology, ids, None))
     slot_NTR, root_N, tables = moved
     index_NTY = tokens_NY.unsqueeze(1).expand_as(log_p_NTY)
     log_rest_NT = log_p_NTV.exp().scatter_(2, index_NTY, 0.0).sum(dim=2).log()  # 1 minus the others would cancel
     parts = tokens_NY, log_p_NTY, log_blank_NT, slot_NTR, root_N, log_rest_NT
-    return Candidates(parts, partial(_moved_lattice, tables, topology, ids))
+    return Candidates(parts, partial(_lattice, topology, ids, tables))
 
 
-def _plain_lattice(topology: Topology, ids: Any, tokens: Any, log_p_TY: Any, log_blank_T: Any) -> Lattice:
-    none_T = np.zeros(len(log_p_TY), np.float32)
-    blank_T = none_T if log_blank_T is None else (1.0 / (1.0 + np.exp(-log_blank_T))).astype(np.float32)
-    return Lattice(tokens, np.exp(log_p_TY), blank_T, topology, ids=ids)
-
-
-def _moved_lattice(
-    tables: Tables,
+def _lattice(
     topology: Topology,
-    ids: Any,
+    ids: NDArray[np.int64] | None,
+    tables: Tables | None,
     tokens: Any,
     log_p_TY: Any,
     log_blank_T: Any,
-    slot_TR: Any,
-    root: Any,
-    log_rest_T: Any,
+    *moved: Any,
 ) -> Lattice:
-    none_T = np.zeros(len(log_p_TY), np.float32)
-    moves = Moves(
-        np.ascontiguousarray(slot_TR),
-        tables.context_XR[int(root)],
-        tables.context_XR[tokens],
-        np.ascontiguousarray(tables.token_XR[tokens].T),
-        tables.blank_R,
-        np.ascontiguousarray(log_p_TY),
-        np.maximum(log_rest_T, LOG_NOTHING),
-        none_T + LOG_NOTHING if log_blank_T is None else np.maximum(log_blank_T, LOG_NOTHING),
-    )
-    return Lattice(tokens, np.exp(log_p_TY), none_T, topology, moves, ids)
+    log_blank_T = np.full(len(log_p_TY), LOG_NOTHING) if log_blank_T is None else np.maximum(log_blank_T, LOG_NOTHING)
+    moves = None
+    if tables is not None:
+        slot_TR, root, log_rest_T = moved
+        moves = Moves(
+            np.ascontiguousarray(slot_TR),
+            tables.context_XR[int(root)],
+            tables.context_XR[tokens],
+            np.ascontiguousarray(tables.token_XR[tokens].T),
+            tables.blank_R,
+            np.maximum(log_rest_T, LOG_NOTHING),
+        )
+    return Lattice(tokens, np.ascontiguousarray(log_p_TY), log_blank_T, topology, moves, ids)

@@ -9,6 +9,7 @@ taken yet competes with those of other nodes: no heap of all children.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -75,7 +76,7 @@ class Tree:
 
 NO_TOKENS = np.zeros(0, np.int64)
 _ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-NOT_MOVED = Moves(_TABLE, _ROW, _TABLE, _TABLE, _ROW, _TABLE, _ROW, _ROW)
+NOT_MOVED = Moves(_TABLE, _ROW, _TABLE, _TABLE, _ROW, _ROW)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -99,17 +100,20 @@ def search(
         return EMPTY
     ends = NO_TOKENS if leaves is None else lattice.numbers_of(leaves)
     topology = lattice.topology.merge, lattice.topology.width(lattice.slots)
-    plain = lattice.emission, lattice.blank, lattice.tokens, ends, *topology, nodes, depth, chain, np.float32(prune)
-    moves = NOT_MOVED if lattice.moves is None else lattice.moves
-    tokens, *shape = best_first.search(*plain, lattice.moves is not None, *moves)  # type: ignore[call-arg]
+    options = *topology, nodes, depth, chain, np.float32(prune)
+    found = best_first.search(lattice.log_p, lattice.log_blank, lattice.tokens, ends, *options, *_moves(lattice))  # type: ignore[call-arg]
+    tokens, *shape = found
     return Tree(lattice.ids_of(tokens), *shape)
 
 
 def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
-    if lattice.moves is None:
-        return lattice.emission * (1 - lattice.blank[:, None]), lattice.blank
-    return best_first.first_emissions(lattice.emission, *lattice.moves)  # type: ignore
+    return best_first.first_emissions(lattice.log_p, lattice.log_blank, *_moves(lattice))  # type: ignore
+
+
+def _moves(lattice: Lattice) -> tuple[Any, ...]:
+    """Is there a transition, and what compiled code takes of it."""
+    return lattice.moves is not None, *(NOT_MOVED if lattice.moves is None else lattice.moves)
 
 
 def chosen(

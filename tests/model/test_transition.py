@@ -269,8 +269,8 @@ def test_what_is_no_candidate_keeps_its_share():
     lattice = case.lattice(DIAGONAL, top_k=5)
     moves = lattice.moves
     gate = torch.nn.functional.hardswish(torch.tensor(moves.slot[0] + moves.root))
-    logits = torch.tensor(moves.log_p[0]) + gate @ torch.tensor(moves.key)
-    others = 1.0 - float(np.exp(moves.log_p[0]).sum())
+    logits = torch.tensor(lattice.log_p[0]) + gate @ torch.tensor(moves.key)
+    others = 1.0 - float(np.exp(lattice.log_p[0]).sum())
     want = logits.exp() / (logits.exp().sum() + others)
     tree = search(lattice, 5)
     assert np.allclose(np.sort(tree.psi), np.sort(want.numpy()), atol=1e-6)

@@ -79,8 +79,8 @@ def emitted(lattice, t, prefix):
     moves, tokens = lattice.moves, lattice.tokens.tolist()
     at = moves.slot[t].astype(float) + (moves.context[tokens.index(prefix[-1])] if prefix else moves.root)
     gate = at * np.clip(at + 3, 0, 6) / 6
-    p = np.exp(moves.log_p[t] + gate @ moves.key)
-    blank = np.exp(moves.log_blank[t] + moves.blank_key @ gate)
+    p = np.exp(lattice.log_p[t] + gate @ moves.key)
+    blank = np.exp(lattice.log_blank[t] + moves.blank_key @ gate)
     total = p.sum() + blank + np.exp(moves.log_rest[t].astype(float))
     return dict(zip(tokens, p / total, strict=True)), blank / total, set(tokens)
 

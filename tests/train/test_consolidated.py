@@ -68,7 +68,7 @@ def test_without_its_moments_a_run_goes_on_elsewhere(small, tmp_path, monkeypatc
     rows = [(trainer._one_step(), again._one_step()) for _ in range(2)]
     assert rows[0][0]["train/loss"] == rows[0][1]["train/loss"], "the same weights"
     want, found = (row["train/loss"] for row in rows[1])
-    assert abs(found - want) > 50 * TOLERANCE * want
+    assert abs(found - want) > 100 * TOLERANCE * want
 
 
 def test_a_skipped_first_step_leaves_state_that_can_be_saved(small, tmp_path):
