@@ -43,6 +43,7 @@ class Negatives:
             middle = (low + high) / 2.0
             low, high = (middle, high) if _drawn(share_X, middle).sum() < size else (low, middle)
         self.probability_X = _drawn(share_X, high).float()
+        self.bias_X = -self.probability_X.log()
 
     def draw(self, labels_NU: Tensor, lengths_N: Tensor) -> Sample:
         """A sample for these labels; which one depends on them alone, so that a resumed run draws what it had drawn."""
@@ -54,7 +55,7 @@ class Negatives:
         own_X[labels_M] = True
         chosen_X |= own_X
         tokens_S = chosen_X.nonzero().squeeze(1)
-        bias_X = -self.probability_X.to(labels_NU.device).log().masked_fill(own_X, 0.0)
+        bias_X = self.bias_X.to(labels_NU.device).masked_fill(own_X, 0.0)
         place_X = chosen_X.long().cumsum(dim=0) - 1
         return Sample(tokens_S, bias_X[tokens_S], place_X[labels_NU.where(present_NU, tokens_S[:1])])
 
