@@ -60,11 +60,11 @@ def test_another_zero_stage_goes_on_with_the_same_state(small, tmp_path, old, ne
 
 def test_without_its_moments_a_run_goes_on_elsewhere(small, tmp_path, monkeypatch):
     """The control of the tests above, and of those over ranks: weights alone are not the state."""
-    trainer = stepped(small(tmp_path), 3)
+    trainer = stepped(small(tmp_path, "optim.lr=0.02"), 3)
     save_checkpoint(trainer.engine, trainer.checkpoints, trainer.state)
     put = consolidated._set
     monkeypatch.setattr(consolidated, "_set", lambda e, p, kind, v: put(e, p, kind, v) if kind == "weight" else None)
-    again = small(tmp_path)
+    again = small(tmp_path, "optim.lr=0.02")
     rows = [(trainer._one_step(), again._one_step()) for _ in range(2)]
     assert rows[0][0]["train/loss"] == rows[0][1]["train/loss"], "the same weights"
     want, found = (row["train/loss"] for row in rows[1])
