@@ -9,22 +9,23 @@ GPU both replay CUDA graphs; --eager measures them without.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from measure import interleaved, spread, told
 from tqdm import tqdm
-from train_step import StepShape, random_base, random_head
+from train_step import SHAPES as STEP_SHAPES
+from train_step import random_base, random_head
 
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.tree import Tree
 
 SHAPES = {
-    "tiny": StepShape(128, 4, 352, 4, 2048, 128, 128, 1, 64),
-    "base_50m": StepShape(512, 8, 1408, 8, 32000, 512, 256, 1, 64),
-    "vicuna_7b": StepShape(4096, 32, 11008, 32, 32000, 4096, 1024, 1, 64, "bfloat16"),
+    name: replace(STEP_SHAPES[of], batch=1, length=64)
+    for name, of in {"tiny": "tiny", "base_50m": "small", "vicuna_7b": "vicuna_7b"}.items()
 }
 
 

@@ -38,7 +38,7 @@ PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = HeadConfig().slots
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepShape:
     """Sizes of a Llama base, of the head, and of one batch."""
 
@@ -57,10 +57,57 @@ class StepShape:
 
 
 SHAPES = {
-    "tiny": StepShape(128, 4, 352, 4, 2048, 128, 128, 4, 256, anchors=(32, 64, 128)),  # about the toy base
-    "small": StepShape(512, 8, 1408, 8, 32000, 512, 256, 2, 256, anchors=(64, 128)),
-    "smollm2": StepShape(576, 30, 1536, 9, 49152, 128, 128, 4, 320, "bfloat16", key_heads=3, anchors=(32,)),
-    "vicuna_7b": StepShape(4096, 32, 11008, 32, 32000, 4096, 1024, 1, 2048, "bfloat16", anchors=(512, 2039)),
+    "tiny": StepShape(  # about the toy base
+        hidden=128,
+        layers=4,
+        inner=352,
+        attention_heads=4,
+        vocab=2048,
+        width=128,
+        mixer=128,
+        batch=4,
+        length=256,
+        anchors=(32, 64, 128),
+    ),
+    "small": StepShape(
+        hidden=512,
+        layers=8,
+        inner=1408,
+        attention_heads=8,
+        vocab=32000,
+        width=512,
+        mixer=256,
+        batch=2,
+        length=256,
+        anchors=(64, 128),
+    ),
+    "smollm2": StepShape(
+        hidden=576,
+        layers=30,
+        inner=1536,
+        attention_heads=9,
+        vocab=49152,
+        key_heads=3,
+        width=128,
+        mixer=128,
+        batch=4,
+        length=320,
+        anchors=(32,),
+        dtype="bfloat16",
+    ),
+    "vicuna_7b": StepShape(
+        hidden=4096,
+        layers=32,
+        inner=11008,
+        attention_heads=32,
+        vocab=32000,
+        width=4096,
+        mixer=1024,
+        batch=1,
+        length=2048,
+        anchors=(512, 2039),
+        dtype="bfloat16",
+    ),
 }
 
 

@@ -162,7 +162,9 @@ def test_what_rounding_explains_is_listed_and_does_not_fail():
     answer = Answered(Question("7", "chat", ("x",)), turns=1, tokens=5, grown=4, steps=2, accepted=[1, 1])
     answer.expected, answer.plain_seconds, answer.speculative_seconds = [1.0, 1.5], 1.0, 0.5
     answer.seconds["whole"] = 0.5
-    answer.divergences = [Divergence("7", 0, 2, 0.0, 0, 5e-6, 5e-6, 1e-5, 1e-6, 5e-6, 5e-6)]
+    where = {"question": "7", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0}
+    gaps = dict.fromkeys(("top2_gap", "other_gap", "same_shape_gap", "float32_gap"), 5e-6)
+    answer.divergences = [Divergence(**where, **gaps, bound=1e-5, shape_change=1e-6)]
     results = measured([answer], 0)
     assert [d["within_bound"] for d in results["identical"]["divergences"]] == [True]
     assert results["identical"]["identical"] == 0
