@@ -9,7 +9,7 @@ ARGS ?=
 LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count(); cores = len(os.sched_getaffinity(0)); \
 	ranks = 1 if gpus or cores < 2 else 2 if cores < 4 else 4; \
 	print('$(BIN)/deepspeed --num_gpus %d' % gpus if gpus > 1 else \
-	'env OMP_NUM_THREADS=%s $(BIN)/torchrun --standalone --nproc_per_node %d' \
+	'env OMP_NUM_THREADS=%s $(BIN)/python launch/ranks.py %d' \
 	% (os.environ.get('OMP_NUM_THREADS', cores), ranks) if ranks > 1 else '$(BIN)/python')")
 
 .DEFAULT_GOAL := help

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -29,6 +30,7 @@ CONF = "ctcdraft.conf"
 TOKENS = "base.eos"  # its values are tokens, which are full of syntax: base.eos=<|im_end|>
 SYNTAX = re.compile(r"[^\w./-]")  # characters of a value that may mean something in Hydra's grammar
 RENAMED = {"data.last_turn": "data.turns=last"}  # options of earlier versions, and what does the same now
+RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
@@ -128,8 +130,9 @@ def _guarded(task: Callable[[], int | None]) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {masked(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") != "0":  # who starts ranks ends all of them with the first: rank 0 is to say it
+            time.sleep(RANK_0_SECONDS)
+        print(f"error: {masked(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

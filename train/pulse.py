@@ -27,7 +27,7 @@ DEAD_SECONDS = 60.0  # a process that has said nothing for so long is dead, or i
 LOST_SECONDS = 8.0  # the same, once a rank has lost a connection
 GRACE_SECONDS = 5.0  # for a process to end by itself, after another has failed
 SAVE_SECONDS = 120.0  # for a process to save and end, after its launcher has gone
-LAUNCHERS = ("torchrun", "torch.distributed", "deepspeed")
+LAUNCHERS = ("torchrun", "torch.distributed", "deepspeed", "launch/ranks.py")
 WITHOUT_STORE = "rank 0, which the others report to, ended without a word or cannot be reached"
 LOST = ("connection", "gloo", "nccl", "socket", "broken pipe")  # words of an error that another rank's end causes
 

@@ -1,0 +1,35 @@
+"""Several ranks on this machine, as torchrun starts them, without torchrun's own report of a rank that failed: the rank
+has said why, in a sentence.
+
+python launch/ranks.py <ranks> launch/train.py <options>
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def main(words: Sequence[str]) -> int:
+    """What the first rank to fail ended with, in a shell's terms; 0 where none did."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run.main(["--standalone", "--nproc-per-node", *words])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        cause = signal.Signals(-failure.exitcode).name  # of which the rank itself could say nothing
+        print(f"error: rank {failure.local_rank} was ended by {cause}, as where memory runs out", file=sys.stderr)
+        return 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

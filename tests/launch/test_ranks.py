@@ -1,0 +1,47 @@
+"""The launcher of several ranks: what a rank says is all that is said."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parents[2] / "launch" / "ranks.py"
+SCRIPT = """
+import os, signal, sys, time
+
+rank, fault = os.environ["RANK"], sys.argv[1]
+if fault == "none":
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
+elif rank == "1" and fault == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif rank == "0" and fault == "fails":
+    print("error: why it fails", file=sys.stderr, flush=True)
+    sys.exit(3)
+else:
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("none", 0, ""),
+        ("fails", 3, "error: why it fails\n"),
+        ("killed", 137, "error: rank 1 was ended by SIGKILL, as where memory runs out\n"),
+    ],
+)
+def test_what_ranks_come_to(tmp_path, fault, code, said):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    words = [sys.executable, str(RANKS), "2", str(script), fault]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (code, said)
+    assert sorted(done.stdout.split("\n")) == (["", "rank 0 of 2", "rank 1 of 2"] if fault == "none" else [""])
+
+
+def test_what_all_ranks_find_is_said_once(tmp_path):
+    words = [sys.executable, str(RANKS), "2", str(RANKS.with_name("train.py")), "head.slotz=3"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "error: head.slotz: there is no such option; did you mean head.slots?\n"
