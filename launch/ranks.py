@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def main(words: Sequence[str]) -> int:
     """What the first rank to fail ended with, in a shell's terms; 0 where none did."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable()  # of this process, which has nothing to say but what its ranks said
     try:
         run.main(["--standalone", "--nproc-per-node", *words])
     except ChildFailedError as error:

@@ -8,15 +8,17 @@ import pytest
 
 RANKS = Path(__file__).parents[2] / "launch" / "ranks.py"
 SCRIPT = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 
 rank, fault = os.environ["RANK"], sys.argv[1]
 if fault == "none":
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
+    os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']}\\n".encode())  # whole, beside the other's
 elif rank == "1" and fault == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif rank == "0" and fault == "fails":
     print("error: why it fails", file=sys.stderr, flush=True)
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as report:  # as train/pulse.py does
+        json.dump({"message": "why it fails", "timestamp": "1"}, report)
     sys.exit(3)
 else:
     time.sleep(30)
