@@ -1,14 +1,16 @@
 """The toy corpus is deterministic, its splits are disjoint, and what it says is true."""
 
+import ast
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
-from ctcdraft.data import toy
-from ctcdraft.data.toy import CATEGORIES, conversations, fingerprint, questions
-from ctcdraft.data.toy_scenarios import COMPARISONS, SCENARIOS, Scenario, Talk
+from ctcdraft.data.toy import CATEGORIES, SCENARIOS, TOY, WORDS, Scenario, conversations, fingerprint, questions
+
+COMPARISONS = WORDS["comparisons"]
 
 SAMPLE = list(conversations(2400, seed=3))
 
@@ -32,9 +34,14 @@ def test_a_seed_gives_the_same_text_on_every_machine():
     assert fingerprint() == "7fc4239ccd06"
 
 
-def test_fingerprint_follows_the_text(monkeypatch):
-    monkeypatch.setattr(toy, "SCENARIOS", [s for s in SCENARIOS if s.name != "math shopping"])
-    assert fingerprint.__wrapped__() != fingerprint()
+def with_math(*scenarios):
+    """The corpus with these scenarios of mathematics instead of its own."""
+    return replace(TOY, drawers={**TOY.drawers, "math": [scenario.draw for scenario in scenarios]})
+
+
+def test_fingerprint_follows_the_text():
+    assert with_math(*(s for s in SCENARIOS if s.category == "math")).fingerprint() == fingerprint()
+    assert with_math(*(s for s in SCENARIOS if s.name == "rectangle")).fingerprint() != fingerprint()
 
 
 def test_rows_are_sharegpt_conversations_of_one_to_three_exchanges():
@@ -61,24 +68,28 @@ def test_there_are_enough_conversations_for_the_base_and_none_starts_as_one_of_t
     assert not set(train) & {*held_out, *(question["turns"][0] for question in questions())}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_every_opening_mentions_every_slot(scenario):
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: f"{scenario.category} {scenario.name}")
+@pytest.mark.parametrize("opening", [0, 1])
+def test_every_opening_mentions_every_slot(scenario, opening):
     """Otherwise two conversations of different slots, and so of two splits, could start with the same question."""
-    rng = random.Random(0)
+    rng, scenario = random.Random(0), replace(scenario, openings=[scenario.openings[opening]])
     for _ in range(20):
-        slots = scenario.draw(rng)
-        for opening in scenario.write(**slots).openings:
-            assert all(str(value) in opening for value in slots.values() if value not in COMPARISONS), opening
-            assert any(word in opening for more in COMPARISONS.items() for word in (more[0], *more[1])) or all(
-                value not in COMPARISONS for value in slots.values()
-            )
+        drawn = scenario.draw(rng)
+        slots, opening = (
+            ast.literal_eval(drawn.key.removeprefix(f"{scenario.category} {scenario.name} ")),
+            drawn.turns[0],
+        )
+        assert slots.keys() == scenario.slots.keys()
+        assert all(str(value) in opening for value in slots.values() if value not in COMPARISONS), opening
+        assert any(word in opening for more in COMPARISONS.items() for word in (more[0], *more[1])) or all(
+            value not in COMPARISONS for value in slots.values()
+        )
 
 
-def test_an_exhausted_category_says_so(monkeypatch):
-    only_one = Scenario("math", "one", {"x": [1]}, lambda x: Talk({"Ask": "Answer"}, {}))
-    monkeypatch.setattr(toy, "SCENARIOS", [s for s in SCENARIOS if s.category != "math"] + [only_one])
+def test_an_exhausted_category_says_so():
+    only_one = Scenario("math", "one", {"x": "[1]"}, [["Ask", "Answer"]])
     with pytest.raises(ValueError, match="conversations of category 'math'"):
-        list(conversations(1000))
+        list(with_math(only_one).conversations(1000))
 
 
 def test_questions_are_eighty_in_two_turns_and_ten_per_category():
