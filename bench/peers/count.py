@@ -1,0 +1,118 @@
+"""Tokens per step of a peer's drafters along given answers of the base, by the ruler of `eval.py count=true`.
+
+python bench/peers/count.py --base BASE --answers ROWS.jsonl --rows 1500:1560 --drafter dspark=FOLDER eagle3=FOLDER
+
+Of each drafter: its chain, its tree of N nodes, and both beside copied tokens (prompt lookup); and prompt lookup alone.
+Answers are rows with input_ids and loss_mask, as `prepare` reads them, and must be the base's own greedy ones.
+"""
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from conditionals import LayersBase, PeerHead
+from drafters import load_drafter
+
+from ctcdraft.eval.count import DEPTHS, Counted
+from ctcdraft.eval.replay import Known, known_rows, replay
+from ctcdraft.eval.report import markdown_table
+from ctcdraft.eval.results import bootstrap, tokens_per_step_of
+from ctcdraft.model import Decoder, DraftConfig, load_base
+
+COPIES = DraftConfig.prompt_lookup
+
+
+def decoders_of(base, heads, nodes):
+    """Every way to draft that is counted, by its label."""
+    decoders = {}
+    for name, head in heads.items():
+        for copies, beside in ((0, ""), (COPIES, " and copies")):
+            kinds = [("chain", max(nodes), "chain")] + [("tree", n, f"tree of {n}") for n in nodes]
+            for kind, size, label in kinds:
+                draft = DraftConfig(kind, size, budget="fixed", prompt_lookup=copies)
+                decoders[f"{name}, {label}{beside}"] = Decoder(base, head, draft)
+    for n in nodes:
+        decoders[f"prompt lookup alone, tree of {n}"] = Decoder(base, None, DraftConfig("tree", n, budget="fixed"))
+    return decoders
+
+
+def figures_of(replayed, seed=0):
+    """What `count=true` says of one way to draft."""
+    counted = [Counted(one.grown, len(one.steps)) for one in replayed]
+    figure = tokens_per_step_of(counted)
+    steps = [draft for one in replayed for draft in one.steps]
+    accepted = np.array([draft.accepted for one in replayed for draft in one.drafts])
+    return {
+        "tokens_per_step": figure(np.arange(len(counted))),
+        "tokens_per_step_ci95": bootstrap(figure, len(counted), seed),
+        "steps": len(steps),
+        "expected": float(np.mean([draft.expected for draft in steps])),
+        "accepted": float(np.mean([draft.accepted for draft in steps])),
+        "right_at_depth": [float((accepted >= depth).mean()) for depth in DEPTHS],
+    }
+
+
+def table(found):
+    rows = []
+    for label, one in found.items():
+        low, high = one["tokens_per_step_ci95"]
+        right = " ".join(f"{share:.2f}" for share in one["right_at_depth"])
+        calibration = f"{one['expected']:.2f} / {one['accepted']:.2f}"
+        rows.append((label, f"{one['tokens_per_step']:.2f} [{low:.2f}, {high:.2f}]", calibration, right))
+    depths = ", ".join(map(str, DEPTHS))
+    return markdown_table(("draft", "tokens per step", "psi / accepted", f"right at depth {depths}"), rows)
+
+
+def answers_of(path, rows, longest):
+    """Rows first:end of the file, cut to so many tokens; those without an answer are left out."""
+    cut = (Known(known.tokens[:longest], known.said[:longest]) for known in islice(known_rows(path), *rows))
+    found = [known for known in cut if known.said[1:].any()]
+    if not found:
+        raise ValueError(f"{path}: rows {rows[0]}:{rows[1]} hold no answer within {longest} tokens")
+    return found
+
+
+def span(text):
+    first, _, end = text.partition(":")
+    return int(first), int(end)
+
+
+def named(text):
+    name, _, folder = text.partition("=")
+    if not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not name=folder")
+    return name, folder
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", required=True, help="folder of the base, in float32")
+    parser.add_argument("--answers", required=True, help="rows with input_ids and loss_mask")
+    parser.add_argument("--rows", type=span, required=True, metavar="FIRST:END", help="which of them are counted")
+    parser.add_argument("--longest", type=int, default=900, help="tokens of a row that count (default: 900)")
+    parser.add_argument("--drafter", type=named, nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--depth", type=int, default=8, help="longest draft of EAGLE-3 (default: 8)")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    options = parser.parse_args()
+    try:
+        base = LayersBase.of(load_base(options.base, dtype="fp32"))
+        answers = answers_of(options.answers, options.rows, options.longest)
+        heads = {
+            name: PeerHead(load_drafter(folder, options.depth), base, max(options.nodes))
+            for name, folder in options.drafter
+        }
+    except ValueError as error:
+        parser.error(str(error))
+    found = replay(base, decoders_of(base, heads, options.nodes), answers)
+    figures = {label: figures_of(replayed) for label, replayed in found.items()}
+    print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{table(figures)}")
+    if options.out:
+        options.out.write_text(json.dumps({"answers": len(answers), "drafts": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
