@@ -34,8 +34,8 @@ from ctcdraft.launch import stages
 from ctcdraft.launch.door import _quoted, compose, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 from ctcdraft.model import HeadConfig, build_head, export_head, load_head
-from ctcdraft.train import consolidated
 from ctcdraft.train import engine as ds
+from ctcdraft.train import zero
 from ctcdraft.train.checkpoint import load_best, load_checkpoint, save_best, save_checkpoint
 from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.prepare import prepare
@@ -162,7 +162,7 @@ class Edges:
                 self.trainer._one_step()
             save_checkpoint(self.trainer.engine, work / "checkpoints", self.trainer.state)
             (work / f"whole-{self.trainer.state.step}").mkdir()
-        self.states = {4: consolidated.whole_state(self.trainer.engine)}
+        self.states = {4: zero.whole_state(self.trainer.engine)}
         shutil.rmtree(work / "whole-2")
         torch.manual_seed(0)
         config = HeadConfig(slots=4, width=32, mixer_width=16, transition="full")
@@ -255,7 +255,7 @@ class Edges:
             files = [path for path in there.rglob("*") if path.is_file()]
             break_file(rng.choice(files), rng)
         state = load_checkpoint(self.trainer.engine, there)
-        found = consolidated.whole_state(self.trainer.engine)
+        found = zero.whole_state(self.trainer.engine)
         with safe_open(self.work / "checkpoints" / f"step_{state.step:06d}" / "state.safetensors", "pt") as stream:
             if any(not torch.equal(stream.get_tensor(name), value) for name, value in found.items()):
                 raise Wrong(f"not the state of step {state.step}")

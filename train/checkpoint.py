@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.train.consolidated import prepare_moments, restore_state, shapes_of, whole_state
 from ctcdraft.train.engine import from_rank_zero, rank, world_size, zero_stage
 from ctcdraft.train.files import free_bytes, read_manifest, seal, sync, unsealed, write_atomically
+from ctcdraft.train.zero import restore_state, shapes_of, whole_state
 
 FORMAT = 3
 STATE = "state.safetensors"
@@ -64,7 +64,6 @@ def load_checkpoint(engine: Any, folder: Path) -> TrainState:
     Those that are not whole are passed over with a sentence. Raises ValueError when there are checkpoints but none
     can be used.
     """
-    prepare_moments(engine)
     wanted = shapes_of(engine)
     tensors: dict[str, Tensor] = {}
     facts = from_rank_zero(lambda: _read(folder, wanted, tensors))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train import pulse
 from ctcdraft.train.muon import Muon, matrices_of
-from ctcdraft.train.partitions import partitions
+from ctcdraft.train.zero import shards
 
 Made = TypeVar("Made")
 OPTIMIZERS = ("muon", "adamw")
@@ -171,7 +171,8 @@ def build_engine(
         if stage == 3:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, lr_scheduler=scheduler, config=config)
-    optimizer.partitions, optimizer.among_ranks = dict(partitions(engine)), world_size() > 1
+    optimizer.shards, optimizer.among_ranks = dict(shards(engine)), world_size() > 1
+    optimizer.prepare()
     return engine
 
 

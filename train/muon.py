@@ -1,13 +1,13 @@
 """Muon: momentum whose matrix update is made orthogonal (Jordan et al. 2024), beside AdamW for all that is no matrix.
 
 It works on whole matrices. Under ZeRO an optimizer steps on flat shares of them, so the update is gathered, made
-orthogonal, and this rank's share of it taken (train/partitions.py); ranks divide the work. Of the libraries' own,
+orthogonal, and this rank's share of it taken (train/zero.py); ranks divide the work. Of the libraries' own,
 `torch.optim.Muon` knows no ZeRO and works in bfloat16, some fifteen times slower on CPUs without bfloat16 units, and
 DeepSpeed's measures and clips the gradient's norm after it was made orthogonal.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ctcdraft.train.partitions import WHOLE, Partition
+from ctcdraft.train.zero import Shard, Whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that drives singular values towards one
 ITERATIONS = 5
@@ -26,8 +26,8 @@ ADAM_RMS = 0.2  # scales updates to the size that AdamW's have, so that learning
 class Muon(torch.optim.AdamW):
     """Muon for the named matrices [..., m, n], AdamW for the other parameters.
 
-    matrix_lr: that of the matrices, if it is another. partitions: of what the tensors that are stepped on are shares,
-    where ZeRO has put flat ones in the parameters' place. among_ranks: all ranks step together, and each makes a part
+    matrix_lr: that of the matrices, if it is another. shards: what the tensors that are stepped on are, where ZeRO has
+    put flat ones in the parameters' place. among_ranks: all ranks step together, and each makes a part
     of the matrices orthogonal for all. skips: leave everything as it is.
     """
 
@@ -48,8 +48,8 @@ class Muon(torch.optim.AdamW):
         ]
         filled = [group for group in groups if group["params"]]
         super().__init__(filled, lr=lr, betas=betas, weight_decay=weight_decay)
-        self.momentum, self.matrix_names = momentum, frozenset(matrices)
-        self.partitions: dict[Tensor, Partition] = {}
+        self.momentum = momentum
+        self.shards: dict[Tensor, Shard | Whole] = {}
         self.among_ranks = self.skips = False
 
     @torch.no_grad()
@@ -66,34 +66,23 @@ class Muon(torch.optim.AdamW):
             if group["orthogonal"] and group["params"]:
                 self._orthogonal_step(group)
 
-    def moments(self, name: str) -> tuple[str, ...]:
-        """What is remembered of the parameter of that name."""
-        return _moments(name in self.matrix_names)
-
-    def stepped(self) -> Iterator[tuple[Tensor, bool]]:
-        """What is stepped on, the parameters or this rank's shares of them, and whether it is made orthogonal."""
-        for p, partition in self.partitions.items():
-            yield p, self.param_groups[partition.group]["orthogonal"]
-        for group in [] if self.partitions else self.param_groups:
-            for p in group["params"]:
-                yield p, group["orthogonal"]
-
     def prepare(self) -> None:
         """Give all that is stepped on the state that its first step would: zeros."""
-        for p, is_orthogonal in self.stepped():
-            self._prepare(p, is_orthogonal)
+        whole = {p: Whole(i) for i, group in enumerate(self.param_groups) for p in group["params"]}
+        for p, shard in (self.shards or whole).items():
+            self._prepare(p, self.param_groups[shard.group]["orthogonal"])
 
     def _prepare(self, p: Tensor, is_orthogonal: bool) -> None:
-        moments = {key: torch.zeros_like(p) for key in _moments(is_orthogonal)}
-        self.state[p] = {"step": torch.tensor(0.0), **moments}
+        moments = ("exp_avg",) if is_orthogonal else ("exp_avg", "exp_avg_sq")
+        self.state[p] = {"step": torch.tensor(0.0), **{key: torch.zeros_like(p) for key in moments}}
 
     def _orthogonal_step(self, group: dict[str, Any]) -> None:
-        stepped = [(p, self.partitions.get(p, WHOLE)) for p in group["params"] if p.grad is not None]
-        momenta = [partition.whole(self._looked_ahead(p)) for p, partition in stepped]
+        stepped = [(p, self.shards.get(p, Whole(0))) for p in group["params"] if p.grad is not None]
+        momenta = [shard.whole(self._looked_ahead(p)) for p, shard in stepped]
         updates = iter(updates_of([*chain(*momenta)], self.among_ranks))
-        for (p, partition), matrices in zip(stepped, momenta, strict=True):
+        for (p, shard), matrices in zip(stepped, momenta, strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(partition.share([*islice(updates, len(matrices))], p), alpha=-group["lr"])
+            p.add_(shard.share([*islice(updates, len(matrices))], p), alpha=-group["lr"])
 
     def _looked_ahead(self, p: Tensor) -> Tensor:
         """Nesterov's look-ahead of the running mean of gradients."""
@@ -154,7 +143,3 @@ def updates_of(momenta: Sequence[Tensor], among_ranks: bool = False) -> list[Ten
 def _single(matrices: Tensor) -> tuple[Tensor, ...]:
     """Views [m, n] of matrices [..., m, n]."""
     return matrices.reshape(-1, *matrices.shape[-2:]).unbind()
-
-
-def _moments(is_orthogonal: bool) -> tuple[str, ...]:
-    return ("exp_avg",) if is_orthogonal else ("exp_avg", "exp_avg_sq")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ctcdraft.train import checkpoint, engine, files, loop
-from ctcdraft.train.consolidated import optimizer_of
+from ctcdraft.train.muon import matrices_of
 
 
 class Rows(list):
@@ -136,7 +136,7 @@ def test_a_checkpoint_holds_weights_and_moments_of_the_head_and_nothing_of_the_b
     assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "state.safetensors"]
     every = {f"head.{name}" for name, _ in trainer.task.head.named_parameters()}
     names = {f"{kind}/{name}" for name in every for kind in ("weight", "exp_avg")} | {"updates"}
-    squares = {f"exp_avg_sq/{name}" for name in every if name not in optimizer_of(trainer.engine).matrix_names}
+    squares = {f"exp_avg_sq/{name}" for name in every if name not in matrices_of(trainer.task)}
     assert load_file(step / checkpoint.STATE).keys() == names | squares
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ctcdraft.model.head import HeadConfig, build_head
 from ctcdraft.train.muon import Muon, matrices_of, orthogonal, updates_of
-from ctcdraft.train.partitions import Partition, Place
+from ctcdraft.train.zero import Place, Shard
 
 
 def normal(*shape, seed=0):
@@ -84,25 +84,25 @@ def test_what_ranks_hold_of_matrices_is_put_together_and_shared_out_again(monkey
     if by_parameter:  # a stretch of each, filled up
         for value in values:
             stretch = -(-value.numel() // ranks)
-            places.append(Place(value.shape, start, stretch))
+            places.append(Place("", value.shape, start, stretch))
             filled = torch.cat([value.flatten(), torch.zeros(ranks * stretch - value.numel())])
             shares.append(filled.view(ranks, stretch))
             start += stretch
         rows = torch.cat(shares, dim=1)
     else:  # end to end, with a gap of two before each
         for value in values:
-            places.append(Place(value.shape, start + 2, None))
+            places.append(Place("", value.shape, start + 2, None))
             shares += [torch.zeros(2), value.flatten()]
             start += 2 + value.numel()
         rows = torch.cat([*shares, torch.zeros(-start % ranks)]).view(ranks, -1)
-    partition = Partition(0, places, torch.device("cpu"))
+    shard = Shard(0, places, torch.device("cpu"))
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda every, mine: every.copy_(rows.flatten()))
     for rank, mine in enumerate(rows):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        whole = partition.whole(mine)
+        whole = shard.whole(mine)
         assert all(torch.equal(a, b) for a, b in zip(whole, values, strict=True))
-        assert torch.equal(partition.share(whole, mine), mine)
+        assert torch.equal(shard.share(whole, mine), mine)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 9])
