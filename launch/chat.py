@@ -18,9 +18,9 @@ TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 
 
 def main(config: ChatEntry) -> int:
-    base, head_folder, _ = stages.chosen_head(config)
+    base, heads, _ = stages.chosen_heads(config)
     warn_if_plain(base)
-    decoder = Decoder(base, load_head(head_folder, base), config.draft)
+    decoder = Decoder(base, load_head(next(iter(heads.values())), base), config.draft)
     messages = [{"role": "system", "content": config.system}] if config.system else []
     for number, text in enumerate(_turns(config.prompt)):
         messages.append({"role": "user", "content": text})

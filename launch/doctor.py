@@ -5,14 +5,15 @@ python launch/doctor.py [--json] [options as launch/train.py takes them]
 
 import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.files import free_bytes
-from ctcdraft.train.gate import GateConfig, overfit_gate
+from ctcdraft.train.gate import GateConfig, OverfitGate
 from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.memory import memory_per_rank
@@ -105,8 +106,10 @@ def _readable(report: Report) -> str:
 def _machine(report: Report, config: TrainEntry) -> None:
     report.add("python", sys.version.split()[0])
     for package in PACKAGES:
-        report.add(package, _version(package))
-        if report.rows[-1][1] == "missing":
+        try:
+            report.add(package, version(package))
+        except PackageNotFoundError:
+            report.add(package, "missing")
             report.errors.append(f"{package} is not installed: run `make setup`")
     for i in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(i).total_memory / 2**30
@@ -125,13 +128,6 @@ def _machine(report: Report, config: TrainEntry) -> None:
             report.errors.append(f"{what}={getattr(config, what)}: {there} cannot be written to")
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
-
-
 def _compile_traps(report: Report, config: TrainEntry) -> None:
     """DeepSpeed compiles operators at start; a compile that was killed leaves a lock that hangs the next run."""
     default = Path.home() / ".cache" / "torch_extensions"
@@ -144,8 +140,6 @@ def _compile_traps(report: Report, config: TrainEntry) -> None:
         report.warnings.append(
             f"a compile that was killed left {locks[0]}: delete it, or a run may wait for it for ever"
         )
-    if torch.cuda.is_available() and shutil.which("nvcc") is None:
-        report.add("nvcc", "not on PATH; DeepSpeed's own CUDA operators cannot be compiled, and none is needed")
 
 
 def _wandb(report: Report, config: TrainEntry) -> None:
@@ -172,8 +166,7 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
         report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
         return None
     with report.trying("base"):
-        path, note = stages.base_path(config.base, Path(config.cache_dir))
-        base = stages.load_at(path, config.base, Path(config.cache_dir), config.data.template_args)
+        base, note = stages.load_configured(config)
         whole = sum(p.numel() for p in base.model.parameters())
         sizes = f"{whole:,} parameters, {base.vocab_size:,} tokens"
         report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
@@ -227,11 +220,8 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
             "the template's answers end without a supervised end-of-sequence token: put eos_token inside "
             "{% generation %}, or keep data.labels=rewrite"
         )
-    for token, marked in zip(ids, mask, strict=True):
-        text = tokenizer.decode([token])
-        if report.pieces and report.pieces[-1][1] == bool(marked):
-            text = report.pieces.pop()[0] + text
-        report.pieces.append((text, bool(marked)))
+    for marked, tokens in groupby(zip(ids, mask, strict=True), lambda pair: bool(pair[1])):
+        report.pieces.append((tokenizer.decode([token for token, _ in tokens]), marked))
 
 
 # -- what the run will take ---------------------------------------------------------------------------------
@@ -239,18 +229,7 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
 
 def _memory(report: Report, config: TrainEntry, base: Base) -> None:
     ranks = max(1, torch.cuda.device_count())
-    train = config.train
-    parts = memory_per_rank(
-        base,
-        head_on(base, config.head),
-        config.optim,
-        config.zero,
-        precision=train.precision,
-        micro=train.split(ranks)[0],
-        anchors=train.anchors,
-        length=min(train.max_length, base.context_length),
-        ranks=ranks,
-    )
+    parts = memory_per_rank(base, head_on(base, config.head), config, ranks)
     whole = sum(parts.values())
     for part, size in parts.items():
         report.add(f"memory: {part}", _size(size))
@@ -274,29 +253,22 @@ def _time(report: Report, config: TrainEntry, base: Base) -> None:
         report.add("time to finish", "not probed: the data is not prepared yet (`python launch/prepare.py` does it)")
         return
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config.plan, base, data, Path(folder))
+        trainer = Trainer(config, base, data, Path(folder))
         seconds = trainer.probe(PROBE_STEPS)
-    whole = seconds * config.train.steps
-    spoken = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
     report.add(
         "time to finish",
-        f"about {spoken} for {config.train.steps} steps of {1000 * seconds:.0f} ms on one process "
-        f"({PROBE_STEPS} steps probed; evaluations come on top)",
+        f"about {timedelta(seconds=round(seconds * config.train.steps))} for {config.train.steps} steps of "
+        f"{1000 * seconds:.0f} ms on one process ({PROBE_STEPS} steps probed; evaluations come on top)",
     )
 
 
 def _gate(report: Report, config: TrainEntry, base: Base) -> None:
     """Train on one conversation until whole drafts are accepted."""
     messages = _conversation(config)
-    found = overfit_gate(
-        base,
-        messages or HELLO,
-        head=config.head,
-        objective=config.objective,
-        data=config.data if messages else replace(config.data, labels="rewrite"),
-        draft=config.draft,
-        config=GateConfig(answer_tokens=min(config.data.max_new_tokens, 48)),
-    )
+    data = config.data if messages else replace(config.data, labels="rewrite")
+    asked = GateConfig(answer_tokens=min(config.data.max_new_tokens, 48))
+    gate = OverfitGate(base, messages or HELLO, config, data, asked)
+    found = gate.findings()
     for stage, agrees, seen in found:
         report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
     if not found[-1].agrees:

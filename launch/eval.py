@@ -11,20 +11,11 @@ eval/<bench>-count/.
 """
 
 from dataclasses import asdict
-from pathlib import Path
 
 from ctcdraft.data.sources import check_source
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
-from ctcdraft.launch.evaluation import (
-    Evaluated,
-    count,
-    evaluate_run,
-    evaluate_several,
-    figures_of,
-    plots_of,
-    tables_of,
-)
+from ctcdraft.launch.evaluation import count, evaluate_chosen, media_of
 from ctcdraft.launch.schema import EvalEntry
 from ctcdraft.train.log import log_evaluation
 
@@ -34,19 +25,12 @@ def main(config: EvalEntry) -> int:
     if config.count:
         stages.say(count(config))
         return 0
-    found = evaluate_several(config) if config.heads else evaluate_one(config)
+    found = evaluate_chosen(config)
     if not found.reused:
         name = f"{found.folder.parent.parent.name}-{found.folder.name}"
-        media = figures_of(found), plots_of(found), tables_of(found)
-        log_evaluation(found.folder, name, config.logger, asdict(config), *media)
+        log_evaluation(found.folder, name, config.logger, asdict(config), media_of(found))
     stages.say(found.table)
     return found.exit_code
-
-
-def evaluate_one(config: EvalEntry) -> Evaluated:
-    base, head_folder, run = stages.chosen_head(config)
-    data_folder = None if run is None else Path(stages.run_paths(run)["data"])
-    return evaluate_run(base, head_folder, config, head_folder.parent / "eval" / config.bench.kind, data_folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The stage that decodes a benchmark, with one head or several; an evaluation that is there already is reused."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from ctcdraft.eval.place import take
 from ctcdraft.eval.report import head_rows, headline, heads_table, markdown_table
 from ctcdraft.eval.results import blocks_of
 from ctcdraft.launch.schema import EvalEntry, TrainEntry
-from ctcdraft.launch.stages import as_trained, chosen_head, find_run, other_base, run_base, run_paths
+from ctcdraft.launch.stages import chosen_heads
 from ctcdraft.model.base import Base
+from ctcdraft.train.log import Media
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,13 @@ def evaluate_run(
     return Evaluated(found, folder, known is not None)
 
 
-def evaluate_several(config: EvalEntry) -> Evaluated:
-    """All of config.heads, side by side, in eval/<bench>-heads/ of the first."""
+def evaluate_chosen(config: EvalEntry) -> Evaluated:
+    """The chosen head, or all of config.heads side by side, in eval/<bench>-heads/ of the first."""
     base, heads, data_folder = chosen_heads(config)
-    folder = next(iter(heads.values())).parent / "eval" / f"{config.bench.kind}-heads"
+    first = next(iter(heads.values()))
+    folder = first.parent / "eval" / f"{config.bench.kind}{'-heads' if config.heads else ''}"
+    if not config.heads:
+        return evaluate_run(base, first, config, folder, data_folder)
     measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
     known = take(folder, heads_setting_of(measurement, heads))
     found = known or evaluate_heads(measurement, heads, folder)
@@ -75,12 +78,7 @@ def evaluate_several(config: EvalEntry) -> Evaluated:
 
 def count(config: EvalEntry) -> str:
     """The table of one head, or of several, counted along the base's own answers: eval/<bench>-count/ of the first."""
-    if config.heads:
-        base, heads, data_folder = chosen_heads(config)
-    else:
-        base, head_folder, run = chosen_head(config)
-        heads = {head_folder.resolve().parent.name: head_folder}
-        data_folder = None if run is None else Path(run_paths(run)["data"])
+    base, heads, data_folder = chosen_heads(config)
     folder = next(iter(heads.values())).parent / "eval" / f"{config.bench.kind}-count"
     measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
     known = take(folder, counted_setting_of(measurement, heads))
@@ -88,37 +86,7 @@ def count(config: EvalEntry) -> str:
     return f"\n{count_table(found)}\n\nlies in {folder}{' (reused)' if known else ''}\n"
 
 
-def chosen_heads(config: EvalEntry) -> tuple[Base, dict[str, Path], Path | None]:
-    """The base, the folder of each head under its label, and the runs' prepared data.
-
-    Raises ValueError where two heads have one label, the base is not said, or bench=heldout would ask a head what it
-    was trained on.
-    """
-    heads: dict[str, Path] = {}
-    runs: list[Path] = []
-    for entry in config.heads:
-        folder = Path(entry)
-        if not (folder / "config.json").is_file():
-            runs.append(find_run(entry, config.runs_dir))
-            folder = runs[-1] / "head"
-        place = folder.resolve()
-        label = place.parent.name if place.name == "head" else place.name
-        if label in heads:
-            raise ValueError(f"heads={config.heads}: two of them are called {label}; give one of them another folder")
-        heads[label] = folder
-    data = {run_paths(run)["data"] for run in runs}
-    if config.bench.kind == "heldout" and (len(data) != 1 or len(runs) < len(heads)):
-        raise ValueError(
-            "bench=heldout is for runs on the same data, which keep the same questions from training: choose another"
-        )
-    own = config.base
-    base = run_base(runs[0], own) if runs else other_base(own, "heads=[<folder>,...]")
-    base = as_trained(base, list(heads.values()), config.data.template_args)
-    return base, heads, Path(data.pop()) if data else None
-
-
-def figures_of(found: Evaluated) -> dict[str, Any]:
-    """What the logger's summary holds."""
+def _figures(found: Evaluated) -> dict[str, Any]:
     if found.per_head:
         return {
             f"eval/temperature_{block['temperature']:g}/{label}/{key}": head[key]
@@ -133,17 +101,14 @@ def figures_of(found: Evaluated) -> dict[str, Any]:
     return figures
 
 
-def plots_of(found: Evaluated) -> dict[str, Path]:
-    """Every picture of the folder, by its name."""
-    return {
+def media_of(found: Evaluated) -> Media:
+    """For the logger: figures, every picture of the folder, the short table, and one row per question and setting."""
+    places = found.per_head or {found.results["head"]["kind"]: found.folder}
+    plots = {
         str(path.relative_to(found.folder).with_suffix("")): path
-        for place in (found.folder, *found.per_head.values())
+        for place in {found.folder, *places.values()}
         for path in sorted(place.glob("*.png"))
     }
-
-
-def tables_of(found: Evaluated) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """The short table, and one row per question and setting."""
     if found.per_head:
         short = [
             {"temperature": block["temperature"], **row}
@@ -152,10 +117,9 @@ def tables_of(found: Evaluated) -> dict[str, Sequence[Mapping[str, Any]]]:
         ]
     else:
         short = [{"figure": name, "value": value} for name, value in headline(found.results)]
-    places = found.per_head or {found.results["head"]["kind"]: found.folder}
     questions = [
         {"head": label, **row, "answers": "\n\n".join(row["answers"])}
         for label, place in places.items()
         for row in read_jsonl(place / "answers.jsonl")
     ]
-    return {"eval/table": short, "eval/questions": questions}
+    return Media(_figures(found), plots, {"eval/table": short, "eval/questions": questions})

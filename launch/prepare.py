@@ -5,8 +5,6 @@ Started several times with the same options, by torchrun or by hand, on one host
 the processes share the work.
 """
 
-from pathlib import Path
-
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
@@ -17,7 +15,7 @@ def main(config: TrainEntry) -> int:
     config = stages.with_resolved_dtype(config)
     stages.check_inputs(config)
     with ds.together():
-        base = stages.get_base(config.base, Path(config.cache_dir), config.data.template_args)
+        base = stages.get_base(config)
         stages.get_features(config, base, stages.get_data(config, base))
     return 0
 

@@ -1,63 +1,61 @@
 """The typed shape of each entry's configuration; below launch/ nobody sees anything else."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PositiveInt
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base import TEMPLATES, check_dtype
 from ctcdraft.model.decoder import DraftConfig
-from ctcdraft.model.head import HeadConfig
 from ctcdraft.model.sampling import Sampling
 from ctcdraft.model.template_date import PINNED_DATE, check_date
-from ctcdraft.train.engine import OptimConfig, ZeroConfig
+from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
-from ctcdraft.train.loop import Plan, TrainConfig
+from ctcdraft.train.loop import Plan
+from ctcdraft.train.options import MAY_DIFFER
 from ctcdraft.train.shards import DataConfig
-from ctcdraft.train.task import ObjectiveConfig, check_fit
+from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
 
-def check_template(template: str | None) -> None:
-    """Raises ValueError on a chat template that is not built in."""
-    if template is not None and template not in TEMPLATES:
-        raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
+@dataclass(frozen=True)
+class BasePath:
+    """What is loaded, and how; None: as it was in training, where a run knows that.
+
+    path: folder, Hub name or GGUF file. template: a built-in chat template (plain, vicuna) for a tokenizer that comes
+    without one. date: what a chat template writes as today's. eos: the tokens (text or id, or a list) that end a
+    sequence, instead of the base's own. trust_remote_code: run Python code that a local base brings along.
+    """
+
+    path: str | None = None
+    dtype: str | None = None
+    template: str | None = None
+    date: str | None = None
+    eos: int | str | list[int | str] | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype or "fp32")
+        check_date(self.date)
+        if self.template is not None and self.template not in TEMPLATES:
+            raise ValueError(f"base.template={self.template!r} is unknown: choose one of {tuple(TEMPLATES)}")
 
 
 @dataclass(frozen=True)
-class BaseConfig:
+class BaseConfig(BasePath):
     """kind: `toy` (made on first use, as `training` says), `smollm2` (fetched on first use; or path, where that is
-    given) or `local` (path: folder, Hub name or GGUF file).
+    given) or `local` (path)."""
 
-    template: a built-in chat template (plain, vicuna) for a tokenizer that comes without one. date: what a chat
-    template writes as today's. eos: the tokens (text or id, or a list) that end a sequence, instead of the base's own.
-    trust_remote_code: run Python code that a local base brings along.
-    """
-
-    kind: str = "toy"
-    path: str | None = None
     dtype: str = "fp32"
-    template: str | None = None
     date: str = PINNED_DATE
-    eos: int | str | list[int | str] | None = None
-    trust_remote_code: bool = False
+    kind: Literal["toy", "smollm2", "local"] = "toy"
     training: ToyBaseConfig = field(default_factory=ToyBaseConfig)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("toy", "smollm2", "local"):
-            raise ValueError(f"base.kind={self.kind!r} is unknown: choose toy, smollm2 or local")
+        super().__post_init__()
         if self.kind == "local" and self.path is None:
             raise ValueError("base=local needs base.path=<folder of a transformers model, Hub name, or .gguf file>")
-        check_dtype(self.dtype)
-        check_template(self.template)
-        check_date(self.date)
-
-
-def check_seed(seed: int) -> None:
-    """Raises ValueError on a seed that some generator would not take."""
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be at least 0 and below 2**32")
 
 
 def check_regenerate(data: Any) -> Any:
@@ -70,53 +68,27 @@ def check_regenerate(data: Any) -> Any:
     return data
 
 
-@dataclass(frozen=True)
-class TrainEntry:
+@dataclass(frozen=True, kw_only=True)
+class TrainEntry(Plan):
     """launch/train.py and launch/prepare.py (conf/train.yaml)."""
 
     base: BaseConfig
-    head: HeadConfig
-    objective: ObjectiveConfig
     data: Annotated[DataConfig, BeforeValidator(check_regenerate)]
-    optim: OptimConfig
-    zero: ZeroConfig
-    draft: DraftConfig
-    bench: BenchConfig
-    logger: LoggerConfig
-    train: TrainConfig
-    name: str | None = None
-    seed: int = 0
-    runs_dir: str = "runs"
-    cache_dir: str = ".cache"
+    bench: BenchConfig = field(metadata=MAY_DIFFER)
+    logger: LoggerConfig = field(metadata=MAY_DIFFER)
+    name: str | None = field(default=None, metadata=MAY_DIFFER)
+    runs_dir: str = field(default="runs", metadata=MAY_DIFFER)
+    cache_dir: str = field(default=".cache", metadata=MAY_DIFFER)
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
-        check_seed(self.seed)
         if self.head.kind == "eagle" and self.train.pack:
             raise ValueError("head=eagle drafts in rows of one document: leave train.pack at false")
-
-    @property
-    def plan(self) -> Plan:
-        return Plan(self.head, self.objective, self.optim, self.zero, self.train, self.draft, self.seed)
 
 
 @dataclass(frozen=True)
 class HeadPath:
     path: str | None = None
-
-
-@dataclass(frozen=True)
-class BasePath:
-    path: str | None = None
-    dtype: str | None = None
-    template: str | None = None
-    date: str | None = None
-    eos: int | str | list[int | str] | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        check_template(self.template)
-        check_date(self.date)
 
 
 @dataclass(frozen=True)
@@ -135,11 +107,8 @@ class HeadChoice:
     base: BasePath = BasePath()
     data: ChatOptions = ChatOptions()
     name: str | None = None
-    seed: int = 0
+    seed: Seed = 0
     runs_dir: str = "runs"
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +125,6 @@ class EvalEntry(HeadChoice):
     cache_dir: str = ".cache"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.heads and (self.name is not None or self.head.path is not None):
             raise ValueError("heads=[...] says which heads: leave out name and head.path")
 
@@ -167,17 +135,14 @@ class ChatEntry(HeadChoice):
 
     prompt: str | None = None
     system: str | None = None
-    max_new_tokens: int = 512
+    max_new_tokens: PositiveInt = 512
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 
 @dataclass(frozen=True)

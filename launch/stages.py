@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import load_corpus, read_manifest, read_object
 from ctcdraft.data.template import with_template_args
-from ctcdraft.launch.schema import BaseConfig, BasePath, HeadChoice, TrainEntry
+from ctcdraft.launch.schema import BaseConfig, BasePath, EvalEntry, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed
@@ -28,28 +28,16 @@ from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
 from ctcdraft.train.calibrate import calibrate, copy_rates
-from ctcdraft.train.checkpoint import TrainState, load_best
+from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
-from ctcdraft.train.prepare import FREE_REGENERATE, account_of, prepare, prepared_folder
+from ctcdraft.train.options import decisive
+from ctcdraft.train.prepare import account_of, prepare, prepared_folder
 from ctcdraft.train.toy_base import toy_base
 
 LONGEST_NAME = 200
 UNREAD_SHOWN = 12
-# What may differ between two commands that continue one run.
-FREE = ("name", "runs_dir", "cache_dir", "bench", "logger", "draft", "zero")
-FREE_DATA = ("show", "batch_size")
-FREE_TRAIN = (
-    "max_minutes",
-    "log_every",
-    "save_every",
-    "micro_batch",
-    "keep",
-    "max_skips",
-    "deterministic",
-    "hang_minutes",
-)
 
 
 def say(text: str) -> None:
@@ -72,31 +60,36 @@ def with_resolved_dtype(config: TrainEntry) -> TrainEntry:
     return replace(config, base=replace(config.base, dtype=dtype))
 
 
-def get_base(config: BaseConfig, cache: Path, template_args: dict[str, Any] | None = None) -> Base:
+def get_base(config: TrainEntry) -> Base:
     """The base, trained, fetched or converted first where it is not there yet."""
-    path, note = base_path(config, cache)
-    base = load_at(path, config, cache, template_args)
+    base, note = load_configured(config)
     dated = f"; its chat template says that today is {base.date}" if base.date else ""
-    say(f"base: {path} ({note}{config.dtype}{dated})")
+    say(f"base: {base.path} ({note}{config.base.dtype}{dated})")
     return base
 
 
-def load_at(path: str, config: BaseConfig, cache: Path, template_args: dict[str, Any] | None) -> Base:
-    """The base that lies at `path`, as the configuration wants it."""
-    base = load_base(
-        path,
-        config.dtype,
-        template=config.template,
-        trust_remote_code=config.trust_remote_code,
+def load_configured(config: TrainEntry) -> tuple[Base, str]:
+    """The base as the configuration wants it, and a note on what it is, which ends in a semicolon or is empty."""
+    path, note = _base_path(config.base, Path(config.cache_dir))
+    base = load(replace(config.base, path=path), config.cache_dir)
+    return with_template_args(base, config.data.template_args or {}), note
+
+
+def load(choice: BasePath, cache: str = ".cache") -> Base:
+    """The base that lies at a path."""
+    assert choice.path is not None
+    return load_base(
+        choice.path,
+        choice.dtype or "fp32",
+        template=choice.template,
+        trust_remote_code=choice.trust_remote_code,
         cache=cache,
-        eos=config.eos,
-        date=config.date,
+        eos=choice.eos,
+        date=choice.date,
     )
-    return with_template_args(base, template_args or {})
 
 
-def base_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
-    """Where the base lies once it is there, and a note on what it is, which ends in a semicolon or is empty."""
+def _base_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
     if config.path is not None:
         file = Path(config.path).expanduser()
         if not is_gguf(config.path):
@@ -171,7 +164,7 @@ def check_inputs(config: TrainEntry) -> Path:
     check_source("data.keep_out", config.data.keep_out)
     check_source("bench.path", config.bench.path)
     config.train.split(ds.world_size())
-    settings = run_settings(config)
+    settings = _settings(config)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
     source = Path(config.base.path or config.base.kind).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}"
@@ -226,7 +219,7 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
             )
     elif ds.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"run": run_settings(config), "all": masked(asdict(config))}
+        record = {"run": _settings(config), "all": masked(asdict(config))}
         write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
         write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
     ds.barrier()
@@ -242,15 +235,9 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def run_settings(config: TrainEntry) -> dict[str, Any]:
-    """The part of the configuration that decides what is trained."""
-    settings = {key: value for key, value in asdict(config).items() if key not in FREE}
-    for name in FREE_DATA:
-        settings["data"].pop(name)
-    for name in FREE_REGENERATE:
-        settings["data"]["regenerate"].pop(name)
-    settings["train"] = {k: v for k, v in settings["train"].items() if k not in FREE_TRAIN}
-    return json.loads(json.dumps(settings))
+def _settings(config: TrainEntry) -> dict[str, Any]:
+    """The part of the configuration that decides what is trained, as it is read back."""
+    return json.loads(json.dumps(decisive(config)))
 
 
 def difference(before: Any, now: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
@@ -296,42 +283,44 @@ def run_paths(folder: Path) -> dict[str, Any]:
 def run_base(folder: Path, choice: BasePath) -> Base:
     """The base of a run (or another path, precision or template). Code that it brings along is asked for anew."""
     paths = run_paths(folder)
-    return load_base(
-        choice.path or paths["base"],
-        choice.dtype or paths["dtype"],
-        template=choice.template or paths["template"],
-        trust_remote_code=choice.trust_remote_code,
-        eos=paths.get("eos") if choice.eos is None else choice.eos,
-        date=choice.date or paths.get("date"),
-    )
+    known = {"path": paths["base"]} | {name: paths.get(name) for name in ("dtype", "template", "eos", "date")}
+    return load(replace(choice, **{name: value for name, value in known.items() if getattr(choice, name) is None}))
 
 
-def chosen_head(choice: HeadChoice) -> tuple[Base, Path, Path | None]:
-    """The base, the folder of the exported head, and the run they belong to (None: a head from elsewhere)."""
-    run: Path | None
-    if choice.head.path is None:
-        run = find_run(choice.name, choice.runs_dir)
-        base, folder = run_base(run, choice.base), run / "head"
-    else:
-        run, base, folder = None, other_base(choice.base, "head.path"), Path(choice.head.path)
-    return as_trained(base, [folder], choice.data.template_args), folder, run
+def chosen_heads(choice: HeadChoice) -> tuple[Base, dict[str, Path], Path | None]:
+    """The base, the folder of each chosen head under its label, and the prepared data of their runs.
 
-
-def other_base(choice: BasePath, option: str) -> Base:
-    """The base of a head that comes without a run, which `option` named."""
-    if choice.path is None:
+    Raises ValueError where two heads have one label, the base is not said, or bench=heldout would ask one of several
+    heads what it was trained on.
+    """
+    several = choice.heads if isinstance(choice, EvalEntry) else []
+    heads: dict[str, Path] = {}
+    runs: list[Path] = []
+    entries: Sequence[str | None] = several or [choice.head.path]
+    for entry in entries:
+        folder = Path(entry or "")
+        if entry is None or (several and not (folder / "config.json").is_file()):
+            runs.append(find_run(choice.name if entry is None else entry, choice.runs_dir))
+            folder = runs[-1] / "head"
+        place = folder.resolve()
+        label = place.parent.name if place.name == "head" else place.name
+        if label in heads:
+            raise ValueError(f"heads={several}: two of them are called {label}; give one of them another folder")
+        heads[label] = folder
+    data = {run_paths(run)["data"] for run in runs}
+    shared = len(data) == 1 and len(runs) == len(heads)
+    if isinstance(choice, EvalEntry) and several and choice.bench.kind == "heldout" and not shared:
+        raise ValueError(
+            "bench=heldout is for runs on the same data, which keep the same questions from training: choose another"
+        )
+    if not runs and choice.base.path is None:
+        option = "heads=[<folder>,...]" if several else "head.path"
         raise ValueError(f"{option} needs base.path=<the model it was trained on>")
-    return load_base(
-        choice.path,
-        choice.dtype or "fp32",
-        template=choice.template,
-        trust_remote_code=choice.trust_remote_code,
-        eos=choice.eos,
-        date=choice.date,
-    )
+    base = run_base(runs[0], choice.base) if runs else load(choice.base)
+    return _as_trained(base, [*heads.values()], choice.data.template_args), heads, Path(min(data)) if data else None
 
 
-def as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any] | None) -> Base:
+def _as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any] | None) -> Base:
     """The base whose chats are rendered as in the training of these heads, or with other arguments that are asked for.
 
     Warns where a head was trained under others. Raises ValueError where the heads were trained under several and none
@@ -364,21 +353,14 @@ def _recorded(folder: Path) -> dict[str, Any]:
     raise ValueError(f"{path} is damaged: delete {folder} and train again")
 
 
-def read_state(folder: Path) -> TrainState | None:
-    """How far a run's training got when it last ended by itself; not what it would go on from."""
-    path = folder / "checkpoints" / "state.json"
-    if not path.is_file():
-        return None
-    known = {field.name: type(field.default) for field in fields(TrainState) if field.name != "psi_U"}
-    found = {name: read_object(path, *known)[name] for name in known}
-    if not all(type(value) in (int, known[name]) for name, value in found.items()):
-        raise ValueError(f"{path} is damaged: delete it and run the command again")
-    return TrainState(**found)
-
-
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
-    state = read_state(folder)
-    return state if state and finished(config.train, state) else None
+    """The state of a run whose training is done and has left a head. Collective."""
+
+    def done() -> TrainState | None:
+        found = read_checkpoint(folder / "checkpoints")
+        return found.state if found and found.best and finished(config.train, found.state) else None
+
+    return ds.from_rank_zero(done)
 
 
 def describe_head(config: HeadConfig, base: Base) -> str:
@@ -398,12 +380,12 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     record = _recorded(folder)["run"]
     if run_paths(folder)["identity"] != base.identity:
         raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
-    state = read_state(folder)
-    if state is None:
-        raise ValueError(f"{folder} has no finished training to export: run it again")
+    trained = read_checkpoint(folder / "checkpoints")
+    if trained is None or not trained.best:
+        raise ValueError(f"{folder} has no evaluated head to export: run its training again")
     base = with_template_args(base, record["data"].get("template_args") or {})
     head = head_on(base, HeadConfig(**record["head"]))
-    head.load_state_dict(load_best(folder / "checkpoints"))
+    head.load_state_dict(trained.best)
     head = head.to(base.device).eval()
     data_folder = Path(run_paths(folder)["data"])
     labels, longest = record["objective"]["labels"], record["train"]["max_length"]
@@ -412,9 +394,9 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     target = output or folder / "head"
     training = {
         "objective": record["objective"]["kind"],
-        "step": state.best_step,
-        "tokens": state.tokens,
-        "simulated": state.best,
+        "step": trained.state.best_step,
+        "tokens": trained.state.tokens,
+        "simulated": trained.state.best,
     }
     export_head(head, base, target, training)
     return target

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ctcdraft.eval.bench import load_questions
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
-from ctcdraft.launch.evaluation import evaluate_run, figures_of, plots_of, tables_of
+from ctcdraft.launch.evaluation import evaluate_run, media_of
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState
@@ -29,7 +29,7 @@ def main(config: TrainEntry) -> int:
         ds.make_deterministic(config.seed)
     with ExitStack() as held:
         with ds.together():
-            base = stages.get_base(config.base, Path(config.cache_dir), config.data.template_args)
+            base = stages.get_base(config)
             data_folder = stages.get_data(config, base)
             load_questions(config.bench, base, data_folder, config.seed)  # a bench that cannot be run ends it here
             stages.open_run(folder, config, base, data_folder)
@@ -57,7 +57,7 @@ def train(config: TrainEntry, folder: Path, base: stages.Base, data_folder: Path
         stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
         return Sitting(state)
     features = stages.get_features(config, base, data_folder)
-    trainer = Trainer(config.plan, base, data_folder, folder, features)
+    trainer = Trainer(config, base, data_folder, folder, features)
     stages.say(trainer.rows())
     log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
     state = trainer.run(log)
@@ -86,7 +86,7 @@ def finish(
     if log is None and not found.reused:  # trained before, evaluated now
         log = RunLog(folder, config.logger, asdict(config), state.step)
     if log:
-        log.summary(figures_of(found), plots_of(found), tables_of(found))
+        log.summary(media_of(found))
         log.close()
     stages.say(found.table)
     stages.say(

@@ -36,7 +36,7 @@ from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 from ctcdraft.model import HeadConfig, build_head, export_head, load_head
 from ctcdraft.train import engine as ds
 from ctcdraft.train import zero
-from ctcdraft.train.checkpoint import load_best, load_checkpoint, save_best, save_checkpoint
+from ctcdraft.train.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.shards import DataConfig
@@ -160,7 +160,8 @@ class Edges:
         for _ in range(2):
             for _ in range(2):
                 self.trainer._one_step()
-            save_checkpoint(self.trainer.engine, work / "checkpoints", self.trainer.state)
+            best = self.trainer.task.head.state_dict()
+            save_checkpoint(self.trainer.engine, work / "checkpoints", self.trainer.state, best=best)
             (work / f"whole-{self.trainer.state.step}").mkdir()
         self.states = {4: zero.whole_state(self.trainer.engine)}
         shutil.rmtree(work / "whole-2")
@@ -254,7 +255,7 @@ class Edges:
         for _ in range(rng.randint(1, 2)):
             files = [path for path in there.rglob("*") if path.is_file()]
             break_file(rng.choice(files), rng)
-        state = load_checkpoint(self.trainer.engine, there)
+        state, _ = load_checkpoint(self.trainer.engine, there)
         found = zero.whole_state(self.trainer.engine)
         with safe_open(self.work / "checkpoints" / f"step_{state.step:06d}" / "state.safetensors", "pt") as stream:
             if any(not torch.equal(stream.get_tensor(name), value) for name, value in found.items()):
@@ -265,21 +266,21 @@ class Edges:
         run.mkdir(parents=True)
         data = self.work / "cache"
         stages.open_run(run, config, self.base, next(data.glob("data-*")))
-        (run / "checkpoints").mkdir()
-        (run / "checkpoints" / "state.json").write_text(json.dumps({**vars(self.trainer.state)}))
-        save_best(run / "checkpoints", self.head.state_dict())
+        shutil.copytree(self.work / "checkpoints", run / "checkpoints")
         (run / "metrics.jsonl").write_text(
             "".join(json.dumps({"step": i, "train/loss": 1.0 / i}) + "\n" for i in range(1, 9))
         )
-        names = ["config.yaml", "paths.json", "metrics.jsonl", "checkpoints/state.json", "checkpoints/best.safetensors"]
+        newest = f"checkpoints/step_{self.trainer.state.step:06d}"
+        names = ["config.yaml", "paths.json", "metrics.jsonl", f"{newest}/manifest.json", f"{newest}/state.safetensors"]
         break_file(run / rng.choice(names), rng)
         stages.check_inputs(config)
         stages.run_paths(run)
         stages.already_trained(run, config)
         stages.open_run(run, config, self.base, next(data.glob("data-*")))
-        best = load_best(run / "checkpoints")
-        if any(not torch.equal(weight, best[name]) for name, weight in self.head.state_dict().items()):
-            raise Wrong("another head than was kept")
+        found = read_checkpoint(run / "checkpoints")
+        with safe_open(self.work / "checkpoints" / found.path.name / "state.safetensors", "pt") as stream:
+            if any(not torch.equal(stream.get_tensor(f"best/{name}"), weight) for name, weight in found.best.items()):
+                raise Wrong("another head than was kept")
         RunLog(run, LoggerConfig("none"), {}, 5).close()
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
         if steps != sorted(set(steps)) or steps[-1:] > [5]:

@@ -49,7 +49,7 @@ class Trainers:
             store = FeatureStore(self.base, data, config.data.features, self.work / "cache", attended)
             store.fill()
             features = store.open()
-        return Trainer(config.plan, self.base, data, folder, features)
+        return Trainer(config, self.base, data, folder, features)
 
 
 def sit(work, last, runs):

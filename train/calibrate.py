@@ -4,14 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration, fit_calibration
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import Head
 from ctcdraft.model.prompt_lookup import CopyRates, fit_rates
-from ctcdraft.train.simulate import known_drafts, some_rows
+from ctcdraft.train.simulate import dev_batches, known_drafts
 
 NODES = 64
 SEQUENCES = 64
@@ -25,14 +24,11 @@ def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length
     """
     if not data_folder.is_dir():
         return None
-    dev = load_corpus(data_folder, "dev")
-    if not len(dev):
-        return None
-    sampler = Sampler(dev, batch=len(dev), anchors=ANCHORS_PER_SEQUENCE, labels=labels, max_length=max_length, seed=1)
     decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
+    sizes = {"sequences": SEQUENCES, "anchors": ANCHORS_PER_SEQUENCE, "labels": labels, "max_length": max_length}
     psi, depth, accepted = [], [], []
-    for row in some_rows(sampler, SEQUENCES):
-        for tree, continuation in known_drafts(decoder, sampler.collate(0, row)):
+    for batch in dev_batches(data_folder, **sizes, seed=1):
+        for tree, continuation in known_drafts(decoder, batch):
             right = np.zeros(len(tree), bool)
             right[tree.path_of(continuation)] = True
             seen = tree.depths <= len(continuation)  # what would follow the labels is not known

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
 
 import deepspeed
+from pydantic import Field
 from torch import Tensor, nn
 
 from ctcdraft.model.head import Head, parameters_of
@@ -26,7 +27,9 @@ from ctcdraft.train.muon import Muon, matrices_of
 from ctcdraft.train.zero import shards
 
 Made = TypeVar("Made")
-OPTIMIZERS = ("muon", "adamw")
+Positive = Annotated[float, Field(gt=0, lt=math.inf)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator takes
 BUCKET = 50_000_000  # gradients that ZeRO sums over ranks at a time, unless the head has fewer
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -36,38 +39,24 @@ class OptimConfig:
     """kind: `muon` for weight matrices and AdamW for the rest, or `adamw` for all. lr is warmed up over `warmup` (a
     share of the steps), then falls as a cosine to floor * lr; momentum is Muon's, betas are AdamW's."""
 
-    kind: str = "muon"
-    lr: float = 4e-3
-    weight_decay: float = 0.01
-    momentum: float = 0.95
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    warmup: float = 0.05
-    floor: float = 0.02
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in OPTIMIZERS:
-            raise ValueError(f"optim.kind={self.kind!r} is unknown: choose one of {OPTIMIZERS}")
-        if not (0 < self.lr < math.inf and 0 < self.clip < math.inf and 0 <= self.weight_decay < math.inf):
-            raise ValueError(f"optim.lr={self.lr}, optim.clip={self.clip}: numbers above 0 are needed")
-        if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1:
-            raise ValueError("optim.warmup must lie in [0, 1) and optim.floor in [0, 1]")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"optim.momentum={self.momentum}: give a number in [0, 1)")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={self.betas}: give two numbers in [0, 1)")
+    kind: Literal["muon", "adamw"] = "muon"
+    lr: Positive = 4e-3
+    weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01
+    momentum: Share = 0.95
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])
+    warmup: Share = 0.05
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.02
+    clip: Positive = 1.0
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
     """ZeRO stage; offload: optimizer state (and parameters at stage 3) to the CPU."""
 
-    stage: int = 0
+    stage: Literal[0, 1, 2, 3] = 0
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
         if self.offload and self.stage == 0:
             raise ValueError("zero.offload=true needs zero=1, 2 or 3")
 
@@ -76,8 +65,8 @@ def init_distributed() -> None:
     """Join the ranks that a launcher started, or be the only one. Call it once, before anything else."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free one
     skip_shm_build()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -110,7 +99,8 @@ def together() -> Iterator[None]:
         raise
     barrier()
     beating.stop()
-    leave_distributed()
+    barrier()  # a process that ends with its group still open can abort in gloo's threads, and fail the others
+    dist.destroy_process_group()
 
 
 def _shared_store() -> dist.TCPStore:
@@ -119,14 +109,6 @@ def _shared_store() -> dist.TCPStore:
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
     port = agreed(mine.port if mine else None)
     return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)
-
-
-def leave_distributed() -> None:
-    """All ranks part here, once their last collective is done. A process that ends with its group still open
-    can abort in gloo's threads, and the launcher would then kill the rank that still works."""
-    barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def rank() -> int:
@@ -214,7 +196,7 @@ def step_with_norm(engine: Any) -> float:
     Where the norm is not finite no rank changes a weight or a moment, and only the learning rate goes on: the norm is
     that of all ranks together, so all of them decide alike.
     """
-    if zero_stage(engine) == 0:  # here DeepSpeed clips without saying what it found, and steps whatever it is
+    if engine.zero_optimization_stage() == 0:  # DeepSpeed clips without a word on the norm, and steps whatever it is
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
         engine.optimizer.skips = not math.isfinite(norm)
@@ -225,10 +207,6 @@ def step_with_norm(engine: Any) -> float:
         engine.lr_scheduler.step()
         return math.inf
     return float(engine.get_global_grad_norm())
-
-
-def zero_stage(engine: Any) -> int:
-    return engine.zero_optimization_stage()
 
 
 def agreed(value: Any) -> Any:
@@ -275,12 +253,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def skip_shm_build() -> None:

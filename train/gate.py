@@ -9,7 +9,6 @@ and is measured. What head and search compute is compared in float32, whatever t
 train/task.py.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -25,19 +24,18 @@ from ctcdraft.data.records import Conversation
 from ctcdraft.data.store import Corpus, Example
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, Slots
+from ctcdraft.model.decoder import Decoder
+from ctcdraft.model.head import Slots
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import TreeMask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes, slots_looked_at
 from ctcdraft.model.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
 from ctcdraft.model.tree import Tree, first_emissions
-from ctcdraft.model.vocabulary import DraftVocabulary
 from ctcdraft.train.examples import example_of
+from ctcdraft.train.loop import Plan
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import (
     DraftTask,
-    ObjectiveConfig,
     base_features,
     draft_losses,
     draftable,
@@ -54,7 +52,9 @@ PSI_NEAR = 0.01
 BASE_OWN = 0.98  # of the labels must be
 LEARNT = 0.9  # of the longest drafts that can be accepted
 CHECK_EVERY = 25
+STAGES = ("tokenizer", "mask", "features", "positions", "labels", "attention", "blank", "loss", "tree", "verification")
 FORK = Tree(np.array([5, 6, 7, 8]), np.array([-1, 0, 0, 1]), np.array([1, 2, 2, 3]), np.ones(4, np.float32))
+FORK_PATHS = ([5], [5, 6], [5, 7], [5, 6, 8])  # to its nodes
 
 
 class Finding(NamedTuple):
@@ -78,53 +78,13 @@ class GateConfig:
     answer_tokens: int = 48
 
 
-def overfit_gate(
-    base: Base,
-    messages: list[dict[str, str]],
-    *,
-    head: HeadConfig,
-    objective: ObjectiveConfig,
-    data: DataConfig,
-    draft: DraftConfig,
-    config: GateConfig,
-) -> list[Finding]:
-    """One finding per stage, the last of them the first that disagrees, if one does. messages: a conversation, of which
-    the first question is used; the answer is made as `data` says."""
-    gate = _Gate(base, messages, head=head, objective=objective, data=data, draft=draft, config=config)
-    stages: list[Callable[[], str]] = [
-        gate.tokenizer,
-        gate.mask,
-        gate.features,
-        gate.positions,
-        gate.labels,
-        gate.attention,
-        gate.blank,
-        gate.loss,
-        gate.tree,
-        gate.verification,
-    ]
-    found: list[Finding] = []
-    for stage in stages:
-        try:
-            found.append(Finding(stage.__name__, True, stage()))
-        except Disagreement as problem:
-            return [*found, Finding(stage.__name__, False, str(problem))]
-    return found
+class OverfitGate:
+    """messages: a conversation, of which the first question is used; the answer is made as `data` says."""
 
-
-class _Gate:
     def __init__(
-        self,
-        base: Base,
-        messages: list[dict[str, str]],
-        *,
-        head: HeadConfig,
-        objective: ObjectiveConfig,
-        data: DataConfig,
-        draft: DraftConfig,
-        config: GateConfig,
+        self, base: Base, messages: list[dict[str, str]], plan: Plan, data: DataConfig, config: GateConfig
     ) -> None:
-        self.base, self.objective, self.draft, self.config = base, objective, draft, config
+        self.base, self.objective, self.draft, self.config = base, plan.objective, plan.draft, config
         asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
         self.messages = messages[: asked + 1]
         answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
@@ -134,11 +94,22 @@ class _Gate:
         corpus = _corpus_of(self.example)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.head = head_for(head, base, corpus)
-        self.task = DraftTask(self.head, objective, base)
-        self.vocabulary = _in_float32(self.head.draft_vocabulary(base))
-        self.sampler = Sampler(corpus, batch=1, anchors=4096, labels=objective.labels, max_length=4096, seed=0)
+            self.head = head_for(plan.head, base, corpus)
+        self.task = DraftTask(self.head, plan.objective, base)
+        self.vocabulary = self.head.draft_vocabulary(base)
+        self.vocabulary.lm_weight = self.vocabulary.lm_weight.float()
+        self.sampler = Sampler(corpus, batch=1, anchors=4096, labels=plan.objective.labels, max_length=4096, seed=0)
         self.batch = self.sampler.collate(0, slice(0, 1)).to(base.device)
+
+    def findings(self) -> list[Finding]:
+        """One per stage, the last of them the first that disagrees, if one does."""
+        found: list[Finding] = []
+        for stage in STAGES:
+            try:
+                found.append(Finding(stage, True, getattr(self, stage)()))
+            except Disagreement as problem:
+                return [*found, Finding(stage, False, str(problem))]
+        return found
 
     @cached_property
     def noise(self) -> ShapeNoise:
@@ -252,15 +223,8 @@ class _Gate:
         mask, at = TreeMask(self.base, len(FORK) + 1).of([FORK], np.array([past]))
         nodes = torch.tensor([[self.prompt[-1], *FORK.tokens.tolist()]], device=device)
         tree_RV = self.base.logits(self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache))[0, 1:]
-        alone = []
-        for node in range(len(FORK)):
-            path: list[int] = []
-            i = node
-            while i >= 0:
-                path.insert(0, int(FORK.tokens[i]))
-                i = int(FORK.parents[i])
-            whole = self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device))
-            alone.append(self.base.logits(whole[0, -1]))
+        whole = [self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device)) for path in FORK_PATHS]
+        alone = [self.base.logits(hidden[0, -1]) for hidden in whole]
         off = float(divergence(tree_RV, torch.stack(alone)).max())
         if not off <= self.most_nats:
             raise Disagreement(
@@ -395,7 +359,8 @@ class _Gate:
         learnt = {t: row[:count] for t, row, count in rows}
         at, whole = len(self.prompt) - 1, [0]  # the anchor of the first step: the root comes after it
         for accepted in drafted.accepted:
-            if at in learnt and accepted >= min(_common(learnt[at], text[at + 2 :]), self.draft.nodes):
+            right = np.cumprod([a == b for a, b in zip(learnt.get(at, ()), text[at + 2 :], strict=False)]).sum()
+            if at in learnt and accepted >= min(right, self.draft.nodes):
                 whole.append(accepted)
             at += accepted + 1
         if max(whole) < min(2, max(able)):
@@ -404,17 +369,6 @@ class _Gate:
                 "though the trees hold what comes: the decoder's features, roots or positions are not those of training"
             )
         return f"a whole draft of {max(whole)} tokens accepted; {len(plain.tokens)} tokens in {drafted.steps} steps"
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens they begin with together."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _in_float32(vocabulary: DraftVocabulary) -> DraftVocabulary:
-    vocabulary.lm_weight = vocabulary.lm_weight.float()
-    return vocabulary
 
 
 def _corpus_of(example: Example) -> Corpus:

@@ -7,27 +7,29 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ctcdraft.data.secrets import masked
 from ctcdraft.train.files import write_atomically
 
-MODES = ("wandb", "offline", "none")
 INIT_SECONDS = 30
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LoggerConfig:
     """mode: `wandb` (online with a key, else offline), `offline`, or `none` (metrics.jsonl only)."""
 
-    mode: str = "wandb"
+    mode: Literal["wandb", "offline", "none"] = "wandb"
     project: str = "ctcdraft"
     entity: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"logger.mode={self.mode!r} is unknown: choose one of {MODES}")
+
+class Media(NamedTuple):
+    """What an evaluation has to show: figures, pictures and tables, each under its name."""
+
+    figures: Mapping[str, Any]
+    plots: Mapping[str, Path]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class RunLog:
@@ -50,9 +52,9 @@ class RunLog:
         """Have what was written on the disk when this returns."""
         os.fsync(self._file.fileno())
 
-    def summary(self, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
-        """The end of a run: final figures, plots, and tables of the evaluation."""
-        self._tell(lambda run: _summarise(run, figures, images, tables))
+    def summary(self, media: Media) -> None:
+        """The end of a run."""
+        self._tell(lambda run: _summarise(run, media))
 
     def close(self) -> None:
         self._file.close()
@@ -69,32 +71,23 @@ class RunLog:
             print(f"W&B: gone ({_first_line(error)}), {self.path} goes on without it", flush=True)
 
 
-def log_evaluation(
-    folder: Path,
-    name: str,
-    config: LoggerConfig,
-    settings: Mapping[str, Any],
-    figures: Mapping[str, Any],
-    images: Mapping[str, Path],
-    tables: Mapping[str, Rows],
-) -> None:
-    """A W&B run of its own, inside the evaluation's folder, with its figures, plots and tables."""
-    if config.mode != "none":
-        run = _wandb_run(folder, name, config, settings)
-        if run is not None:
-            _summarise(run, figures, images, tables)
-            run.finish()
+def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
+    """A W&B run of its own, inside the evaluation's folder."""
+    run = None if config.mode == "none" else _wandb_run(folder, name, config, settings)
+    if run is not None:
+        _summarise(run, media)
+        run.finish()
 
 
-def _summarise(run: Any, figures: Mapping[str, Any], images: Mapping[str, Path], tables: Mapping[str, Rows]) -> None:
+def _summarise(run: Any, media: Media) -> None:
     import wandb
 
-    run.summary.update(dict(figures))
-    media: dict[str, Any] = {f"plots/{name}": wandb.Image(str(path)) for name, path in images.items()}
-    for name, rows in tables.items():
+    run.summary.update(dict(media.figures))
+    logged: dict[str, Any] = {f"plots/{name}": wandb.Image(str(path)) for name, path in media.plots.items()}
+    for name, rows in media.tables.items():
         columns: list[str | int] = list(rows[0])
-        media[name] = wandb.Table(columns, [[row[str(c)] for c in columns] for row in rows])
-    run.log(media)
+        logged[name] = wandb.Table(columns, [[row[str(c)] for c in columns] for row in rows])
+    run.log(logged)
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -131,30 +124,27 @@ def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[
     if config.mode == "wandb" and not online:
         print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
 
-    def start(mode: Literal["online", "offline"]) -> Any:
-        return wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=name,
-            id=id_file.read_text().strip(),
-            resume="allow" if mode == "online" else None,
-            dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
-            config=masked(dict(settings)),
-            mode=mode,
-            settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
-        )
-
-    if online:
+    modes: list[Literal["online", "offline"]] = ["online", "offline"] if online else ["offline"]
+    for mode in modes:
         try:
-            return start("online")
-        except Exception as error:  # no network, a wrong key: the training matters more
-            print(f"W&B: cannot go online ({_first_line(error)}), logging offline", flush=True)
-            wandb.teardown()  # its process goes on trying, and would call the run's id one in use
-    try:
-        return start("offline")
-    except Exception as error:  # a full disk, a process that does not start
-        print(f"W&B: not used ({_first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
-        return None
+            return wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=name,
+                id=id_file.read_text().strip(),
+                resume="allow" if mode == "online" else None,
+                dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
+                config=masked(dict(settings)),
+                mode=mode,
+                settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
+            )
+        except Exception as error:  # no network, a wrong key, a full disk: the training matters more
+            if mode == "online":
+                print(f"W&B: cannot go online ({_first_line(error)}), logging offline", flush=True)
+                wandb.teardown()  # its process goes on trying, and would call the run's id one in use
+            else:
+                print(f"W&B: not used ({_first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
+    return None
 
 
 def _first_line(error: Exception) -> str:

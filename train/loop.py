@@ -1,6 +1,5 @@
 """The training loop: one optimizer step at a time, each a function of (seed, step), until done or stopped."""
 
-import json
 import math
 import resource
 import signal
@@ -9,12 +8,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from pydantic import PositiveInt
 from tqdm import tqdm
 
 from ctcdraft.data.batches import Sampler
@@ -25,14 +24,14 @@ from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.train import engine as ds
 from ctcdraft.train import pulse
-from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_best, save_checkpoint
-from ctcdraft.train.files import write_atomically
+from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from ctcdraft.train.log import RunLog
-from ctcdraft.train.simulate import Simulator
+from ctcdraft.train.options import MAY_DIFFER
+from ctcdraft.train.simulate import dev_batches, simulate
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit, head_for, negatives_for
-from ctcdraft.train.watch import Replay, Watch, save_replay
+from ctcdraft.train.watch import Watch, save_replay
 
-RECENT = 0.9  # weight of what was in the running mean, at each logged step
+EVAL_ANCHORS = 8  # per development sequence
 
 
 @dataclass(frozen=True)
@@ -43,50 +42,27 @@ class TrainConfig:
     checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
     hang_minutes: the same, where no part of a step ends for so long."""
 
-    steps: int = 800
-    batch: int = 4
-    micro_batch: int | None = None
-    anchors: int = 32
-    max_length: int = 2048
+    steps: PositiveInt = 800
+    batch: PositiveInt = 4
+    micro_batch: PositiveInt | None = field(default=None, metadata=MAY_DIFFER)
+    anchors: PositiveInt = 32
+    max_length: PositiveInt = 2048
     pack: bool = False
-    precision: str = "auto"
-    max_minutes: float | None = None
-    log_every: int = 10
-    eval_every: int = 400
-    eval_anchors: int = 512
-    save_every: int = 400
-    keep: int = 2
-    max_skips: int = 10
-    deterministic: bool = False
-    hang_minutes: float = 30.0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    max_minutes: ds.Positive | None = field(default=None, metadata=MAY_DIFFER)
+    log_every: PositiveInt = field(default=10, metadata=MAY_DIFFER)
+    eval_every: PositiveInt = 400
+    eval_anchors: PositiveInt = 512
+    save_every: PositiveInt = field(default=400, metadata=MAY_DIFFER)
+    keep: PositiveInt = field(default=2, metadata=MAY_DIFFER)
+    max_skips: PositiveInt = field(default=10, metadata=MAY_DIFFER)
+    deterministic: bool = field(default=False, metadata=MAY_DIFFER)
+    hang_minutes: ds.Positive = field(default=30.0, metadata=MAY_DIFFER)
 
     def __post_init__(self) -> None:
         if self.precision == "auto":
             half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             object.__setattr__(self, "precision", "bf16" if half else "fp32")
-        if self.precision not in ds.PRECISIONS:
-            raise ValueError(f"train.precision={self.precision!r}: choose one of {('auto', *ds.PRECISIONS)}")
-        counts = (
-            "steps",
-            "batch",
-            "anchors",
-            "max_length",
-            "log_every",
-            "eval_every",
-            "eval_anchors",
-            "save_every",
-            "keep",
-            "max_skips",
-        )
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_minutes", "hang_minutes"):
-            minutes = getattr(self, name)
-            if minutes is not None and not 0 < minutes < math.inf:
-                raise ValueError(f"train.{name}={minutes} must be above 0 and finite")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1")
 
     def split(self, world: int) -> tuple[int, int]:
         """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
@@ -107,10 +83,10 @@ class Plan:
     head: HeadConfig
     objective: ObjectiveConfig
     optim: ds.OptimConfig
-    zero: ds.ZeroConfig
+    zero: ds.ZeroConfig = field(metadata=MAY_DIFFER)
     train: TrainConfig
-    draft: DraftConfig
-    seed: int
+    draft: DraftConfig = field(metadata=MAY_DIFFER)
+    seed: ds.Seed
 
 
 def finished(config: TrainConfig, state: TrainState) -> bool:
@@ -128,8 +104,7 @@ class Trainer:
         check_fit(plan.head, plan.objective)
         self.plan, self.base = plan, base
         self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
-        micro, self.accumulate = plan.train.split(ds.world_size())
-        self.micro = micro
+        self.micro, self.accumulate = plan.train.split(ds.world_size())
         torch.manual_seed(plan.seed)
         corpus = load_corpus(data_folder, "train")
         head = head_for(plan.head, base, corpus)
@@ -141,7 +116,7 @@ class Trainer:
             plan.zero,
             precision=plan.train.precision,
             steps=plan.train.steps,
-            micro=micro,
+            micro=self.micro,
             accumulate=self.accumulate,
         )
         self.sampler = Sampler(
@@ -154,10 +129,19 @@ class Trainer:
             pack=plan.train.pack,
             features=features,
         )
-        self.simulator = Simulator(plan.head, plan.draft, base, data_folder, self.sampler, plan.train.eval_anchors)
-        self.state = load_checkpoint(self.engine, self.checkpoints)
+        self.dev = [
+            *dev_batches(
+                data_folder,
+                sequences=-(-plan.train.eval_anchors // EVAL_ANCHORS),
+                anchors=EVAL_ANCHORS,
+                labels=plan.objective.labels,
+                max_length=plan.train.max_length,
+                seed=0,
+            )
+        ]
+        self.state, self.best = load_checkpoint(self.engine, self.checkpoints)
         self.task.psi_U = self.state.psi_U
-        self._saved = self.state.step or None
+        self._saved = (self.state.step, self.state.best) if self.state.step else None
         self.seconds: dict[str, float] = defaultdict(float)
         self.grad_norm = 0.0
         self.watch = Watch(blanks=plan.head.band is None)
@@ -178,11 +162,9 @@ class Trainer:
         with self._signals(), pulse.no_longer_than(60 * self.plan.train.hang_minutes):
             self._steps(log)
             if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
-                self._evaluate(ds.head_state(self.engine, self.task.head))
-            if self._saved != self.state.step:
+                self._evaluate()
+            if self._saved != (self.state.step, self.state.best):
                 self._save(log)
-            if ds.rank() == 0:
-                write_atomically(self.checkpoints / "state.json", json.dumps(asdict(self.state)).encode())
         return self.state
 
     def _steps(self, log: RunLog | None) -> None:
@@ -195,17 +177,19 @@ class Trainer:
             mininterval=1,
         )
         with bar:
-            while not self._stop():
+            stop = self._stop()
+            while not stop:
                 row = self._one_step()
                 if row is not None:
-                    loss = row.get("train/loss", math.nan)
-                    bar.set_postfix_str(f"loss {loss:.3f} tokens/step {self.state.recent:.2f}")
+                    loss, psi = (row.get(key, math.nan) for key in ("train/loss", "draft/psi_sum"))
+                    bar.set_postfix_str(f"loss {loss:.3f} expected tokens/step {1 + psi:.2f}")
                     self._warn(self.watch.warnings(row))
                     if log:
                         log.write(row)
-                if self.state.step % self.plan.train.save_every == 0:  # after the row: a kill between loses neither
-                    self._save(log)
                 bar.update()
+                stop = self._stop()  # else a checkpoint, after the row: a kill between loses neither
+                if not stop and self.state.step % self.plan.train.save_every == 0:
+                    self._save(log)
 
     def probe(self, steps: int) -> float:
         """Seconds per step, the first few left out; trains on without a checkpoint or a log. Collective."""
@@ -227,21 +211,13 @@ class Trainer:
         self.task.observe(sums)
         step += 1
         self._count(step)
-        logged = step % train.log_every == 0 or step == train.steps or step == 1
-        evaluated = self._is_due(step)
+        logged = step % train.log_every == 0 or step in (1, train.steps)
         row = self._row(step, sums, tokens, lr, time.perf_counter() - start) if logged else None
         self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens, psi_U=self.task.psi_U)
-        if logged or evaluated:
-            weights = ds.head_state(self.engine, self.task.head)
-        if evaluated:
-            tau = self._evaluate(weights)
+        if self._is_due(step):
+            tau = self._evaluate()
             if row is not None:
                 row["dev/tokens_per_step"] = tau
-        if row is not None:
-            tau = self.simulator.on_train(weights, step - 1)  # of one batch, which may hold a loop that drafts itself
-            recent = RECENT * self.state.recent + (1 - RECENT) * tau if self.state.recent else tau
-            self.state = replace(self.state, recent=recent)
-            row |= {"draft/tokens_per_step": tau, "draft/tokens_per_step_mean": recent}
         self.state = replace(self.state, seconds=self.state.seconds + time.perf_counter() - start)
         return row
 
@@ -249,8 +225,8 @@ class Trainer:
         pulse.moved(f"saving step {self.state.step}")
         if log:
             log.sync()
-        save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep)
-        self._saved = self.state.step
+        save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep, self.best)
+        self._saved = self.state.step, self.state.best
 
     def _count(self, step: int) -> None:
         """Was the step without an update? Keeps its batches, and ends a run that has too many of them in a row.
@@ -262,7 +238,7 @@ class Trainer:
             return
         name = f"step_{step:06d}_rank{ds.rank()}.safetensors"
         batches = [self.sampler.collate(step - 1, self._members(turn)) for turn in range(self.accumulate)]
-        save_replay(self.skips / name, Replay(batches, step, self.plan.seed))
+        save_replay(self.skips / name, batches, step, self.plan.seed)
         self.state = replace(self.state, skipped=self.state.skipped + 1, in_a_row=self.state.in_a_row + 1)
         self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {self.skips}"])
         if self.state.in_a_row >= self.plan.train.max_skips:
@@ -281,12 +257,13 @@ class Trainer:
         """Is the head evaluated after this step?"""
         return step % self.plan.train.eval_every == 0 or step == self.plan.train.steps
 
-    def _evaluate(self, weights: dict[str, Tensor]) -> float:
+    def _evaluate(self) -> float:
         """Simulated tokens per step on the development sequences; the best head is kept. Collective."""
+        weights = ds.head_state(self.engine, self.task.head)
         with self._timed("evaluate"):
-            tau = self.simulator.on_dev(weights)
+            tau = simulate(self.base, self.plan.head, weights, self.plan.draft, self.dev)
         if tau > self.state.best:
-            save_best(self.checkpoints, weights)
+            self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}
             self.state = replace(self.state, best=tau, best_step=self.state.step)
         return tau
 
@@ -311,7 +288,7 @@ class Trainer:
                     self.engine.step()
                 else:
                     self.grad_norm = ds.step_with_norm(self.engine)
-            total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
+            total = sums if total is None else Sums._make(map(torch.add, total, sums))
         assert total is not None
         return _over_ranks(total), self.sampler.tokens(step)
 
@@ -355,14 +332,11 @@ class Trainer:
 
     def _stop(self) -> bool:
         """Has any rank been asked to stop? Collective, so that all stop at the same step."""
-        if ds.world_size() == 1:
-            return self._stop_asked or self.finished()
-        asked = torch.tensor([float(self._stop_asked)], device=self.base.device)
-        seconds = torch.tensor([self.state.seconds], device=self.base.device)
-        ds.sum_over_ranks(asked)
-        ds.sum_over_ranks(seconds)  # ranks go by their mean clock: the time limit ends all at once
-        self.state = replace(self.state, seconds=seconds.item() / ds.world_size())
-        return asked.item() > 0 or self.finished()
+        mine = torch.tensor([self._stop_asked, self.state.seconds], dtype=torch.float64, device=self.base.device)
+        asked, seconds = ds.sum_over_ranks(mine).tolist()
+        # Ranks go by their mean clock: the time limit ends all at once.
+        self.state = replace(self.state, seconds=seconds / ds.world_size())
+        return asked > 0 or self.finished()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -381,7 +355,7 @@ class Trainer:
 def _over_ranks(sums: Sums) -> Sums:
     flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums]))
     parts = flat.split([value.numel() for value in sums])
-    return Sums(*(part.view_as(value) for part, value in zip(parts, sums, strict=True)))
+    return Sums._make(part.view_as(value) for part, value in zip(parts, sums, strict=True))
 
 
 def _peak_gigabytes(device: torch.device) -> float:

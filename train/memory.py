@@ -2,7 +2,8 @@
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, parameters_of
-from ctcdraft.train.engine import PRECISIONS, OptimConfig, ZeroConfig, bucket_of
+from ctcdraft.train.engine import PRECISIONS, bucket_of
+from ctcdraft.train.loop import Plan
 from ctcdraft.train.muon import matrices_of
 
 KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
@@ -15,25 +16,15 @@ WORKED_ON = 6  # of the largest matrix, while it is made orthogonal
 LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
 
 
-def memory_per_rank(
-    base: Base,
-    head: Head,
-    optim: OptimConfig,
-    zero: ZeroConfig,
-    *,
-    precision: str,
-    micro: int,
-    anchors: int,
-    length: int,
-    ranks: int,
-) -> dict[str, int]:
-    """Bytes per part on one rank. micro sequences of `length` tokens with at most `anchors` drafts each.
+def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str, int]:
+    """Bytes per part on one rank, with rows of as many tokens as the plan and the base allow.
 
     ZeRO shares optimizer state (1), gradients too (2), parameters too (3) among ranks.
     """
-    width = PRECISIONS[precision].itemsize
+    train, zero, width = plan.train, plan.zero, PRECISIONS[plan.train.precision].itemsize
+    micro, anchors, length = train.split(ranks)[0], train.anchors, min(train.max_length, base.context_length)
     count, config = parameters_of(head), head.config
-    sizes = [p.numel() for p in matrices_of(head).values()] if optim.kind == "muon" else []
+    sizes = [p.numel() for p in matrices_of(head).values()] if plan.optim.kind == "muon" else []
     masters = 4 * count if width == 2 else 0  # fp32 weights where those of the head are not
     states = masters + 8 * count - 4 * sum(sizes)  # Muon's one moment, AdamW's two
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
@@ -56,6 +47,7 @@ def memory_per_rank(
         "summed over ranks": 4 * bucket_of(count) * (zero.stage > 0),
         "optimizer": offloaded * states // shared[0],
         "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
+        "evaluation": 4 * count,  # a second head, which drafts in float32
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
         "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
         "slots": micro * anchors * per_draft * width + attends * seen,

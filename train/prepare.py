@@ -38,12 +38,11 @@ from ctcdraft.data.store import (
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.folders import claimed, new_folder
 from ctcdraft.train.examples import Account, ExampleMaker
+from ctcdraft.train.options import decisive
 from ctcdraft.train.regenerate import Turns
 from ctcdraft.train.shards import GENERATED, SPLITS, DataConfig, Shard, asked_text, read_shards
 
 FORMAT = 4
-FREE = ("path", "batch_size", "features", "show")  # options that do not change what is prepared (a path's content does)
-FREE_REGENERATE = ("url", "concurrency", "retries", "timeout", "reject_errors")
 
 
 class Unanswered(ValueError):
@@ -56,8 +55,7 @@ class Unanswered(ValueError):
 
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
-    options = {k: v for k, v in asdict(config).items() if k not in FREE}
-    options["regenerate"] = {k: v for k, v in options["regenerate"].items() if k not in FREE_REGENERATE}
+    options = {k: v for k, v in decisive(config).items() if k not in ("path", "features")}  # a path's content does
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
     sources = sources or GENERATED[config.kind].fingerprint()
     template = None if config.kind == "text" else [base.tokenizer.chat_template, dict(base.template_args)]

@@ -20,6 +20,7 @@ from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import LOST_THOUGHT, NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import continued, work_key
+from ctcdraft.train.options import MAY_DIFFER
 
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 
@@ -36,12 +37,12 @@ class RegenerateConfig:
 
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     top_p: float = 1.0
-    url: str | None = None
+    url: str | None = field(default=None, metadata=MAY_DIFFER)
     model: str | None = None
-    concurrency: int = 16
-    retries: int = 12
-    timeout: float = 300.0
-    reject_errors: bool = False
+    concurrency: int = field(default=16, metadata=MAY_DIFFER)
+    retries: int = field(default=12, metadata=MAY_DIFFER)
+    timeout: float = field(default=300.0, metadata=MAY_DIFFER)
+    reject_errors: bool = field(default=False, metadata=MAY_DIFFER)
 
     def __post_init__(self) -> None:
         if not self.temperatures or min(self.temperatures) < 0:

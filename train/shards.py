@@ -14,6 +14,7 @@ from ctcdraft.data.features import FORMATS
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
 from ctcdraft.data.template import TURNS
+from ctcdraft.train.options import MAY_DIFFER
 from ctcdraft.train.regenerate import RegenerateConfig
 
 KINDS = ("toy", "prompts", "sharegpt", "text", "mixed")
@@ -55,10 +56,10 @@ class DataConfig:
     prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
     samples_per_text: int = 4
     max_new_tokens: int = 192
-    batch_size: int = 64
+    batch_size: int = field(default=64, metadata=MAY_DIFFER)
     shard_rows: int = 2048
     features: str | None = None
-    show: int = 0
+    show: int = field(default=0, metadata=MAY_DIFFER)
 
     def __post_init__(self) -> None:
         low_high = self.prompt_tokens

@@ -1,5 +1,6 @@
 """Tokens per step without decoding: draft trees at anchors whose continuation by the base is known."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,60 +16,31 @@ from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features, document_sight, read_at, roots_of
 
-ANCHORS_PER_SEQUENCE = 8
-LOGGED_ANCHORS = 32
+
+def simulate(
+    base: Base, config: HeadConfig, weights: dict[str, Tensor], draft: DraftConfig, dev: Sequence[Batch]
+) -> float:
+    """Mean of accepted labels (at most U) plus one at the development anchors, shared out over ranks. It drafts as
+    inference does, with a second head, in float32. Collective."""
+    head = head_on(base, config).to(base.device).eval()
+    head.load_state_dict(weights)
+    decoder, totals = Decoder(base, head, draft), torch.zeros(2, dtype=torch.float64, device=base.device)
+    for batch in dev[ds.rank() :: ds.world_size()]:
+        drafts = known_drafts(decoder, batch)
+        accepted = sum(tree.accepted(labels) for tree, labels in drafts)
+        totals += totals.new_tensor((accepted, len(drafts)))
+    total, anchors = ds.sum_over_ranks(totals).tolist()
+    return 1 + total / max(1.0, anchors)
 
 
-class Simulator:
-    """Drafts from a copy of the head, as inference does, and counts accepted labels (at most U) plus one."""
-
-    def __init__(
-        self,
-        head: HeadConfig,
-        draft: DraftConfig,
-        base: Base,
-        data_folder: Path,
-        sampler: Sampler,
-        anchors: int,
-    ) -> None:
-        self.base, self.draft, self.train_sampler = base, draft, sampler
-        self.head = head_on(base, head).to(base.device).eval()
-        dev = load_corpus(data_folder, "dev")
-        self.sampler = Sampler(
-            dev,
-            batch=len(dev),
-            anchors=ANCHORS_PER_SEQUENCE,
-            labels=sampler.labels,
-            max_length=sampler.max_length,
-            seed=0,
-        )
-        self.sequences = some_rows(self.sampler, -(-anchors // ANCHORS_PER_SEQUENCE))
-
-    def on_dev(self, weights: dict[str, Tensor]) -> float:
-        """Mean over the same development anchors every time, shared out over ranks. Collective."""
-        self._load(weights)
-        totals = torch.zeros(2, dtype=torch.float64, device=self.base.device)
-        for row in self.sequences[ds.rank() :: ds.world_size()]:
-            batch = self.sampler.collate(0, row)
-            totals += totals.new_tensor(self._accepted(batch, len(batch.lengths_N)))
-        accepted, anchors = ds.sum_over_ranks(totals).tolist()
-        return 1 + accepted / max(1.0, anchors)
-
-    def on_train(self, weights: dict[str, Tensor], step: int) -> float:
-        """A cheap look at a few anchors of one sequence of this step's batch."""
-        self._load(weights)
-        batch = self.train_sampler.collate(step, slice(0, 1))
-        accepted, anchors = self._accepted(batch, LOGGED_ANCHORS)
-        return 1 + accepted / max(1, anchors)
-
-    def _load(self, weights: dict[str, Tensor]) -> None:
-        self.head.load_state_dict(weights)
-        self.decoder = Decoder(self.base, self.head, self.draft)  # of a head that no longer changes
-
-    def _accepted(self, batch: Batch, most: int) -> tuple[int, int]:
-        """(accepted draft tokens, anchors looked at)"""
-        accepted = [tree.accepted(labels) for tree, labels in known_drafts(self.decoder, batch, most)]
-        return sum(accepted), len(accepted)
+def dev_batches(
+    data_folder: Path, *, sequences: int, anchors: int, labels: int, max_length: int, seed: int
+) -> Iterator[Batch]:
+    """The same development sequences every time, one by one, each with at most so many anchors."""
+    dev = load_corpus(data_folder, "dev")
+    if len(dev):
+        sampler = Sampler(dev, batch=len(dev), anchors=anchors, labels=labels, max_length=max_length, seed=seed)
+        yield from (sampler.collate(0, row) for row in some_rows(sampler, sequences))
 
 
 def some_rows(sampler: Sampler, most: int) -> list[slice]:
@@ -78,14 +50,13 @@ def some_rows(sampler: Sampler, most: int) -> list[slice]:
 
 
 @torch.no_grad()
-def known_drafts(decoder: Decoder, batch: Batch, most: int | None = None) -> list[tuple[Tree, list[int]]]:
-    """(draft tree, labels: the base's own continuation) of a batch's first `most` anchors."""
+def known_drafts(decoder: Decoder, batch: Batch) -> list[tuple[Tree, list[int]]]:
+    """(draft tree, labels: the base's own continuation) of a batch's anchors."""
     base, head = decoder.base, decoder.head
     assert head is not None
     batch = batch.to(base.device)
     hidden, _ = base_features(base, batch, torch.float32, head)
-    known = zip(batch.labels_NU[:most].tolist(), batch.lengths_N[:most].tolist(), strict=True)
-    anchors = batch.batch_N[:most], batch.position_N[:most], document_sight(batch)
+    anchors = batch.batch_N, batch.position_N, document_sight(batch)
     drafted = head.drafts_at(hidden, roots_of(batch), *anchors, decoder.vocabulary)
-    found = zip(drafted, read_at(batch), known, strict=False)  # of a batch's first
-    return [(decoder.tree_of(one, read), row[:length]) for one, read, (row, length) in found]
+    found = zip(drafted, read_at(batch), batch.labels_NU.tolist(), batch.lengths_N.tolist(), strict=True)
+    return [(decoder.tree_of(one, read), row[:length]) for one, read, row, length in found]

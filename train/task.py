@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from ctcdraft.data.batches import Batch
@@ -18,7 +19,7 @@ from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
 from ctcdraft.model.kernels import cpu_mixed
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.negatives import Negatives
-from ctcdraft.model.objective import OBJECTIVES, AnchorLoss, anchor_losses
+from ctcdraft.model.objective import AnchorLoss, anchor_losses
 from ctcdraft.model.precision import cpu_has_bf16
 from ctcdraft.model.vocabulary import DraftVocabulary, most_frequent
 
@@ -29,27 +30,17 @@ MEMORY = 0.9  # of the mean psi of earlier steps, per step
 class ObjectiveConfig:
     """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
     decay^(k-1); follow: but no further than psi^follow, of the mean psi that such prefixes have had of
-    late; None: by decay alone. negatives: of a sampled softmax (model/negatives.py); None: the whole draft vocabulary.
-    Raises ValueError on an unknown kind or values out of range."""
+    late; None: by decay alone. negatives: of a sampled softmax (model/negatives.py); None: the whole vocabulary."""
 
-    kind: str = "prefix_ctc"
-    labels: int = 12
-    decay: float = 0.8
-    follow: float | None = 0.5
-    negatives: int | None = 3072
+    kind: Literal["prefix_ctc", "ctc", "cross_entropy"] = "prefix_ctc"
+    labels: PositiveInt = 12
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    follow: Annotated[float, Field(gt=0, lt=math.inf)] | None = 0.5
+    negatives: PositiveInt | None = 3072
 
     def __post_init__(self) -> None:
-        if self.kind not in OBJECTIVES:
-            raise ValueError(f"objective.kind={self.kind!r} is unknown: choose one of {OBJECTIVES}")
-        if self.labels < 1 or not 0.0 < self.decay <= 1.0:
-            raise ValueError("objective.labels must be at least 1 and objective.decay in (0, 1]")
-        if self.negatives is not None and self.negatives < 1:
-            raise ValueError(f"objective.negatives={self.negatives} must be at least 1, or null: the whole vocabulary")
-        if self.follow is not None:
-            if self.kind == "ctc":
-                raise ValueError("objective=ctc has no prefixes to follow: leave out objective.follow")
-            if not 0.0 < self.follow < math.inf:
-                raise ValueError(f"objective.follow={self.follow} must be above 0 and finite, or null")
+        if self.kind == "ctc" and self.follow is not None:
+            raise ValueError("objective=ctc has no prefixes to follow: leave out objective.follow")
 
     def weights(self, psi_U: Sequence[float]) -> list[float]:
         """w_k of 1..U, not scaled yet; psi: what such prefixes have had of late, empty before the first step."""

@@ -3,7 +3,7 @@
 import statistics
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -63,22 +63,14 @@ class Watch:
         )
 
 
-class Replay(NamedTuple):
-    """What a rank saw in a step that was skipped: its micro-batches in order, and where they come from."""
-
-    batches: list[Batch]
-    step: int
-    seed: int
-
-
-def save_replay(path: Path, replay: Replay) -> None:
-    """Keep a skipped step's batches as safetensors."""
+def save_replay(path: Path, batches: list[Batch], step: int, seed: int) -> None:
+    """Keep what a rank saw in a skipped step, its micro-batches in order, as safetensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    for turn, batch in enumerate(replay.batches):
+    for turn, batch in enumerate(batches):
         values = batch._asdict().items()
         tensors |= {f"{turn}.{k}": v.cpu().contiguous() for k, v in values if isinstance(v, torch.Tensor)}
-    save_file(tensors, path, metadata={"step": str(replay.step), "seed": str(replay.seed)})
+    save_file(tensors, path, metadata={"step": str(step), "seed": str(seed)})
 
 
 def load_replay(path: Path) -> list[Batch]:

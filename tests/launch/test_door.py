@@ -151,12 +151,30 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["head.merge=true"], "error: head.merge=true takes any number of blanks: use head.band=null"),
         (["draft.nodes=0"], "error: draft.nodes=0"),
         (["train.steps=1.5"], "error: train.steps=1.5: input should be a valid integer"),
-        (["train.precision=fp8"], "error: train.precision='fp8'"),
+        (["train.precision=fp8"], "error: train.precision=fp8: input should be 'auto', 'fp32' or 'bf16'"),
+        (["train.steps=0"], "error: train.steps=0: input should be greater than 0"),
+        (["train.micro_batch=0"], "error: train.micro_batch=0: input should be greater than 0"),
+        (["train.max_minutes=inf"], "error: train.max_minutes=inf: input should be less than inf"),
+        (["train.hang_minutes=0"], "error: train.hang_minutes=0: input should be greater than 0"),
+        (["optim.kind=sgd"], "error: optim.kind=sgd: input should be 'muon' or 'adamw'"),
+        (["optim.lr=nan"], "error: optim.lr=nan: input should be"),
+        (["optim.warmup=1"], "error: optim.warmup=1: input should be less than 1"),
+        (["optim.floor=2"], "error: optim.floor=2: input should be less than or equal to 1"),
+        (["optim.betas=[0.9]"], "error: optim.betas=[0.9]: list should have at least 2 items"),
+        (["optim.betas=[0.9,1]"], "error: optim.betas.1=1: input should be less than 1"),
+        (["zero.stage=4"], "error: zero.stage=4: input should be 0, 1, 2 or 3"),
+        (["zero.offload=true"], "error: zero.offload=true needs zero=1, 2 or 3"),
+        (["objective.kind=mse"], "error: objective.kind=mse: input should be 'prefix_ctc', 'ctc' or 'cross_entropy'"),
+        (["objective.decay=0"], "error: objective.decay=0: input should be greater than 0"),
+        (["objective.follow=0"], "error: objective.follow=0: input should be greater than 0"),
+        (["objective.follow=nan"], "error: objective.follow=nan: input should be"),
+        (["objective.negatives=0"], "error: objective.negatives=0: input should be greater than 0"),
+        (["logger.mode=loud"], "error: logger.mode=loud: input should be 'wandb', 'offline' or 'none'"),
         (["base=local"], "error: base=local needs base.path"),
         (["zero=7"], "error: zero=7: there is no such choice; choose one of 0, 1, 2, 3"),
         (["head=medusa"], "error: head=medusa cannot be trained with prefix_ctc: use objective=cross_entropy"),
-        (["seed=-1"], "error: seed=-1 must be at least 0"),
-        (["seed=4294967296"], "error: seed=4294967296 must be at least 0 and below 2**32"),
+        (["seed=-1"], "error: seed=-1: input should be greater than or equal to 0"),
+        (["seed=4294967296"], "error: seed=4294967296: input should be less than 4294967296"),
         (["base.template=alpaca"], "error: base.template='alpaca' is unknown"),
         (["head=eagle", "objective=cross_entropy", "train.pack=true"], "error: head=eagle drafts in rows of one"),
         (["head.slots"], "error: Error parsing override 'head.slots'"),
@@ -173,7 +191,7 @@ def test_bad_options_are_one_sentence_and_a_non_zero_exit(words, sentence, monke
 
 
 @pytest.mark.parametrize(("entry", "kind"), [("eval", EvalEntry), ("chat", ChatEntry)])
-@pytest.mark.parametrize(("word", "sentence"), [("seed=-1", "seed=-1 must"), ("base.template=x", "'x' is unknown")])
+@pytest.mark.parametrize(("word", "sentence"), [("seed=-1", "seed=-1: input"), ("base.template=x", "'x' is unknown")])
 def test_what_uses_a_head_checks_seed_and_template_too(entry, kind, word, sentence):
     with pytest.raises(ValueError, match=sentence):
         typed(compose(entry, [word]), kind)

@@ -58,7 +58,7 @@ def test_only_the_newest_are_kept(small, whole, tmp_path):
     assert sorted(p.name for p in (whole[0] / "checkpoints").glob("step_*")) == ["step_000004", "step_000006"]
     trained(small, tmp_path, "train.keep=1")
     assert [p.name for p in (tmp_path / "checkpoints").glob("step_*")] == ["step_000006"]
-    assert (tmp_path / "checkpoints" / "best.safetensors").is_file()
+    assert checkpoint.read_checkpoint(tmp_path / "checkpoints").best
 
 
 DAMAGE = {
@@ -129,15 +129,16 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint(small, cop
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_checkpoint_holds_weights_and_moments_of_the_head_and_nothing_of_the_base_or_of_pickle(
-    small, tmp_path, stage
+    small, whole, tmp_path, stage
 ):
     trainer, _ = trained(small, tmp_path, f"zero={stage}", "train.steps=1", "train.save_every=1", "train.eval_every=1")
     step = tmp_path / "checkpoints" / "step_000001"
     assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "state.safetensors"]
     every = {f"head.{name}" for name, _ in trainer.task.head.named_parameters()}
     names = {f"{kind}/{name}" for name in every for kind in ("weight", "exp_avg")} | {"updates"}
-    squares = {f"exp_avg_sq/{name}" for name in every if name not in matrices_of(trainer.task)}
-    assert load_file(step / checkpoint.STATE).keys() == names | squares
+    squares = {f"exp_avg_sq/{name}" for name in every if name not in matrices_of(whole[1].task)}
+    best = {f"best/{name}" for name in trainer.task.head.state_dict()}
+    assert load_file(step / checkpoint.STATE).keys() == names | squares | best
 
 
 def test_no_pickle_is_read_or_written(small, tmp_path, monkeypatch):
@@ -147,18 +148,22 @@ def test_no_pickle_is_read_or_written(small, tmp_path, monkeypatch):
     assert small(tmp_path, "train.steps=2").state.step == 2
 
 
-def test_the_best_heads_file_has_a_checksum(copy):
-    path = copy / "checkpoints" / "best.safetensors"
-    assert checkpoint.load_best(path.parent)
-    blob = bytearray(path.read_bytes())
-    blob[-3] ^= 1
-    path.write_bytes(blob)
-    with pytest.raises(ValueError, match=r"best.safetensors is damaged"):
-        checkpoint.load_best(path.parent)
+def test_the_best_head_is_part_of_every_checkpoint_after_it(small, tmp_path):
+    trainer, _ = trained(small, tmp_path, "train.eval_every=4")
+    assert trainer.state.best_step in (4, 6)
+    best = checkpoint.read_checkpoint(trainer.checkpoints).best
+    assert best.keys() == trainer.task.head.state_dict().keys()
+    again = small(tmp_path, "train.eval_every=4")
+    assert all(torch.equal(best[name], weight) for name, weight in again.best.items())
+    shutil.rmtree(trainer.checkpoints / "step_000006")
+    best = checkpoint.read_checkpoint(trainer.checkpoints).best
+    again = small(tmp_path, "train.eval_every=4")
+    assert again.state.best_step == again.state.step == 4
+    assert all(torch.equal(weight, best[name]) for name, weight in head_of(again).items())
 
 
 STRANGE = {
-    "another format": (lambda facts: facts | {"format": 1}, "format 1, not 3"),
+    "another format": (lambda facts: facts | {"format": 1}, "format 1, not 4"),
     "no format": (lambda facts: {k: v for k, v in facts.items() if k != "format"}, "'format'"),
     "an unknown state": (lambda facts: facts | {"state": {"steps": 3}}, "unexpected keyword argument 'steps'"),
 }

@@ -13,7 +13,9 @@ from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig
 from ctcdraft.train import gate as gates
 from ctcdraft.train import task
-from ctcdraft.train.gate import GateConfig, overfit_gate
+from ctcdraft.train.engine import OptimConfig, ZeroConfig
+from ctcdraft.train.gate import GateConfig, OverfitGate
+from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.regenerate import Dialogue
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig
@@ -47,15 +49,9 @@ def trained_base(request):
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     sizes = {"width": 64, "mixer_width": 64, "heads": 2, "mixer_heads": 2, "draft_vocab_size": 4096} | options
     head = HeadConfig(kind=kind, **sizes)
-    return overfit_gate(
-        base,
-        MESSAGES,
-        head=head,
-        objective=ObjectiveConfig(kind=objective, follow=None),
-        data=DataConfig(),
-        draft=DraftConfig(),
-        config=GateConfig(steps=steps, answer_tokens=32),
-    )
+    objective = ObjectiveConfig(kind=objective, follow=None)
+    plan = Plan(head, objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
+    return OverfitGate(base, MESSAGES, plan, DataConfig(), GateConfig(steps=steps, answer_tokens=32)).findings()
 
 
 @pytest.mark.parametrize(

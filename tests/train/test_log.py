@@ -9,7 +9,7 @@ import pytest
 import wandb
 from wandb_file import history
 
-from ctcdraft.train.log import LoggerConfig, RunLog
+from ctcdraft.train.log import LoggerConfig, Media, RunLog
 
 UNREACHABLE = """
 import sys
@@ -133,7 +133,7 @@ def test_a_run_outlives_wandb(tmp_path, capsys):
     log.wandb.log.side_effect = ConnectionResetError("Connection lost")
     log.write({"step": 2, "loss": 2.0})
     log.write({"step": 3, "loss": 1.0})
-    log.summary({}, {}, {})
+    log.summary(Media({}, {}, {}))
     log.close()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]

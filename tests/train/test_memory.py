@@ -3,9 +3,12 @@ import pytest
 import torch
 
 from ctcdraft.model import load_base
+from ctcdraft.model.decoder import DraftConfig
 from ctcdraft.model.head import HeadConfig, build_head, head_on
 from ctcdraft.train.engine import OptimConfig, ZeroConfig, build_optimizer
+from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.memory import memory_per_rank
+from ctcdraft.train.task import ObjectiveConfig
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +17,9 @@ def fp32_base(base_folder):
 
 
 def estimate(base, head, stage=0, ranks=1, precision="fp32", kind="adamw"):
-    sizes = {"micro": 2, "anchors": 40, "length": 200}
-    optim, zero = OptimConfig(kind), ZeroConfig(stage)
-    return memory_per_rank(base, head, optim, zero, precision=precision, ranks=ranks, **sizes)
+    train = TrainConfig(batch=2 * ranks, anchors=40, max_length=200, precision=precision)
+    plan = Plan(head.config, ObjectiveConfig(), OptimConfig(kind), ZeroConfig(stage), train, DraftConfig(), seed=0)
+    return memory_per_rank(base, head, plan, ranks)
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,9 @@ def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
     assert "identical to plain greedy" in out
     assert "parameters; a draft costs" in out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    mean = rows[0]["draft/tokens_per_step"]
-    for row in rows:
-        mean = mean if row["step"] == 1 else 0.9 * mean + 0.1 * row["draft/tokens_per_step"]
-        assert row["draft/tokens_per_step_mean"] == pytest.approx(mean)
-    row = rows[0]
-    for key in ("optim/grad_norm", "draft/psi_sum", "draft/tokens_per_step", "draft/blank_rate/slot_1", "time/base"):
-        assert row[key] is not None
+    for key in ("optim/grad_norm", "draft/psi_sum", "draft/blank_rate/slot_1", "time/base"):
+        assert rows[0][key] is not None
+    assert rows[-1]["dev/tokens_per_step"] >= 1.0
 
 
 def test_the_same_command_again_reuses_everything(workplace, one_process):
@@ -301,8 +297,9 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(workplace, stage):
 DAMAGE = {
     "config.yaml": "run: [",
     "paths.json": "{}",
-    "checkpoints/state.json": '{"foo": 6}',
-    "checkpoints/best.safetensors": "x",
+    "checkpoints/latest": "rubbish",
+    "checkpoints/step_000006/manifest.json": '{"foo": 6}',
+    "checkpoints/step_000006/state.safetensors": "x",
     "head/config.json": '{"format": 1}',
     "eval/heldout/results.json": "[]",
     "metrics.jsonl": "rubbish\n",
