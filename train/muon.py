@@ -6,7 +6,6 @@ orthogonal, and this rank's share of it taken (train/zero.py); ranks divide the 
 DeepSpeed's measures and clips the gradient's norm after it was made orthogonal.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -19,7 +18,6 @@ from ctcdraft.train.zero import Shard, Whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that drives singular values towards one
 ITERATIONS = 5
-AT_A_TIME = 1 << 22  # numbers that are made orthogonal together: small matrices, or a large one
 ADAM_RMS = 0.2  # scales updates to the size that AdamW's have, so that learning rates compare (Liu et al. 2025, 2.2)
 
 
@@ -115,26 +113,19 @@ def orthogonal(matrices_BMN: Tensor) -> Tensor:
 
 
 def updates_of(momenta: Sequence[Tensor], among_ranks: bool = False) -> list[Tensor]:
-    """Momenta [..., m, n] made orthogonal, matrices of one shape together, at the size that AdamW's updates have.
+    """Momenta [..., m, n] made orthogonal, at the size that AdamW's updates have.
 
     among_ranks: every rank has the same momenta and does its part of the matrices. Collective; all get the same bits.
     """
     if not momenta:
         return []
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if among_ranks else (1, 0)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if among_ranks else (0, 1)
     sizes = [momentum.numel() for momentum in momenta]
     flat = torch.zeros(sum(sizes), dtype=momenta[0].dtype, device=momenta[0].device)
     updates = [part.view(momentum.shape) for part, momentum in zip(flat.split(sizes), momenta, strict=True)]
     pairs = [*zip(chain(*map(_single, momenta)), chain(*map(_single, updates)), strict=True)]
-    by_shape = defaultdict(list)
     for momentum, update in pairs[rank::ranks]:
-        by_shape[momentum.shape].append((momentum, update))
-    for shape, every in by_shape.items():
-        together = max(1, AT_A_TIME // shape.numel())
-        for some in (every[i : i + together] for i in range(0, len(every), together)):
-            made = orthogonal(torch.stack([momentum for momentum, _ in some]))
-            for (_, update), one in zip(some, made, strict=True):
-                torch.mul(one, ADAM_RMS * max(shape) ** 0.5, out=update)
+        torch.mul(orthogonal(momentum.unsqueeze(0))[0], ADAM_RMS * max(momentum.shape) ** 0.5, out=update)
     if ranks > 1:
         dist.all_reduce(flat)  # a sum with zeros
     return updates

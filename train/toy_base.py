@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -57,12 +58,7 @@ class ToyBaseConfig:
     user_weight: float = 0.1  # of a user token in the loss; an assistant token has 1
 
 
-@dataclass(frozen=True)
-class Document:
-    """A conversation as tokens; `spoken_L` marks the assistant's, each end of turn included."""
-
-    ids_L: Tensor
-    spoken_L: Tensor
+Document = tuple[Tensor, Tensor]  # a conversation's tokens [L], and which the assistant says, ends of turn included
 
 
 def toy_folder(cache: Path, config: ToyBaseConfig) -> Path:
@@ -162,7 +158,7 @@ def _encode(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> 
         content = [*text.ids, tokenizer.eos_token_id] if answer else text.ids
         ids += [assistant if answer else user, *content]
         spoken += [False, *[answer] * len(content)]
-    return Document(torch.tensor(ids), torch.tensor(spoken))
+    return torch.tensor(ids), torch.tensor(spoken)
 
 
 def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> None:
@@ -205,20 +201,20 @@ def _next_token_loss(model: LlamaForCausalLM, ids_BL: Tensor) -> Tensor:
 def _batches(documents: list[Document], batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches (ids, spoken), both [B, L] and padded, of documents of equal length or nearly so."""
     batches: list[list[Document]] = [[]]
-    for document in sorted(documents, key=lambda document: len(document.ids_L)):
-        if batches[-1] and (len(batches[-1]) + 1) * len(document.ids_L) > batch_tokens:
+    for ids_L, spoken_L in sorted(documents, key=lambda document: len(document[0])):
+        if batches[-1] and (len(batches[-1]) + 1) * len(ids_L) > batch_tokens:
             batches.append([])
-        batches[-1].append(document)
-    pad = torch.nn.utils.rnn.pad_sequence
+        batches[-1].append((ids_L, spoken_L))
     while True:
         for i in torch.randperm(len(batches)).tolist():
-            yield pad([d.ids_L for d in batches[i]], True), pad([d.spoken_L for d in batches[i]], True)
+            ids_BL, spoken_BL = (pad_sequence([*part], True) for part in zip(*batches[i], strict=True))
+            yield ids_BL, spoken_BL
 
 
 @torch.no_grad()
 def _held_out_loss(model: LlamaForCausalLM, documents: list[Document]) -> dict[str, float]:
     """Mean negative log-likelihood in nats, of every token and of the assistant's tokens."""
     model.eval()
-    loss = torch.cat([_next_token_loss(model, document.ids_L[None])[0] for document in documents])
-    spoken = torch.cat([document.spoken_L[1:] for document in documents])
+    loss = torch.cat([_next_token_loss(model, ids_L[None])[0] for ids_L, _ in documents])
+    spoken = torch.cat([spoken_L[1:] for _, spoken_L in documents])
     return {"nats_per_token": loss.mean().item(), "nats_per_assistant_token": loss[spoken].mean().item()}

@@ -74,12 +74,12 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(tokenizer):
 
 def test_training_sees_what_the_chat_template_gives(tokenizer):
     for row in conversations(16):
-        document = training._encode(row["conversations"], tokenizer)
+        ids_L, spoken_L = training._encode(row["conversations"], tokenizer)
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
         encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        assert document.ids_L.tolist() == encoded["input_ids"]
-        assert document.spoken_L.int().tolist() == encoded["assistant_masks"]
+        assert ids_L.tolist() == encoded["input_ids"]
+        assert spoken_L.int().tolist() == encoded["assistant_masks"]
 
 
 def test_a_finished_base_is_reused(cache, folder, monkeypatch):
