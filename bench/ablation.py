@@ -91,7 +91,7 @@ class Study:
         config = self.config("default")
         self.environment = dict(os.environ)  # without the rank that this process becomes
         stages.ds.init_distributed()
-        self.base = stages.get_base(config.base, Path(config.cache_dir), config.data.template_args)
+        self.base = stages.get_base(config)
         self.data = stages.get_data(config, self.base)
         self.every = {name: self._options(name) for name in VARIANTS}
         self.variants = {name: options for name, options in self.every.items() if name in {"default", *chosen}}

@@ -73,7 +73,7 @@ def test_a_run_is_named_and_recorded_with_the_dtype_that_auto_came_to(machine, t
     )
     assert auto == bf16
     assert stages.check_inputs(auto) == stages.check_inputs(bf16) != stages.check_inputs(fp32)
-    base = stages.get_base(auto.base, tmp_path / "cache")
+    base = stages.get_base(auto)
     stages.open_run(tmp_path / "run", auto, base, tmp_path / "data")
     assert base.dtype == torch.bfloat16
     assert stages.run_paths(tmp_path / "run")["dtype"] == "bf16"
