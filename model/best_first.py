@@ -11,9 +11,8 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 @njit(cache=True)
-def search(log_p, log_blank, tokens, ends, merge, band, nodes, max_depth, chain, prune, moving, *moves):
-    """Tokens, parents, depths and psi of the best nodes; see `tree.search`. moves: fields of a `Moves`; not looked at
-    unless `moving`.
+def search(log_p, log_blank, moves, tokens, ends, merge, band, nodes, max_depth, chain, prune):
+    """Tokens, parents, depths and psi of the best nodes; see `tree.search`. moves: a `Moves`, or None.
 
     What a slot emits behind a prefix is computed once that could decide which node comes next: no child has more than
     what the slots before gave it and all that is left of its parent. Once that is at most `prune` of the parent's psi,
@@ -23,6 +22,7 @@ def search(log_p, log_blank, tokens, ends, merge, band, nodes, max_depth, chain,
     pb, pn, children, best, left, next_slot, column, depths = _prefixes(nodes + 1, T, C)
     parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
     # p[i, row, c]: what a slot emits behind a prefix, see `_row`
+    moving = moves is not None
     p = np.zeros((nodes + 1, min(T, band + 1), C) if moving else (2, T, C), np.float32)
     room = np.empty(C, np.int32)
     blank = _share(log_blank)
@@ -39,7 +39,7 @@ def search(log_p, log_blank, tokens, ends, merge, band, nodes, max_depth, chain,
             edge = t == depths[g] + band
             if pb[g, t] + pn[g, t] > UNLIKELY:
                 i, row = _row(g, t, depths[g], edge, moving)
-                if moving:
+                if moves is not None:
                     p_blank = _emit(p[i, row], log_p[t], log_blank[t], t, edge, column[g], room, moves)
                 else:
                     p_blank = np.float32(0.0) if edge else blank[t]
@@ -92,11 +92,11 @@ def _row(i, t, depth, edge, moving):
 
 
 @njit(cache=True)
-def first_emissions(log_p, log_blank, moving, *moves):
+def first_emissions(log_p, log_blank, moves):
     """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
     p, blank, room = np.exp(log_p), _share(log_blank), np.empty(log_p.shape[1], np.int32)
     for t in range(len(p)):
-        if moving:
+        if moves is not None:
             blank[t] = _emit(p[t], log_p[t], log_blank[t], t, False, -1, room, moves)
         else:
             p[t] *= np.float32(1.0) - blank[t]
@@ -159,19 +159,18 @@ def _products(out, gate, key):
 def _emit(p, log_p, log_blank, t, edge, last, room, moves):
     """p_t(y | u) into p [Y], u the candidate in column `last` (-1: the root); p_t(blank | u), 0 at the edge, is given
     back. Tokens that are no candidates keep the share that they had."""
-    slot, root, context, key, blank_key, log_rest = moves
-    gate, blank = np.empty(len(root), np.float32), log_blank
+    gate, blank = np.empty(len(moves.root), np.float32), log_blank
     for r in range(len(gate)):
-        gate[r] = _hardswish(slot[t, r] + (root[r] if last < 0 else context[last, r]))
-        blank += gate[r] * blank_key[r]
+        gate[r] = _hardswish(moves.slot[t, r] + (moves.root[r] if last < 0 else moves.context[last, r]))
+        blank += gate[r] * moves.blank_key[r]
     p[:] = log_p
-    _products(p, gate, key)
+    _products(p, gate, moves.key)
     if edge:
         blank = LOG_NOTHING
-    peak = max(_peak(p), log_rest[t], blank)  # a transition may move by more than float32's exponential can hold
+    peak = max(_peak(p), moves.log_rest[t], blank)  # a transition may move by more than float32's exponential can hold
     _exp(p, peak, room)
     blank = np.exp(blank - peak)
-    total = np.float64(blank) + np.exp(log_rest[t] - peak)
+    total = np.float64(blank) + np.exp(moves.log_rest[t] - peak)
     for c in range(len(p)):
         total += p[c]
     inverse = np.float32(1.0 / total)

@@ -36,7 +36,8 @@ class Calibration:
 
     def of(self, tree: Tree) -> NDArray[np.float64]:
         """The calibrated probability [N] of each node, at most its parent's."""
-        return calibrated(tree.psi, tree.depths, tree.parents, *self._table)
+        psi, rate, begins = self._table
+        return calibrated(tree.psi, tree.depths, tree.parents, psi, rate, begins)
 
     def applied(self, tree: Tree) -> Tree:
         """The tree with that for psi, the likeliest nodes first."""
@@ -80,7 +81,7 @@ def fit_calibration(
             knots.append(knots[-1])
         elif at.any():
             knots.append(_isotonic(psi_M[at], accepted_M[at]))
-    return Calibration(*map(list, zip(*knots, strict=True))) if knots else None
+    return Calibration([psi for psi, _ in knots], [rate for _, rate in knots]) if knots else None
 
 
 def _isotonic(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> tuple[list[float], list[float]]:

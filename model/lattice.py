@@ -3,9 +3,7 @@
 Shape suffixes: N anchors, T slots, V vocabulary, Y candidates, R rank of the transition.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +14,8 @@ from torch import Tensor
 from ctcdraft.model.best_first import LOG_NOTHING
 from ctcdraft.model.topology import Topology
 from ctcdraft.model.transition import Tables
+
+NOTHING = float(LOG_NOTHING)
 
 
 class Moves(NamedTuple):
@@ -76,42 +76,44 @@ class Lattice:
 class Candidates:
     """What the slots of all anchors put forward, on the device: fixed shapes, and no wait for it.
 
-    parts: tensors of all anchors [N, ...] (None: there is none); lattice: what one anchor's make on the host.
+    tokens [N, Y], log_p [N, T, Y], log_blank [N, T]; of a transition A x_t [N, T, R], the root [N, 1] as a number of
+    the vocabulary, log_rest [N, T], and its tables.
     """
 
-    parts: tuple[Tensor | None, ...]
-    lattice: Callable[..., Lattice]
+    parts: tuple[Tensor, ...]
+    topology: Topology
+    ids: NDArray[np.int64] | None
+    tables: Tables | None
 
     def lattices(self) -> list[Lattice]:
         """The lattices of all anchors, on the host."""
-        if any(part.is_cuda for part in self.parts if part is not None):
-            return self.unpacked(self.packed().cpu().numpy())
-        wide = (None if part is None else part.float() if part.is_floating_point() else part for part in self.parts)
-        return self._each([None if part is None else part.detach().numpy() for part in wide])
+        return self.unpacked(self.packed().cpu().numpy())
 
     def packed(self) -> Tensor:
         """All of it as int32 [N, numbers], for one copy to the host."""
-        there = [part for part in self.parts if part is not None]
-        bits = [part.float().view(torch.int32) if part.is_floating_point() else part.int() for part in there]
-        return torch.cat([part.flatten(1) if part.dim() > 1 else part.unsqueeze(1) for part in bits], dim=1)
+        bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in self.parts]
+        return torch.cat([part.flatten(1) for part in bits], dim=1).detach()
 
     def unpacked(self, packed_NZ: NDArray[np.int32]) -> list[Lattice]:
         """The lattices of all anchors, from what `packed` of candidates of these shapes held."""
-        arrays: list[NDArray[Any] | None] = []
-        for part in self.parts:
-            if part is None:
-                arrays.append(None)
-                continue
-            size = part[0].numel()
-            here, packed_NZ = np.ascontiguousarray(packed_NZ[:, :size]), packed_NZ[:, size:]
-            array = here.view(np.float32) if part.is_floating_point() else here.astype(np.int64)
-            arrays.append(array.reshape(part.shape))
-        return self._each(arrays)
+        ends = np.cumsum([part[0].numel() for part in self.parts])[:-1]
+        return [self._lattice(*np.split(packed_Z, ends)) for packed_Z in packed_NZ]
 
-    def _each(self, arrays: list[NDArray[Any] | None]) -> list[Lattice]:
-        first = arrays[0]
-        assert first is not None
-        return [self.lattice(*(None if a is None else a[n] for a in arrays)) for n in range(len(first))]
+    def _lattice(self, tokens: Any, log_p: Any, log_blank: Any, *moved: Any) -> Lattice:
+        tokens_Y, log_blank_T = tokens.astype(np.int64), log_blank.view(np.float32)
+        log_p_TY = log_p.view(np.float32).reshape(len(log_blank_T), -1)
+        moves = None
+        if self.tables is not None:
+            slot, root, log_rest = moved
+            moves = Moves(
+                slot=slot.view(np.float32).reshape(len(log_blank_T), -1),
+                root=self.tables.context_XR[int(root[0])],
+                context=self.tables.context_XR[tokens_Y],
+                key=np.ascontiguousarray(self.tables.token_XR[tokens_Y].T),
+                blank_key=self.tables.blank_R,
+                log_rest=log_rest.view(np.float32),
+            )
+        return Lattice(tokens_Y, log_p_TY, log_blank_T, self.topology, moves, self.ids)
 
 
 def candidates_of(
@@ -129,38 +131,14 @@ def candidates_of(
     """
     log_p_NTV = logits_NTV.float().log_softmax(dim=2)
     lse_NT = logits_NTV[:, :, 0].float() - log_p_NTV[:, :, 0]  # the same for every token
-    log_blank_NT = None if blank_NT is None else blank_NT.float() - lse_NT
+    log_blank_NT = torch.full_like(lse_NT, NOTHING) if blank_NT is None else blank_NT.float() - lse_NT
     peak_NV = log_p_NTV.amax(dim=1)
     tokens_NY = peak_NV.topk(min(top_k, peak_NV.shape[1]), dim=1).indices.sort(dim=1).values
-    log_p_NTY = log_p_NTV.gather(2, tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1))
+    index_NTY = tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1)
+    parts = tokens_NY, log_p_NTV.gather(2, index_NTY), log_blank_NT.clamp(min=NOTHING)
     if moved is None:
-        return Candidates((tokens_NY, log_p_NTY, log_blank_NT), partial(_lattice, topology, ids, None))
+        return Candidates(parts, topology, ids, None)
     slot_NTR, root_N, tables = moved
-    index_NTY = tokens_NY.unsqueeze(1).expand_as(log_p_NTY)
     log_rest_NT = log_p_NTV.exp().scatter_(2, index_NTY, 0.0).sum(dim=2).log()  # 1 minus the others would cancel
-    parts = tokens_NY, log_p_NTY, log_blank_NT, slot_NTR, root_N, log_rest_NT
-    return Candidates(parts, partial(_lattice, topology, ids, tables))
-
-
-def _lattice(
-    topology: Topology,
-    ids: NDArray[np.int64] | None,
-    tables: Tables | None,
-    tokens: Any,
-    log_p_TY: Any,
-    log_blank_T: Any,
-    *moved: Any,
-) -> Lattice:
-    log_blank_T = np.full(len(log_p_TY), LOG_NOTHING) if log_blank_T is None else np.maximum(log_blank_T, LOG_NOTHING)
-    moves = None
-    if tables is not None:
-        slot_TR, root, log_rest_T = moved
-        moves = Moves(
-            np.ascontiguousarray(slot_TR),
-            tables.context_XR[int(root)],
-            tables.context_XR[tokens],
-            np.ascontiguousarray(tables.token_XR[tokens].T),
-            tables.blank_R,
-            np.maximum(log_rest_T, LOG_NOTHING),
-        )
-    return Lattice(tokens, np.ascontiguousarray(log_p_TY), log_blank_T, topology, moves, ids)
+    of_transition = slot_NTR.float(), root_N.unsqueeze(1), log_rest_NT.clamp(min=NOTHING)
+    return Candidates((*parts, *of_transition), topology, ids, tables)

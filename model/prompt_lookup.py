@@ -97,7 +97,16 @@ def fit_rates(sequences: Iterable[tuple[NDArray[np.int64], NDArray[np.bool_]]], 
 def with_copies(tree: Tree, read: NDArray[np.int64], rates: CopyRates, longest: int) -> Tree:
     """A head's tree (or none, `tree.EMPTY`) and copies of at most `longest` tokens in one, with P for psi, not ordered
     yet (`tree.chosen`); read: the tokens so far, the root last."""
-    return Tree(*_merged(tree.tokens, tree.parents, tree.depths, tree.psi, read, longest, rates.table))
+    tokens, parents, depths, psi, source = _merged(
+        tokens=tree.tokens,
+        parents=tree.parents,
+        depths=tree.depths,
+        psi=tree.psi,
+        read=read,
+        depth=longest,
+        rates=rates.table,
+    )
+    return Tree(tokens, parents, depths, psi, source)
 
 
 @njit(cache=True)

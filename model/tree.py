@@ -9,14 +9,13 @@ taken yet competes with those of other nodes: no heap of all children.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from ctcdraft.model import best_first
-from ctcdraft.model.lattice import Lattice, Moves
+from ctcdraft.model.lattice import Lattice
 
 HEAD, LOOKUP = 1, 2  # bits of Tree.source
 SOURCES = {HEAD: "head", LOOKUP: "lookup", HEAD | LOOKUP: "both"}
@@ -75,8 +74,6 @@ class Tree:
 
 
 NO_TOKENS = np.zeros(0, np.int64)
-_ROW, _TABLE = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-NOT_MOVED = Moves(_TABLE, _ROW, _TABLE, _TABLE, _ROW, _ROW)
 EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -98,22 +95,25 @@ def search(
     depth = lattice.slots if max_depth is None else min(max_depth, lattice.slots)
     if nodes < 1 or depth < 1:
         return EMPTY
-    ends = NO_TOKENS if leaves is None else lattice.numbers_of(leaves)
-    topology = lattice.topology.merge, lattice.topology.width(lattice.slots)
-    options = *topology, nodes, depth, chain, np.float32(prune)
-    found = best_first.search(lattice.log_p, lattice.log_blank, lattice.tokens, ends, *options, *_moves(lattice))  # type: ignore[call-arg]
-    tokens, *shape = found
-    return Tree(lattice.ids_of(tokens), *shape)
+    tokens, parents, depths, psi = best_first.search(
+        log_p=lattice.log_p,
+        log_blank=lattice.log_blank,
+        moves=lattice.moves,
+        tokens=lattice.tokens,
+        ends=NO_TOKENS if leaves is None else lattice.numbers_of(leaves),
+        merge=lattice.topology.merge,
+        band=lattice.topology.width(lattice.slots),
+        nodes=nodes,
+        max_depth=depth,
+        chain=chain,
+        prune=np.float32(prune),
+    )
+    return Tree(lattice.ids_of(tokens), parents, depths, psi)
 
 
 def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
-    return best_first.first_emissions(lattice.log_p, lattice.log_blank, *_moves(lattice))  # type: ignore
-
-
-def _moves(lattice: Lattice) -> tuple[Any, ...]:
-    """Is there a transition, and what compiled code takes of it."""
-    return lattice.moves is not None, *(NOT_MOVED if lattice.moves is None else lattice.moves)
+    return best_first.first_emissions(lattice.log_p, lattice.log_blank, lattice.moves)
 
 
 def chosen(
@@ -125,9 +125,16 @@ def chosen(
     chain: bool = False,
 ) -> Tree:
     """The best `nodes` nodes by psi of a tree whose psi never grows along a path: what `search` is for a lattice."""
-    ends = NO_TOKENS if leaves is None else leaves
-    deepest = int(scored.depths.max(initial=0)) if max_depth is None else max_depth
-    kept = _chosen(scored.tokens, scored.parents, scored.depths, scored.psi, ends, nodes, deepest, chain)
+    kept = _chosen(
+        tokens=scored.tokens,
+        parents=scored.parents,
+        depths=scored.depths,
+        psi=scored.psi,
+        ends=NO_TOKENS if leaves is None else leaves,
+        nodes=nodes,
+        max_depth=int(scored.depths.max(initial=0)) if max_depth is None else max_depth,
+        chain=chain,
+    )
     number = np.full(len(scored) + 1, -1)
     number[kept] = np.arange(len(kept))
     source = None if scored.source is None else scored.source[kept]
