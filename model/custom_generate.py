@@ -9,43 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ctcdraft.model.base import base_of
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.export import load_head, read_config
 from ctcdraft.model.request import Settings
 
-# What `generate` offers and this decoder does not do: anything but these values is refused.
-FIXED = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "min_p": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "exponential_decay_length_penalty": None,
-    "watermarking_config": None,
-    "top_h": None,
-    "max_time": None,
-    "token_healing": False,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "constraints": None,
-    "force_words_ids": None,
-    "return_dict_in_generate": False,
+# Options of `generate` that this decoder does, or that change no token; of all others only the defaults are taken.
+TAKEN = {
+    *("max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty"),
+    *("stop_strings", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("transformers_version", "early_stopping", "length_penalty", "use_cache", "cache_implementation"),
+    *("cache_config", "max_cache_len", "compile_config", "disable_compile", "continuous_batching_config"),
+    *("renormalize_logits", "remove_invalid_values", "low_memory", "prefill_chunk_size", "is_assistant"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+    *("speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size", "output_attentions"),
+    *("output_hidden_states", "output_scores", "output_logits"),
 }
 DEFAULT_LENGTH = 20  # new tokens of transformers' own generate, where nobody says how many
 UNUSED = (
@@ -88,9 +69,10 @@ def generate_with(
     lengths = (arguments.get("max_length"), getattr(generation_config, "max_length", None))
     asked = next((length for length in (*lengths, model.generation_config.max_length) if length is not None), None)
     config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]
-    for name, value in FIXED.items():
-        if getattr(config, name, value) not in (value, None):
-            raise ValueError(f"custom_generate: the draft decoder has no {name}={getattr(config, name)}")
+    defaults = GenerationConfig._get_default_generation_params()
+    for name in sorted(vars(GenerationConfig()).keys() - TAKEN):
+        if (value := getattr(config, name, None)) not in (None, False, defaults.get(name)) and name[0] != "_":
+            raise ValueError(f"custom_generate: the draft decoder has no {name}={value}")
     rest = {name: value for name, value in rest.items() if value is not None and name != "use_model_defaults"}
     if rest:
         raise ValueError(f"custom_generate: the draft decoder does not know {', '.join(sorted(rest))}")
