@@ -20,7 +20,8 @@ from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import load_base
-from ctcdraft.model.generate import Continuation, continue_all
+from ctcdraft.model.generate import continue_all
+from ctcdraft.model.request import Request
 
 
 def first_turns(base, path, count):
@@ -39,7 +40,7 @@ def first_turns(base, path, count):
 
 
 def ours(base, prompts, new):
-    asked = [Continuation(prompt, new) for prompt in sorted(prompts, key=len)]
+    asked = [Request(prompt, new) for prompt in sorted(prompts, key=len)]
     list(continue_all(base, deque(asked), len(asked)))
     return sum(len(one.tokens) for one in asked)
 

@@ -83,6 +83,11 @@ class Base:
         return self.lm_weight.shape[1]
 
     @property
+    def depth(self) -> int:
+        """Layers."""
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
     def vocab_size(self) -> int:
         return self.lm_weight.shape[0]
 
@@ -194,11 +199,10 @@ class Base:
         """
         if not count:
             return None
-        depth = self.model.config.get_text_config().num_hidden_layers
-        if count > depth:
-            raise ValueError(f"head.base_layers={count}: {self.name} has {depth} layers, choose at most as many")
+        if count > self.depth:
+            raise ValueError(f"head.base_layers={count}: {self.name} has {self.depth} layers, choose at most as many")
         ids_BL = torch.full((2, 1), self.vocab_size // 2, device=self.device)  # no padding, whose embedding may be 0
-        made = Watched(tuple(range(depth)))
+        made = Watched(tuple(range(self.depth)))
         self.hidden(ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), cache=made)
         own = made.made  # Gemma 3n's last layers look at the keys of earlier ones
         layers = tuple(own[max(0, (number + 1) * len(own) // count - 1)] for number in range(count)) if own else ()
@@ -462,7 +466,7 @@ def _check_states(base: Base) -> None:
 def _check_tree(base: Base) -> None:
     """Nodes of a tree behind the cache that decoding uses must give what their paths give. In low precision one that
     does is enough: there a mixture of experts may send rows of another shape to other experts."""
-    device, layers = base.device, base.model.config.get_text_config().num_hidden_layers
+    device = base.device
     *prompt, root, left, right, behind = [i % base.vocab_size for i in (4, 7, 5, 9, 8, 6, 3)]
     siblings = [i % base.vocab_size for i in range(10, 10 + PROBE_SIBLINGS)]  # a node's place is not its depth
     past, precise = len(prompt), base.dtype in (torch.float32, torch.float64)
@@ -479,7 +483,7 @@ def _check_tree(base: Base) -> None:
     sees_QQ[:, 0] = sees_QQ[-1, 1] = True  # the last node stands behind `left`
     mask = torch.zeros(1, 1, Q, past + Q, dtype=base.dtype, device=device)
     mask[..., past:].masked_fill_(~sees_QQ, torch.finfo(base.dtype).min)
-    cache = TreeCache(layers, 1, past + Q)
+    cache = TreeCache(base.depth, 1, past + Q)
     with _reason("does not run with a cache of keys and values per position"):
         base.hidden(paths[:1, :past], position_ids=torch.arange(past, device=device).unsqueeze(0), cache=cache)
     if not cache.is_filled:

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 
 from ctcdraft.model.layers import Sight
 
+CAPACITY_STEP = 256  # entries by which it grows
+
 
 class Watched(Cache):
     """What the `watched` layers of a forward make: keys, already turned, and values, [B, heads, rows, width] each. It
@@ -52,7 +54,7 @@ class Watched(Cache):
 class TreeCache(Cache):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
 
-    in_use: sequences that are there from the beginning, of the `batch` that have room (None: all); `add` takes another.
+    batch: how many sequences have room; all of them are there until `clear`, behind which `add` takes one.
     of_base: behind a head's cache, that of the base with the same positions, for slots that attend to it.
 
     The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
@@ -65,13 +67,11 @@ class TreeCache(Cache):
         batch: int,
         capacity: int,
         of_base: "TreeCache | None" = None,
-        *,
-        in_use: int | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.of_base = of_base
         self.lengths = np.zeros(batch, np.int64)
-        self.batch, self.capacity = batch if in_use is None else in_use, capacity
+        self.batch, self.capacity = batch, capacity
         self._layers_left = layers
         self._blocks: list[Tensor] = []
         self._used: list[int] = []  # rows of each block
@@ -189,7 +189,7 @@ class TreeCache(Cache):
         """Make room for so many entries per sequence; what is committed is copied where it was less."""
         if capacity <= self.capacity:
             return
-        end = self.get_seq_length()
+        capacity, end = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP, self.get_seq_length()
         for number, block in enumerate(self._blocks):
             grown = block.new_zeros(*block.shape[:3], capacity, block.shape[4])
             grown[:, : self.batch, :, :end] = block[:, : self.batch, :, :end]
@@ -198,8 +198,7 @@ class TreeCache(Cache):
 
     def clear(self) -> None:
         """Forget every sequence, keep the memory."""
-        self.lengths[:] = 0
-        self.batch, self._index = len(self.lengths), None
+        self.batch, self._index = 0, None
 
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,31 +34,6 @@ class Settings(TypedDict, total=False):
     seed: int | Sequence[int]
     stop: Sequence[str]
     eos: Sequence[int] | None
-
-
-class Asked(NamedTuple):
-    """Settings, checked."""
-
-    sampling: Sampling
-    seed: int | Sequence[int]
-    stop: Sequence[str]
-    eos: Sequence[int] | None
-
-
-def asked_of(
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-    seed: int | Sequence[int] = 0,
-    stop: Sequence[str] = (),
-    eos: Sequence[int] | None = None,
-) -> Asked:
-    """Raises ValueError on settings outside their range."""
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-        raise ValueError(f"stop={stop!r}: give a list of non-empty strings")
-    return Asked(Sampling(temperature, top_k, top_p, repetition_penalty), seed, stop, eos)
 
 
 @dataclass
@@ -100,23 +75,41 @@ class Span:
         return "".join(text for text, _ in self.pieces)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One sequence on its way. `hidden` [1, L, D] are the base's states that the head has not seen yet, and
-    `following` the token after each of them; the last one is the root. `seen` [V] is for the repetition penalty."""
+    """A prompt and at most `max_new_tokens` behind it, on their way through the decoder.
+
+    sampling, seed: how its tokens are chosen, and of their noise. text: what looks for stop strings and gives the text
+    by and by; None: there are none. Of the base's states `hidden` [1, L, D] the head has not seen yet, and `following`
+    are the tokens after each of them; the last one is the root. `seen` [V] is for the repetition penalty.
+    """
 
     prompt: list[int]
-    limit: int
-    at_limit: str
-    seed: int
-    text: TextStream | None
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    text: TextStream | None = None
     out: Generation = field(default_factory=Generation)
+    at_limit: str = "length"
     following: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     seen_V: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self._ids = np.array([*self.prompt, *[0] * self.limit])
+    def fit(self, base: Base) -> None:
+        """Keep it within the context. Raises ValueError where its prompt is empty, or leaves no room there."""
+        room = base.context_length - len(self.prompt)
+        if not self.prompt or room < 1:
+            raise ValueError(
+                f"a prompt has {len(self.prompt)} tokens; {base.name} takes 1 to {base.context_length - 1} of them"
+            )
+        if room < self.max_new_tokens:
+            self.max_new_tokens, self.at_limit = room, "context"
+        self._ids = np.array([*self.prompt, *[0] * self.max_new_tokens])
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those so far, an end of sequence included."""
+        return self.out.tokens
 
     @property
     def read(self) -> NDArray[np.int64]:
@@ -125,24 +118,24 @@ class Request:
 
     @property
     def root(self) -> int:
-        return self.out.tokens[-1]
+        return self.tokens[-1]
 
     @property
     def room(self) -> int:
         """How deep a draft may be: a bonus token always follows it."""
-        return self.limit - len(self.out.tokens) - 1
+        return self.max_new_tokens - len(self.tokens) - 1
 
     @property
     def length(self) -> int:
         """Tokens so far, the root included: the position of what the base chooses next."""
-        return len(self.prompt) + len(self.out.tokens)
+        return len(self.prompt) + len(self.tokens)
 
     def append(self, accepted: list[int], bonus: int, ends: NDArray[np.int64]) -> None:
         """Take a step's tokens, up to the first that ends the request."""
         self.following = [*accepted, bonus]
         for i, token in enumerate(self.following):
             self._ids[self.length] = token
-            self.out.tokens.append(token)
+            self.tokens.append(token)
             self.out.drafted.append(i < len(accepted))
             if self.seen_V is not None:
                 self.seen_V[token] = True
@@ -150,7 +143,7 @@ class Request:
                 self.out.finish = "eos"
             elif self.text is not None and self.text.push(token, i < len(accepted)):
                 self.out.finish = "stop"
-            elif len(self.out.tokens) == self.limit:
+            elif len(self.tokens) == self.max_new_tokens:
                 self.out.finish = self.at_limit
             if self.out.finish:
                 return
@@ -158,7 +151,7 @@ class Request:
     def finished(self, base: Base) -> Generation:
         """The generation with its text."""
         if self.text is None:
-            self.out.text = base.tokenizer.decode(self.out.tokens, skip_special_tokens=True)
+            self.out.text = base.tokenizer.decode(self.tokens, skip_special_tokens=True)
         else:
             self.text.finish()
             self.out.text = self.text.text
@@ -169,39 +162,36 @@ def requests_of(
     base: Base,
     prompts: Sequence[Prompt],
     max_new_tokens: int,
-    asked: Asked,
     *,
-    streamed: bool,
+    streamed: bool = False,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] = (),
+    **sampling: Any,
 ) -> list[Request]:
-    """One request per prompt. Raises ValueError on what cannot be asked."""
+    """One request per prompt; sampling: fields of `Sampling`. Raises ValueError on what cannot be asked."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    seeds = [asked.seed] * len(prompts) if isinstance(asked.seed, int | np.integer) else list(asked.seed)
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop={stop!r}: give a list of non-empty strings")
+    seeds = [seed] * len(prompts) if isinstance(seed, int | np.integer) else list(seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each")
-    out = []
+    chosen_by, requests = Sampling(**sampling), []
     for prompt, own_seed in zip(prompts, seeds, strict=True):
         tokens = _tokens(base, prompt)
-        room = base.context_length - len(tokens)
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens and {base.name} takes {base.context_length}: shorten it"
-            )
-        text = TextStream(base.tokenizer, asked.stop, tokens) if streamed or asked.stop else None
-        at_limit = "length" if max_new_tokens <= room else "context"
-        out.append(Request(tokens, min(max_new_tokens, room), at_limit, int(own_seed), text))
-    return out
+        text = TextStream(base.tokenizer, stop, tokens) if streamed or stop else None
+        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text))
+        requests[-1].fit(base)
+    return requests
 
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return list(base.tokenizer(prompt).input_ids)
     try:
-        tokens = (
-            list(base.tokenizer(prompt).input_ids) if isinstance(prompt, str) else [index(token) for token in prompt]
-        )
+        tokens = [index(token) for token in prompt]
     except TypeError:
         raise ValueError("a prompt is a text, or a sequence of whole numbers") from None
-    if not tokens:
-        raise ValueError("the prompt has no tokens")
     if not all(0 <= token < base.token_count for token in tokens):
         raise ValueError(f"the prompt has a token outside [0, {base.token_count})")
     return tokens

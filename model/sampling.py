@@ -38,10 +38,6 @@ class Sampling:
         if not 0.0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a positive number")
 
-    @property
-    def is_plain_argmax(self) -> bool:
-        return self.temperature == 0.0 and self.repetition_penalty == 1.0
-
     def choose(self, logits_RV: Tensor, seen_RV: Tensor | None, noise_RV: Tensor | None) -> Tensor:
         """The chosen token of each row [R]. `seen` marks the tokens that the penalty is about; `noise` is
         gumbel(...) of each row's position, and is not looked at when temperature is 0."""

@@ -7,7 +7,7 @@ A node's children are all scored at once (a SIMD loop over the candidates), and 
 taken yet competes with those of other nodes: no heap of all children.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,12 +46,17 @@ class Tree:
         """[N + 1, N + 1]: may row i attend to column j? Index 0 is the root, i + 1 is node i."""
         return _ancestors(self.parents)
 
-    def walk(self, targets: NDArray[np.int64]) -> list[int]:
-        """The accepted nodes: from the root, follow the child that holds the target of where we stand.
-
-        targets [N + 1]: what the base chose after the root (index 0) and after node i (index i + 1).
-        """
-        return list(_walk(self.tokens, self.parents, targets))
+    def walk(self, said: Callable[[int], int]) -> tuple[list[int], int]:
+        """The accepted nodes, and what is said behind the last of them: from the root, to the child that holds what is
+        said where we stand. said(row): after the root (row 0) or node row - 1."""
+        at, path = -1, list[int]()
+        while True:
+            token = said(at + 1)
+            children = np.flatnonzero((self.parents == at) & (self.tokens == token))
+            if not len(children):
+                return path, token
+            at = int(children[0])
+            path.append(at)
 
     def sources(self, path: Sequence[int]) -> list[str]:
         """Who proposed each node of a path: `head`, `lookup` or `both`."""
@@ -59,14 +64,8 @@ class Tree:
 
     def path_of(self, labels: Sequence[int]) -> list[int]:
         """The nodes that hold the labels, the base's own continuation of the root, as far as they go."""
-        at, path = -1, []
-        for label in labels:
-            child = np.flatnonzero((self.parents == at) & (self.tokens == label))
-            if not len(child):
-                break
-            at = int(child[0])
-            path.append(at)
-        return path
+        left = iter(labels)
+        return self.walk(lambda _: next(left, -1))[0]
 
     def accepted(self, labels: Sequence[int]) -> int:
         """How many of the labels the tree holds as a path."""
@@ -171,17 +170,6 @@ def _ancestors(parents):
         allowed[i + 1] = allowed[parents[i] + 1]
         allowed[i + 1, i + 1] = True
     return allowed
-
-
-@njit(cache=True)
-def _walk(tokens, parents, targets):
-    path = []
-    at = -1
-    for i in range(len(tokens)):
-        if parents[i] == at and tokens[i] == targets[at + 1]:
-            path.append(i)
-            at = i
-    return path
 
 
 @njit(cache=True)

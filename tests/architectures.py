@@ -12,7 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctcdraft.model import Decoder
 from ctcdraft.model.base import base_of
-from ctcdraft.model.generate import Continuation, continue_all
+from ctcdraft.model.generate import continue_all
+from ctcdraft.model.request import Request
 
 WINDOW, NEW_TOKENS = 16, 24
 OWN = SIZES | {"eos_token_id": 259, "pad_token_id": 0}
@@ -248,7 +249,7 @@ def assert_decodes_as_generate(base):
     """Trees of any shape, eager and in fixed shapes, and rows that are decoded together, change no token, within the
     window and beyond."""
     accepted, asked = 0, prompts(1, seed=7, longest=9) + prompts(1, seed=8, longest=60)
-    together = [Continuation(prompt, NEW_TOKENS) for prompt in asked]
+    together = [Request(prompt, NEW_TOKENS) for prompt in asked]
     list(continue_all(replace(base, eos_ids=()), deque(together), 2))
     for number, prompt in enumerate(asked):
         ids = torch.tensor([prompt])

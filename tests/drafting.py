@@ -81,9 +81,9 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
                 np.ones(len(tokens), np.float32),
             )
 
-        def _verify(self, batch, drafts):
-            found = super()._verify(batch, drafts)
-            self.check(batch.active, batch.cache)
+        def _verify(self, step, drafts):
+            found = super()._verify(step, drafts)
+            self.check(step.active, step.cache)
             return found
 
     scripted = Scripted(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 64, budget="fixed"))

@@ -27,7 +27,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder
 from ctcdraft.model.head import Slots
 from ctcdraft.model.lattice import Lattice
-from ctcdraft.model.mask import TreeMask
+from ctcdraft.model.mask import tree_mask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes, slots_looked_at
 from ctcdraft.model.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
 from ctcdraft.model.tree import Tree, first_emissions
@@ -192,7 +192,7 @@ class OverfitGate:
         got = self.batch.position_N.tolist()
         if got != want:
             raise Disagreement(f"positions off: anchors stand at {got[:4]}..., and should at {want[:4]}...")
-        _, at = TreeMask(self.base, len(FORK) + 1).of([FORK], np.array([len(self.prompt)]))
+        _, at = tree_mask(self.base, [FORK], np.array([len(self.prompt)]))
         expected = [len(self.prompt) + depth for depth in (0, *FORK.depths.tolist())]
         if at[0].tolist() != expected:
             raise Disagreement(f"positions off: a draft's nodes stand at {at[0].tolist()}, and should at {expected}")
@@ -220,7 +220,7 @@ class OverfitGate:
         ids = torch.tensor([self.prompt], device=device)
         self.base.hidden(ids[:, :-1], cache=cache)
         past = ids.shape[1] - 1
-        mask, at = TreeMask(self.base, len(FORK) + 1).of([FORK], np.array([past]))
+        mask, at = tree_mask(self.base, [FORK], np.array([past]))
         nodes = torch.tensor([[self.prompt[-1], *FORK.tokens.tolist()]], device=device)
         tree_RV = self.base.logits(self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache))[0, 1:]
         whole = [self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device)) for path in FORK_PATHS]

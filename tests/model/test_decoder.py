@@ -15,7 +15,7 @@ from drafting import (
     random_head,
 )
 
-from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model import Decoder, DraftConfig, load_base, step
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Budget, Calibration, chain_of
 from ctcdraft.model.cache import TreeCache
@@ -140,17 +140,17 @@ def test_negative_controls_do_change_the_output(base, monkeypatch, fault):
     prompt = prompts(1, seed=5)[0]
     truth = Decoder(base).generate(prompt, 60).tokens
     scripted = oracle_decoder(base, truth + [5] * 10)
-    honest = scripted.mask.of
+    honest = step.tree_mask
     if fault == "compaction":
         keep = TreeCache.keep
         monkeypatch.setattr(TreeCache, "keep", lambda self, rows: keep(self, [range(len(r)) for r in rows]))
     elif fault == "positions":
 
-        def shifted(drafts, lengths):
-            mask, positions = honest(drafts, lengths)
+        def shifted(*given):
+            mask, positions = honest(*given)
             return mask, positions + 1
 
-        scripted.mask.of = shifted
+        monkeypatch.setattr(step, "tree_mask", shifted)
     else:
         monkeypatch.setattr(Tree, "ancestors", lambda tree: np.ones((len(tree) + 1,) * 2, bool))
     assert scripted.generate(prompt, 60).tokens != truth
@@ -195,7 +195,7 @@ def test_the_context_end_is_reached_and_not_passed(base):
 
 @pytest.mark.parametrize(
     ("prompt", "limit", "message"),
-    [([], 5, "no tokens"), ([5] * 256, 5, "takes 256"), ([5], 0, "at least 1")],
+    [([], 5, "has 0 tokens"), ([5] * 256, 5, "256 tokens; .* takes 1 to 255"), ([5], 0, "at least 1")],
 )
 def test_impossible_requests_are_refused(base, prompt, limit, message):
     with pytest.raises(ValueError, match=message):
@@ -266,8 +266,9 @@ def test_choosing_everywhere_at_once_is_choosing_along_the_walk(base, settings, 
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     for number, prompt in enumerate(prompts(4, seed=60)):
         outs = []
-        for speculative.lazy, likely in ((True, 2.0), (True, 1e-4), (True, 0.0), (False, 0.0)):
-            monkeypatch.setattr("ctcdraft.model.decoder.LIKELY", likely)
+        for lazy, likely in ((True, 2.0), (True, 1e-4), (True, 0.0), (False, 0.0)):
+            monkeypatch.setattr(step.EagerStep, "_lazy", lazy)
+            monkeypatch.setattr(step, "LIKELY", likely)
             outs.append(speculative.generate(prompt, 40, seed=number, **settings).tokens)
         assert outs == outs[:1] * 4
 
@@ -318,11 +319,11 @@ def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     verify, seen = speculative._verify, []
 
-    def checked(batch, drafts):
-        found = verify(batch, drafts)
-        for number, request in enumerate(batch.active):
+    def checked(step, drafts):
+        found = verify(step, drafts)
+        for number, request in enumerate(step.active):
             tokens = request.prompt + truth[tuple(request.prompt)]
-            seen.append(assert_entries_of_a_fresh_prefill(base, batch.cache, tokens, number))
+            seen.append(assert_entries_of_a_fresh_prefill(base, step.cache, tokens, number))
         return found
 
     speculative._verify = checked

@@ -8,6 +8,7 @@ from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.prompt_lookup import BUILT_IN, LONGEST_MATCH, CopyRates, copied, fit_rates, match
 from ctcdraft.model.prompt_lookup import with_copies as all_copies
+from ctcdraft.model.step import EagerStep
 from ctcdraft.model.tree import EMPTY, Tree, chosen
 
 RATES = CopyRates([0.5, 0.8], [0.4], [0.9])
@@ -161,8 +162,7 @@ def test_a_loop_is_read_in_few_steps(base, monkeypatch):
     """A base that goes round in circles: every copy is right, and as long as it may be."""
     prompt = prompts(1, seed=3)[0]
     loop = [11, 12, 13]
-    monkeypatch.setattr(Decoder, "_choose", lambda self, r, t, z, rows, s: [loop_at(r, t, row) for row in rows])
-    monkeypatch.setattr("ctcdraft.model.sampling.Sampling.is_plain_argmax", False)
+    monkeypatch.setattr(EagerStep, "_choose", lambda self, logits, places: [loop_at(*place) for place in places])
 
     def loop_at(request, tree, row):
         depth = 0 if row == 0 else int(tree.depths[row - 1])

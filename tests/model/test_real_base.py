@@ -17,8 +17,9 @@ from ctcdraft.data.store import Corpus
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_head
-from ctcdraft.model.generate import Continuation, continue_all
+from ctcdraft.model.generate import continue_all
 from ctcdraft.model.head import head_on
+from ctcdraft.model.request import Request
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, head_for
 
 pytestmark = pytest.mark.timeout(3600)  # a real LLM on a busy core takes its time
@@ -41,7 +42,7 @@ def test_stories_are_continued_as_transformers_does_with_and_without_drafts(stor
 def test_smollm2_writes_what_transformers_writes(smollm2_base):
     questions = ("Name three rivers of Europe.", "What is 17 + 25?", "Write a haiku about rain.")
     prompts = [prompt_ids(smollm2_base.tokenizer, [{"role": "user", "content": question}]) for question in questions]
-    together = [Continuation(prompt, 32) for prompt in prompts]
+    together = [Request(prompt, 32) for prompt in prompts]
     list(continue_all(smollm2_base, deque(together), 2))
     for prompt, continuation in zip(prompts, together, strict=True):
         ids = torch.tensor([prompt])

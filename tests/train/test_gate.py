@@ -11,6 +11,7 @@ from ctcdraft.model import head as heads
 from ctcdraft.model import load_base, mask
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.head import HeadConfig
+from ctcdraft.model.step import EagerStep
 from ctcdraft.train import gate as gates
 from ctcdraft.train import task
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
@@ -172,8 +173,8 @@ def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
         true = batches.anchor_positions
         monkeypatch.setattr(batches, "anchor_positions", lambda m, labels: (true(m, labels)[0] - 1, true(m, labels)[1]))
     else:
-        of = mask.TreeMask.of
-        monkeypatch.setattr(mask.TreeMask, "of", lambda *given: (of(*given)[0], of(*given)[1] + 1))
+        honest = mask.tree_mask
+        monkeypatch.setattr(gates, "tree_mask", lambda *given: (honest(*given)[0], honest(*given)[1] + 1))
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:13]) == ("positions", "positions off")
 
@@ -219,15 +220,15 @@ def test_a_tree_with_other_beliefs_is_named(trained_base, monkeypatch):
 
 
 def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch):
-    walks = Decoder._walks
+    walks = EagerStep._walks
 
-    def trusting(self, active, drafts, logits, sampling):
-        found = walks(self, active, drafts, logits, sampling)
+    def trusting(self, drafts, hidden):
+        found = walks(self, drafts, hidden)
         return [
             (path, (bonus + 1) % 300) if len(tree) else (path, bonus)
             for tree, (path, bonus) in zip(drafts, found, strict=True)
         ]
 
-    monkeypatch.setattr(Decoder, "_walks", trusting)
+    monkeypatch.setattr(EagerStep, "_walks", trusting)
     found = gate(trained_base)[-1]
     assert (found.stage, found.agrees) == ("verification", False)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Budget, Calibration
-from ctcdraft.model.static import width_of
+from ctcdraft.model.captured import width_of
 
 PLAIN = [s for s in SETTINGS if "repetition_penalty" not in s]
 
@@ -38,7 +38,7 @@ def test_fixed_shapes_decode_what_the_eager_step_decodes(base, config, draft):
         want, got = eager.generate(prompt, 40), static.generate(prompt, 40)
         assert (got.tokens, got.accepted, got.finish) == (want.tokens, want.accepted, want.finish)
         assert np.allclose(got.expected, want.expected, atol=1e-5)
-        assert not static._static.in_use
+        assert not static._captured.in_use
 
 
 @pytest.mark.parametrize("settings", PLAIN, ids=str)
@@ -80,7 +80,7 @@ def test_what_fixed_shapes_do_not_cover_is_decoded_eagerly(base):
     assert [o.tokens for o in static.generate(asked, 20)] == [o.tokens for o in eager.generate(asked, 20)]
     penalty = {"repetition_penalty": 1.3}
     assert static.generate(asked[0], 20, **penalty).tokens == eager.generate(asked[0], 20, **penalty).tokens
-    assert static._static is None
+    assert static._captured is None
 
 
 def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
@@ -97,7 +97,7 @@ def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
     abandoned = static.stream(a, 30)
     next(abandoned)
     abandoned.close()
-    assert not static._static.in_use
+    assert not static._captured.in_use
 
 
 def test_a_longer_request_gets_a_longer_cache(base):
@@ -112,7 +112,7 @@ def test_a_budget_chosen_per_step_moves_between_shapes(base):
     static = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
     static.graphs = True
     static.budget = static.measure_budget()
-    assert {rows for rows, *_ in static._static._shapes} == {1, 2, 3, 5, 9, 17, 25}
+    assert {rows for rows, *_ in static._captured._shapes} == {1, 2, 3, 5, 9, 17, 25}
     chosen = set()
     for slope, prompt in zip((0.0, 0.01, 0.1, 0.3, 2.0), prompts(5, seed=70), strict=True):
         static.budget = Budget(1 + slope * np.arange(25.0))
@@ -153,7 +153,7 @@ def test_no_operation_of_a_step_asks_the_device_for_a_value(tmp_path, family, se
     base = load_base(str(write_base(tmp_path / "b", family, **extra)), dtype="fp64")
     _, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
     static.generate([5, 6, 7], 12, **settings)
-    (shape,) = static._static._shapes.values()
+    (shape,) = static._captured._shapes.values()
     with Recorded() as seen, torch.no_grad():
         shape._verify()
         shape._draft()
