@@ -40,13 +40,11 @@ class Moves(NamedTuple):
 class Lattice:
     """Per-slot probabilities over candidate tokens and the blank.
 
-    tokens [Y]       candidate token ids, ascending
+    tokens [Y]       candidates, as the base's ids, ascending
     log_p [T, Y]     log p_t(y) over the vocabulary, the blank left out; without the transition
     log_blank [T]    the blank's logit on the same scale; LOG_NOTHING: no blank
     topology         which alignments count
     moves            how the token collapsed last moves them, or None: it does not
-    ids [X]          the base's ids of the draft tokens that candidates are numbers of (`DraftVocabulary`), ascending;
-                     None: numbers are the base's ids
     """
 
     tokens: NDArray[np.int64]
@@ -54,30 +52,19 @@ class Lattice:
     log_blank: NDArray[np.float32]
     topology: Topology
     moves: Moves | None = None
-    ids: NDArray[np.int64] | None = None
 
     @property
     def slots(self) -> int:
         return len(self.log_p)
-
-    def ids_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The base's ids of draft tokens."""
-        return numbers if self.ids is None else self.ids[numbers]
-
-    def numbers_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The draft tokens among the base's ids."""
-        if self.ids is None:
-            return ids
-        numbers = np.searchsorted(self.ids, ids)
-        return numbers[self.ids.take(numbers, mode="clip") == ids]
 
 
 @dataclass(frozen=True)
 class Candidates:
     """What the slots of all anchors put forward, on the device: fixed shapes, and no wait for it.
 
-    tokens [N, Y], log_p [N, T, Y], log_blank [N, T]; of a transition A x_t [N, T, R], the root [N, 1] as a number of
-    the vocabulary, log_rest [N, T], and its tables.
+    parts: tokens [N, Y], log_p [N, T, Y], log_blank [N, T]; and of a transition, whose tables are given, A x_t
+    [N, T, R], the root [N, 1] and log_rest [N, T]. Tokens are numbers of draft tokens (`DraftVocabulary`). ids [X]:
+    the base's ids of these, ascending; None: the same numbers.
     """
 
     parts: tuple[Tensor, ...]
@@ -100,7 +87,7 @@ class Candidates:
         return [self._lattice(*np.split(packed_Z, ends)) for packed_Z in packed_NZ]
 
     def _lattice(self, tokens: Any, log_p: Any, log_blank: Any, *moved: Any) -> Lattice:
-        tokens_Y, log_blank_T = tokens.astype(np.int64), log_blank.view(np.float32)
+        number_Y, log_blank_T = tokens.astype(np.int64), log_blank.view(np.float32)
         log_p_TY = log_p.view(np.float32).reshape(len(log_blank_T), -1)
         moves = None
         if self.tables is not None:
@@ -108,12 +95,13 @@ class Candidates:
             moves = Moves(
                 slot=slot.view(np.float32).reshape(len(log_blank_T), -1),
                 root=self.tables.context_XR[int(root[0])],
-                context=self.tables.context_XR[tokens_Y],
-                key=np.ascontiguousarray(self.tables.token_XR[tokens_Y].T),
+                context=self.tables.context_XR[number_Y],
+                key=np.ascontiguousarray(self.tables.token_XR[number_Y].T),
                 blank_key=self.tables.blank_R,
                 log_rest=log_rest.view(np.float32),
             )
-        return Lattice(tokens_Y, log_p_TY, log_blank_T, self.topology, moves, self.ids)
+        tokens_Y = number_Y if self.ids is None else self.ids[number_Y]
+        return Lattice(tokens_Y, log_p_TY, log_blank_T, self.topology, moves)
 
 
 def candidates_of(
@@ -126,8 +114,8 @@ def candidates_of(
 ) -> Candidates:
     """The top_k tokens that are likeliest in any slot, and their probabilities in every slot over the whole vocabulary.
 
-    blank None is a head whose slot k predicts token k. ids: see `Lattice`. moved: of a transition A x_t [N, T, R], the
-    roots [N] as numbers of the vocabulary, and its tables.
+    blank None is a head whose slot k predicts token k. ids: see `Candidates`. moved: of a transition A x_t [N, T, R],
+    the roots [N] as numbers of the vocabulary, and its tables.
     """
     log_p_NTV = logits_NTV.float().log_softmax(dim=2)
     lse_NT = logits_NTV[:, :, 0].float() - log_p_NTV[:, :, 0]  # the same for every token

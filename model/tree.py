@@ -99,7 +99,7 @@ def search(
         log_blank=lattice.log_blank,
         moves=lattice.moves,
         tokens=lattice.tokens,
-        ends=NO_TOKENS if leaves is None else lattice.numbers_of(leaves),
+        ends=NO_TOKENS if leaves is None else leaves,
         merge=lattice.topology.merge,
         band=lattice.topology.width(lattice.slots),
         nodes=nodes,
@@ -107,7 +107,7 @@ def search(
         chain=chain,
         prune=np.float32(prune),
     )
-    return Tree(lattice.ids_of(tokens), parents, depths, psi)
+    return Tree(tokens, parents, depths, psi)
 
 
 def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -247,7 +247,7 @@ class OverfitGate:
         firsts = [first_emissions(lattice) for lattice in lattices]
         drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)
         emitted = torch.tensor(firsts[0][0], device=want_NT.device)
-        tokens = torch.tensor(lattices[0].tokens, device=want_NT.device)
+        tokens = self.vocabulary.numbered(torch.tensor(lattices[0].tokens, device=want_NT.device))
         if not (_error(drafted, want_NT) <= NEAR and _error(emitted, whole[:T, tokens]) <= NEAR):
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")
         out = self._losses(slots)
