@@ -4,6 +4,7 @@ The exported folder's custom_generate/generate.py (export.SHIM) comes here. Outp
 prompts and answers, padded; and the same tokens, since drafts change none.
 """
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,6 @@ TAKEN = {
     *("output_hidden_states", "output_scores", "output_logits"),
 }
 DEFAULT_LENGTH = 20  # new tokens of transformers' own generate, where nobody says how many
-UNUSED = (
-    "inputs",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "synced_gpus",
-)
 
 
 def generate_with(
@@ -63,9 +53,6 @@ def generate_with(
         input_ids = arguments.pop("inputs", None)
     if input_ids is None or input_ids.dim() != 2:
         raise ValueError("custom_generate: give input_ids [batch, length]")
-    for name in UNUSED:
-        if arguments.pop(name, None):
-            raise ValueError(f"custom_generate: the draft decoder has no {name}")
     lengths = (arguments.get("max_length"), getattr(generation_config, "max_length", None))
     asked = next((length for length in (*lengths, model.generation_config.max_length) if length is not None), None)
     config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]
@@ -73,9 +60,9 @@ def generate_with(
     for name in sorted(vars(GenerationConfig()).keys() - TAKEN):
         if (value := getattr(config, name, None)) not in (None, False, defaults.get(name)) and name[0] != "_":
             raise ValueError(f"custom_generate: the draft decoder has no {name}={value}")
-    rest = {name: value for name, value in rest.items() if value is not None and name != "use_model_defaults"}
-    if rest:
-        raise ValueError(f"custom_generate: the draft decoder does not know {', '.join(sorted(rest))}")
+    given = [name for name, value in rest.items() if _is_given(value) and name != "use_model_defaults"]
+    if given:
+        raise ValueError(f"custom_generate: the draft decoder has no {', '.join(sorted(given))}")
     decoder = _decoder(model, folder, tokenizer, nodes)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
@@ -97,6 +84,10 @@ def generate_with(
     for row, out in zip(answers, outs, strict=True):
         row[: len(out.tokens)] = torch.tensor(out.tokens)
     return torch.cat([input_ids, answers], dim=1)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, Sized) and len(value) == 0)
 
 
 def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:

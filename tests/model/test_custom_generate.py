@@ -129,7 +129,9 @@ def test_samples_are_the_decoders_own(stock):
         ({"exponential_decay_length_penalty": (2, 1.5)}, "no exponential_decay_length_penalty"),
         ({"watermarking_config": WatermarkingConfig()}, "no watermarking_config"),
         ({"top_h": 0.5}, "no top_h"),
-        ({"frobnicate": 1}, "does not know frobnicate"),
+        ({"frobnicate": 1}, "no frobnicate"),
+        ({"num_return_sequences": 2}, "no num_return_sequences=2"),
+        ({"min_p": 0.1}, "no min_p=0.1"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused(stock, options, message):
