@@ -6,7 +6,7 @@ accepted path, and takes the choice at its end as the new root (the bonus token)
 base together, each with a tree and a length of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,7 +153,7 @@ class Decoder:
         drafted: Lattice | Tree,
         read: NDArray[np.int64],
         max_depth: int | None = None,
-        eos: NDArray[np.int64] | None = None,
+        eos: Iterable[int] | None = None,
     ) -> Tree:
         """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
 
@@ -161,7 +161,7 @@ class Decoder:
         nodes and of copied ones together where there is prompt lookup.
         """
         nodes, prune = self.draft.nodes, self.draft.prune
-        leaves, chain = np.array(self.base.eos_ids, np.int64) if eos is None else eos, self.draft.kind == "chain"
+        leaves, chain = np.array([*(self.base.eos_ids if eos is None else eos)], np.int64), self.draft.kind == "chain"
         if isinstance(drafted, Tree):
             tree = trees.chosen(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
         else:
@@ -192,7 +192,7 @@ class Decoder:
             request.out.steps += 1
             request.out.nodes.append(len(tree))
             request.out.accepted.append(len(path))
-            request.out.expected.append(float(tree.psi.sum()))
+            request.out.expected.append(float(tree.psi.sum()) if len(tree) else 0.0)
             request.out.accepted_from.update(tree.sources(path))
             request.append(tree.tokens[path].tolist(), bonus, step.ends)
 
@@ -242,7 +242,7 @@ class Decoder:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
         return drafts
 
-    def _propose(self, request: Request, drafted: Lattice | Tree, ends: NDArray[np.int64]) -> Tree:
+    def _propose(self, request: Request, drafted: Lattice | Tree, ends: Iterable[int]) -> Tree:
         return self.tree_of(drafted, request.read, request.room, ends)
 
     def _verify(self, step: EagerStep, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:

@@ -4,7 +4,7 @@ Shape suffixes: L positions, D hidden size, V vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, TypedDict
@@ -130,7 +130,7 @@ class Request:
         """Tokens so far, the root included: the position of what the base chooses next."""
         return len(self.prompt) + len(self.tokens)
 
-    def append(self, accepted: list[int], bonus: int, ends: NDArray[np.int64]) -> None:
+    def append(self, accepted: list[int], bonus: int, ends: Container[int]) -> None:
         """Take a step's tokens, up to the first that ends the request."""
         self.following = [*accepted, bonus]
         for i, token in enumerate(self.following):

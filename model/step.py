@@ -63,7 +63,7 @@ class EagerStep:
     def begin(self, ends: Iterable[int]) -> None:
         """Forget every sequence, keep the memory."""
         self.active: list[Request] = []
-        self.ends, self.clock = np.array(sorted(ends), np.int64), Clock()
+        self.ends, self.clock = set(ends), Clock()
         for cache in self.caches:
             cache.clear()
 
@@ -133,7 +133,7 @@ class EagerStep:
         with self.clock("verify"):
             ids_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
             for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
-                ids_BQ[b, : len(tree) + 1] = [request.root, *tree.tokens]
+                ids_BQ[b, 0], ids_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
             mask, positions_BQ = tree_mask(self.base, drafts, self.cache.lengths[: len(active)])
             single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
             with decoding_attention(self.base.model) if single_rows else nullcontext():
@@ -168,10 +168,12 @@ class EagerStep:
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand."""
         active = self.active
-        rows = [self._chosen_at_once(tree) for tree in drafts]
+        rows, hidden_RD = [self._chosen_at_once(tree) for tree in drafts], hidden_BQD.flatten(0, 1)
         first_R = [b * hidden_BQD.shape[1] + row for b, own in enumerate(rows) for row in own]
+        if len(first_R) < len(hidden_RD):
+            hidden_RD = hidden_RD[first_R]
         places = [(active[b], drafts[b], row) for b, own in enumerate(rows) for row in own]
-        chosen = iter(self._choose(self.base.logits(hidden_BQD.flatten(0, 1)[first_R]), places))
+        chosen = iter(self._choose(self.base.logits(hidden_RD), places))
         known = [dict(zip(own, chosen, strict=False)) for own in rows]
 
         def said(b: int, row: int) -> int:
@@ -191,7 +193,7 @@ class EagerStep:
     def _chosen_at_once(self, tree: Tree) -> list[int]:
         """Rows whose logits are computed before the walk: likely ones, since each alone would be a pass over the LM
         head."""
-        if not self._lazy:
+        if not self._lazy or not len(tree):
             return list(range(len(tree) + 1))
         likely = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
         return likely if len(likely) >= LEAST_ROWS else list(range(min(LEAST_ROWS, len(tree) + 1)))

@@ -49,14 +49,15 @@ class Tree:
     def walk(self, said: Callable[[int], int]) -> tuple[list[int], int]:
         """The accepted nodes, and what is said behind the last of them: from the root, to the child that holds what is
         said where we stand. said(row): after the root (row 0) or node row - 1."""
-        at, path = -1, list[int]()
-        while True:
-            token = said(at + 1)
+        at, path, token = -1, list[int](), said(0)
+        while len(self):
             children = np.flatnonzero((self.parents == at) & (self.tokens == token))
             if not len(children):
-                return path, token
+                break
             at = int(children[0])
             path.append(at)
+            token = said(at + 1)
+        return path, token
 
     def sources(self, path: Sequence[int]) -> list[str]:
         """Who proposed each node of a path: `head`, `lookup` or `both`."""
