@@ -207,12 +207,6 @@ class TreeCache(Cache):
         keys, values = self._pair(layer)
         return keys[: self.batch, :, :entries], values[: self.batch, :, :entries]
 
-    def entries(self, layer: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
-        """The committed keys and values [heads, length, width] of one layer and sequence."""
-        length = int(self.lengths[sequence])
-        keys, values = self._pair(layer)
-        return keys[sequence, :, :length], values[sequence, :, :length]
-
     def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
         (key_block, key_row), (value_block, value_row) = self._place[layer]
         return self._blocks[key_block][key_row], self._blocks[value_block][value_row]

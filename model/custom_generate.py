@@ -19,15 +19,20 @@ from ctcdraft.model.request import Settings
 
 # Options of `generate` that this decoder does, or that change no token; of all others only the defaults are taken.
 TAKEN = {
-    *("max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty"),
-    *("stop_strings", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
-    *("transformers_version", "early_stopping", "length_penalty", "use_cache", "cache_implementation"),
-    *("cache_config", "max_cache_len", "compile_config", "disable_compile", "continuous_batching_config"),
-    *("renormalize_logits", "remove_invalid_values", "low_memory", "prefill_chunk_size", "is_assistant"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
-    *("speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size", "output_attentions"),
-    *("output_hidden_states", "output_scores", "output_logits"),
+    *("max_length", "max_new_tokens", "stop_strings"),
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty"),
+    *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("early_stopping", "length_penalty"),  # of beams, which are refused
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len"),
+    *("compile_config", "disable_compile", "continuous_batching_config"),
+    *("low_memory", "prefill_chunk_size"),
+    *("renormalize_logits", "remove_invalid_values"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+    *("assistant_ensemble_weight", "target_lookbehind", "speculation_type"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    "transformers_version",
 }
 DEFAULT_LENGTH = 20  # new tokens of transformers' own generate, where nobody says how many
 
@@ -58,7 +63,8 @@ def generate_with(
     config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]
     defaults = GenerationConfig._get_default_generation_params()
     for name in sorted(vars(GenerationConfig()).keys() - TAKEN):
-        if (value := getattr(config, name, None)) not in (None, False, defaults.get(name)) and name[0] != "_":
+        value = getattr(config, name, None)
+        if value not in (None, False, defaults.get(name)) and not name.startswith("_"):
             raise ValueError(f"custom_generate: the draft decoder has no {name}={value}")
     given = [name for name, value in rest.items() if _is_given(value) and name != "use_model_defaults"]
     if given:

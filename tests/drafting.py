@@ -49,7 +49,7 @@ def assert_entries_of_a_fresh_prefill(base, cache, tokens, number=0):
     fresh, length = DynamicCache(), int(cache.lengths[number])
     base.hidden(torch.tensor([tokens[:length]], device=base.device), cache=fresh)
     for i, layer in enumerate(fresh.layers):
-        keys, values = cache.entries(i, number)
+        keys, values = (part[number, :, :length] for part in cache.committed(i))
         assert torch.allclose(keys, layer.keys[0], atol=1e-10)
         assert torch.allclose(values, layer.values[0], atol=1e-10)
     return length
