@@ -130,7 +130,7 @@ def test_samples_are_the_decoders_own(stock):
         ({"watermarking_config": WatermarkingConfig()}, "no watermarking_config"),
         ({"top_h": 0.5}, "no top_h"),
         ({"frobnicate": 1}, "no frobnicate"),
-        ({"num_return_sequences": 2}, "no num_return_sequences=2"),
+        ({"no_repeat_ngram_size": 2}, "no no_repeat_ngram_size=2"),
         ({"min_p": 0.1}, "no min_p=0.1"),
     ],
 )
