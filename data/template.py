@@ -8,8 +8,10 @@ rendered before the answer must be a prefix, and the answer must follow it word 
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,13 +19,11 @@ from typing import Any, NamedTuple
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from ctcdraft.data.lookahead import looks_ahead, parsed
 from ctcdraft.data.messages import THOUGHT_KEYS, Message
 from ctcdraft.data.records import Conversation
+from ctcdraft.data.rendering import RenderedText, compiled, render_text, unshown
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.unshown import unshown
 
 Messages = Sequence[Message]
 TemplateArgs = Mapping[str, Any]  # of JSON values
@@ -40,6 +40,7 @@ ADVICE = (
     "data.labels=rewrite without a server, which needs no mask"
 )
 
+THOUGHT_ALIASES = ("reasoning_content", "thinking")
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"  # in the text of an answer, as servers without a parser leave it
 TURNS = ("each", "last")  # which answers of a conversation are learned
 NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
@@ -115,7 +116,7 @@ def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
     tokenizer, templates = base.tokenizer, base.tokenizer.chat_template
     templates = list(templates.values()) if isinstance(templates, dict) else [templates]
     given = {*GIVEN, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map}
-    read = set().union(*(find_undeclared_variables(parsed(template)) for template in templates)) - given
+    read = set().union(*(_names(template) for template in templates)) - given
     for name in template_args:
         if name in given:
             raise ValueError(f"data.template_args: rendering itself gives the chat template its {name}: leave it out")
@@ -125,11 +126,16 @@ def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
     return replace(base, template_args=dict(template_args))
 
 
+def _names(template: str) -> set[str]:
+    """Those that it reads and does not set."""
+    return find_undeclared_variables(compiled(template).environment.parse(template))
+
+
 def prompt_ids(
     tokenizer: Any, messages: Messages, tools: list[Any] | None = None, template_args: TemplateArgs = NO_ARGS
 ) -> list[int]:
     """Tokens up to where the assistant's next answer starts. Raises ValueError when the template refuses."""
-    text, _ = _Template(tokenizer, tools, template_args).render(messages, add_generation_prompt=True)
+    text = _Template(tokenizer, tools, template_args).prompt(messages)
     return _encoded(tokenizer, [text])[0].ids
 
 
@@ -154,10 +160,10 @@ def answer_message(
         return plain
     parted = _parted(whole)
     template = _Template(tokenizer, tools, template_args)
-    before, _ = template.render(messages, add_generation_prompt=True)
+    before = template.prompt(messages)
     for message in (parted, {"role": "assistant", "content": whole}, plain):
         try:
-            text, _ = template.render([*messages, message])
+            text = template.render([*messages, message]).text
         except RowError:
             continue
         if whole.strip() in (text.removeprefix(before) if text.startswith(before) else text):
@@ -208,7 +214,8 @@ def render_all(
         except RowError as error:
             return error
 
-    def masked(layouts: list[Any], encodings: Any) -> Iterator[Rendering | RowError]:
+    def masked(layouts: list[Any], encoding: Future[list[Any]]) -> Iterator[Rendering | RowError]:
+        encodings = iter(encoding.result())
         for layout in layouts:
             if isinstance(layout, RowError):
                 yield layout
@@ -217,16 +224,15 @@ def render_all(
                 yield Rendering([_masked(next(encodings), text) for text in texts], unread)
 
     with ThreadPoolExecutor(1) as tokenizing:  # which needs no GIL: the next ones are rendered meanwhile
-        before: tuple[list[Any], Any] | None = None
+        waiting: deque[tuple[list[Any], Future[list[Any]]]] = deque()
         for start in range(0, len(conversations), AT_ONCE):
             layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
             texts = [text.text for layout in layouts if not isinstance(layout, RowError) for text in layout[0]]
-            encoding = tokenizing.submit(_encoded, tokenizer, texts)
-            if before:
-                yield from masked(before[0], iter(before[1].result()))
-            before = layouts, encoding
-        if before:
-            yield from masked(before[0], iter(before[1].result()))
+            waiting.append((layouts, tokenizing.submit(_encoded, tokenizer, texts)))
+            if start:
+                yield from masked(*waiting.popleft())
+        while waiting:
+            yield from masked(*waiting.popleft())
 
 
 def family_of(template: str) -> Family | None:
@@ -245,7 +251,7 @@ def unread_in_prompt(tokenizer: Any, conversation: Conversation, template_args: 
     messages, template = conversation.messages, _Template(tokenizer, conversation.tools, template_args)
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), -1)
     try:
-        text, _ = template.render(messages[: asked + 1], add_generation_prompt=True)
+        text = template.prompt(messages[: asked + 1])
     except RowError:  # which rejects it where it is to be answered
         return []
     return unshown(messages[: asked + 1], conversation.tools, [text])
@@ -271,31 +277,30 @@ class _Template:
         known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
         self._ends = tuple({end: None for end in (*known, self.eos) if end})
 
-    def render(self, messages: Messages, **options: bool) -> tuple[str, list[Any]]:
-        """(text, the spans that its generation marks cover, where asked for)"""
+    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> RenderedText:
+        """Raises RowError where the template refuses the messages."""
+        variables = {"tools": self.tools, "add_generation_prompt": add_generation_prompt, **self._specials, **self.args}
         try:
-            rendered: Any = render_jinja_template(  # annotated as a string, returns two lists
-                conversations=[[self._readable(message) for message in messages]],
-                tools=self.tools,
-                chat_template=self.text,
-                **{**self._specials, **self.args, **options},
-            )
+            return render_text(self.text, [self._readable(message) for message in messages], variables)
         except TemplateError as error:
             raise RowError(f"the chat template refuses it: {error}") from error
         except (TypeError, KeyError, AttributeError) as error:  # a template that takes other fields for granted
             raise RowError(f"the chat template fails on it: {error}") from error
-        texts, spans = rendered
-        return texts[0], spans[0] if spans else []
+
+    def prompt(self, messages: Messages) -> str:
+        """The text up to where the next answer starts."""
+        return self.render(messages, add_generation_prompt=True).text
 
     def _readable(self, message: Message) -> Message:
-        """The message with its thought under the key that the template reads, where it reads any."""
+        """The message with its thought under the key that the template reads, where it reads any, and under those that
+        transformers gives every template."""
         if len(message) == 2:
             return message
         if "tool_calls" in message and "tool_calls" not in self.text:
             raise RowError("the chat template shows no tool calls")
         kept = {key: value for key, value in message.items() if key not in ("label", "reasoning_content")}
         if self.thought_key and "reasoning_content" in message:
-            kept[self.thought_key] = message["reasoning_content"]
+            kept |= dict.fromkeys((self.thought_key, *THOUGHT_ALIASES), message["reasoning_content"])
         return kept
 
     def texts(self, messages: Messages, turns: str) -> tuple[list[_Text], list[str]]:
@@ -309,7 +314,9 @@ class _Template:
                 "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
                 f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
             )
-        whole = self._rendered(messages)
+        whole = self.render(messages)
+        if whole.marks and sum(stop - start for start, stop in whole.marks) >= len(whole.text):
+            raise ValueError(f"the chat template's generation marks cover all: {ADVICE}")
         learned = _learned(messages, turns)
         answers = {i: self._answer(messages, i, whole) for i in learned}
         texts: list[_Text] = []
@@ -321,7 +328,7 @@ class _Template:
             texts.append(_Text(text, [span for i in here for span in answers[i].spans]))
             left = [i for i in left if i not in here]
         if not any(each.spans for each in texts):
-            if not any(stop > start for start, stop in whole.spans):
+            if not any(stop > start for start, stop in whole.marks):
                 raise ValueError(f"the chat template's generation marks cover nothing: {ADVICE}")
             raise RowError(NO_MARK)
         rendered = messages if texts[0].text is whole.text else messages[: learned[-1] + 1]
@@ -344,35 +351,34 @@ class _Template:
             found.append(message["content"].split(THOUGHT_END)[0].split(THOUGHT_START)[-1])
         return [thought.strip() for thought in found]
 
-    def _rendered(self, messages: Messages, **options: bool) -> _Text:
-        """The text with its generation marks, if it has any."""
-        text, marks = self.render(messages, return_assistant_tokens_mask=self.marked, **options)
-        if marks and sum(stop - start for start, stop in marks) >= len(text):
-            raise ValueError(f"the chat template's generation marks cover all: {ADVICE}")
-        return _Text(text, marks)
-
-    def _answer(self, messages: Messages, index: int, whole: _Text) -> _Text:
-        """What is rendered up to the answer messages[index], and where that is in it. The whole conversation has it as
-        it was when it was the last where the template does not look ahead."""
+    def _answer(self, messages: Messages, index: int, whole: RenderedText) -> _Text:
+        """What is rendered up to the answer messages[index] while no turn follows it, and where that is in it: in the
+        whole conversation's text where it is settled there, else in a rendering of its own."""
+        settled = whole.text[: whole.settled[index + 1]]
         roles = [message["role"] for message in messages]
-        before, all_answers = roles[:index].count("assistant"), roles.count("assistant")
-        there = (
-            len(whole.spans) == all_answers if self.marked else self._end(messages[index]) not in str(messages[index])
-        )
-        there = there and not looks_ahead(self.text, frozenset(roles))
-        found = whole if there or index == len(messages) - 1 else self._rendered(messages[: index + 1])
-        if not self.marked:
-            return _Text(found.text, [self._found(messages, index, found.text, last=not there)])
-        if not there and len(found.spans) != before + 1:  # most templates have one for each answer
-            before = len(self._rendered(messages[:index], add_generation_prompt=True).spans)
-        marks = found.spans[before : before + 1 if there else None]
-        spans = [(start, _behind_end(found.text, stop, self._ends)) for start, stop in marks if stop > start]
-        return _Text(found.text, spans)
+        before = roles[:index].count("assistant")
+        if self.marked:
+            if len(whole.marks) == roles.count("assistant"):  # most templates have one for each
+                spans = self._behind_ends(settled, whole.marks[before : before + 1])
+                if any(stop <= len(settled) and settled.endswith(self._ends, 0, stop) for _, stop in spans):
+                    return _Text(whole.text, spans)
+            found = self.render(messages[: index + 1])
+            if len(found.marks) != before + 1:
+                before = len(self.render(messages[:index], add_generation_prompt=True).marks)
+            return _Text(found.text, self._behind_ends(found.text, found.marks[before:]))
+        prompt = self.prompt(messages[:index])
+        if self._end(messages[index]) not in str(messages[index]):
+            with suppress(RowError):  # the end of it, or all, may not be settled
+                return _Text(whole.text, [self._found(messages, index, prompt, settled)])
+        text = self.render(messages[: index + 1]).text
+        return _Text(text, [self._found(messages, index, prompt, text)])
 
-    def _found(self, messages: Messages, index: int, text: str, *, last: bool) -> tuple[int, int]:
-        """Where the answer messages[index] lies in `text`, found by rendering what comes before it. It reaches to the
-        next end of turn, or to the last one where nothing follows it."""
-        before, _ = self.render(messages[:index], add_generation_prompt=True)
+    def _behind_ends(self, text: str, marks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(start, _behind_end(text, stop, self._ends)) for start, stop in marks if stop > start]
+
+    def _found(self, messages: Messages, index: int, before: str, text: str) -> tuple[int, int]:
+        """Where the answer messages[index] lies in `text`, whose last message it is: behind the prompt `before`, and up
+        to the last end of turn."""
         content = messages[index]["content"].strip()
         if not text.startswith(before):
             before = before.rstrip()  # "[/INST] " before an answer that brings its own space
@@ -382,7 +388,7 @@ class _Template:
                     f"the chat template renders what comes before turn {index} otherwise when it goes on{args}"
                 )
         start, end = len(before), self._end(messages[index])
-        stop = text.rfind(end) if last else text.find(end, start)
+        stop = text.rfind(end)
         if stop < start:
             raise RowError(f"the chat template does not end turn {index} with {end}")
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought

@@ -200,8 +200,8 @@ def test_a_template_that_keeps_the_past_gives_one_sequence(name):
 
 @pytest.mark.parametrize(("name", "renderings"), [("keeps", 1), ("keeps thoughts", 4), ("forgets, marked", 3)])
 def test_a_template_that_does_not_look_ahead_needs_no_rendering_of_each_answer(name, renderings, monkeypatch):
-    honest, asked = template.render_jinja_template, []
-    monkeypatch.setattr(template, "render_jinja_template", lambda **options: asked.append(options) or honest(**options))
+    honest, asked = template.render_text, []
+    monkeypatch.setattr(template, "render_text", lambda *given: asked.append(given) or honest(*given))
     found(name, [*TWO, user("s"), answer("ef")])
     assert len(asked) == renderings
 

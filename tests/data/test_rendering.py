@@ -1,4 +1,4 @@
-"""Where a template is said not to look ahead, what it wrote is the beginning of what it writes."""
+"""What is settled when a template first looks at a message, it writes of the messages before that alone."""
 
 import pytest
 import templates
@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ctcdraft.data.lookahead import looks_ahead
+from ctcdraft.data.rendering import compiled, render_text
 from ctcdraft.model.base import PLAIN_TEMPLATE, VICUNA_TEMPLATE
 
-CHAT = frozenset(["user", "assistant"])
 AHEAD = ("qwen-3", "mistral-nemo")
 
 
@@ -29,15 +28,9 @@ USUAL = {name: template for name, (template, *_) in templates.KNOWN.items() if n
         "{% if m.role == 'tool' and m.content %}"
         "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %};{% endif %}{% endif %}"
     ),
-    "any message": "{% if messages | length > 0 %}{{ messages[0].role }}{% endif %}" + in_loop(""),
     "past": "{% set ns = namespace(n=0) %}" + in_loop("{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ loop.previtem }}"),
     "prompt": in_loop("") + "{% if add_generation_prompt and x %}{{ messages[0] }}{% endif %}",
 }
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_usual_templates_do_not_look_ahead(name):
-    assert not looks_ahead(USUAL[name], CHAT)
 
 
 LOOKING = [
@@ -73,34 +66,66 @@ LOOKING = [
     "{% for m in messages recursive %}{{ m.content }}{% endfor %}",
     "{% for m in messages if m != messages[-1] %}{{ m.content }}{% endfor %}",
     *(templates.KNOWN[name][0] for name in AHEAD),
+    "{% if messages | length > 0 %}{{ messages[0].role }}{% endif %}" + in_loop(""),
+    in_loop("") + "{{ messages }}{{ messages | string }}",
+    in_loop("") + "{{ ([1] + messages) | length }}{{ messages == [] }}",
+    in_loop("{{ messages.copy() | length }}"),
 ]
-
-
-@pytest.mark.parametrize("template", LOOKING)
-def test_whatever_else_is_taken_to_look_ahead(template):
-    assert looks_ahead(template, CHAT)
-
-
-def test_the_roles_of_a_conversation_decide_which_branches_count():
-    assert looks_ahead(USUAL["tools' results"], CHAT | {"tool"})
-
-
-def test_what_is_no_template_is_a_sentence():
-    with pytest.raises(ValueError, match="the chat template cannot be read: "):
-        looks_ahead("{% for m in messages %}", CHAT)
-
-
+VARIABLES = {"tools": None, "add_generation_prompt": False, "bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = st.lists(st.text("ab <>", min_size=1, max_size=6), min_size=2, max_size=8).map(
     lambda texts: [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 )
 
 
+def rendered(template, messages):
+    (text,), _ = render_jinja_template(conversations=[messages], chat_template=template, **VARIABLES)
+    return text
+
+
+@pytest.mark.parametrize("template", [*USUAL.values(), *LOOKING])
+@settings(max_examples=20, deadline=None)
+@given(messages=MESSAGES)
+def test_what_is_settled_is_written_of_the_messages_before_alone(template, messages):
+    try:
+        whole = rendered(template, messages)
+    except Exception as refusal:
+        with pytest.raises(type(refusal)):
+            render_text(template, messages, VARIABLES)
+        return
+    found = render_text(template, messages, VARIABLES)
+    assert found.text == whole
+    assert len(found.settled) == len(messages) + 1
+    assert found.settled == sorted(found.settled)
+    for count, settled in enumerate(found.settled):
+        try:
+            alone = rendered(template, messages[:count])
+        except Exception:  # of none, or of so few, it refuses to write anything
+            continue
+        assert alone.startswith(whole[:settled]), count
+
+
 @pytest.mark.parametrize("name", USUAL)
-@settings(max_examples=40, deadline=None)
-@given(messages=MESSAGES, data=st.data())
-def test_a_shorter_conversation_is_the_beginning_of_a_longer_one(name, messages, data):
-    cut = 2 * data.draw(st.integers(1, len(messages) // 2))
-    conversations = [messages[:cut], messages]
-    options = {"chat_template": USUAL[name], "bos_token": "<s>", "eos_token": "</s>"}
-    (short, whole), _ = render_jinja_template(conversations=conversations, **options)
-    assert whole.startswith(short.rstrip("\n"))
+def test_usual_templates_settle_an_answer_before_they_look_at_the_next_turn(name):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} <"} for i in range(6)]
+    found = render_text(USUAL[name], messages, VARIABLES)
+    for count in (2, 4, 6):
+        assert found.text[: found.settled[count]].startswith(rendered(USUAL[name], messages[:count]).rstrip("\n"))
+
+
+def test_one_that_looks_ahead_settles_nothing():
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(6)]
+    found = render_text(templates.KNOWN["qwen-3"][0], messages, VARIABLES)
+    assert found.settled[1:] == [0, 0, 0, 0, 0, len(found.text)]
+
+
+def test_marks_are_those_of_transformers():
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"a{i}"} for i in range(4)]
+    options = {"chat_template": TEMPLATE, "return_assistant_tokens_mask": True, **VARIABLES}
+    (text,), (marks,) = render_jinja_template(conversations=[messages], **options)
+    found = render_text(TEMPLATE, messages, VARIABLES)
+    assert (found.text, found.marks) == (text, marks)
+
+
+def test_what_is_no_template_is_a_sentence():
+    with pytest.raises(ValueError, match="the chat template cannot be read: "):
+        compiled("{% for m in messages %}")
