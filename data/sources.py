@@ -14,7 +14,8 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,21 @@ from pyarrow import ipc, parquet
 CHUNK = 1 << 20
 LONGEST_REASON = 400
 LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is counted and rejected, never held
-STRUCTURE = re.compile(rb'["\[\]{},]')
+# What says where an element of JSON ends: brackets and commas outside strings. A string ends in group 1, or goes on
+# behind the text.
+STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{},]', re.DOTALL)
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, pyarrow.ArrowException)  # what a cut or broken file raises
 WIDE = {  # encodings of two bytes by how a file begins: with their mark, or with the "{" or "[" of JSON
     rb"\xff\xfe|[{\[]\0": "UTF-16LE",
     rb"\xfe\xff|\0[{\[]": "UTF-16BE",
 }
 WRAPPERS = ("data", "train", "rows", "examples", "instances", "dataset")  # {"data": [{...}, ...]}
+PACKED: dict[bytes, Callable[[Path], Any]] = {  # how a compressed file begins, and what opens it
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": partial(pyarrow.input_stream, compression="zstd"),
+}
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 ROWS_AT_ONCE = 64  # of a table's columns made into rows
 MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
@@ -133,24 +142,18 @@ def _wide_encoding(file: Path) -> str | None:
 def _opened(file: Path) -> Any:
     with file.open("rb") as stream:
         magic = stream.read(6)
-    if magic.startswith(b"\x1f\x8b"):
-        return gzip.open(file)
-    if magic.startswith(b"BZh"):
-        return bz2.open(file)
-    if magic.startswith(b"\xfd7zXZ\x00"):
-        return lzma.open(file)
-    if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return pyarrow.input_stream(file, compression="zstd")
-    return file.open("rb")
+    return next((unpack for sign, unpack in PACKED.items() if magic.startswith(sign)), partial(open, mode="rb"))(file)
 
 
 def _chunks(file: Path) -> Iterator[bytes]:
-    """The file's bytes, without a byte order mark."""
+    """The file's bytes, without a byte order mark and white space before them."""
+    begun = False
     with _opened(file) as stream:
-        start = stream.read(CHUNK).removeprefix(b"\xef\xbb\xbf")
-        yield start
         while chunk := stream.read(CHUNK):
-            yield chunk
+            found = chunk if begun else chunk.removeprefix(b"\xef\xbb\xbf").lstrip(BLANK)
+            if found:
+                begun = True
+                yield found
 
 
 def _read_file(file: Path) -> Iterator[Any]:
@@ -170,14 +173,11 @@ def _rows(file: Path) -> Iterator[Any]:
         yield from _table_rows(file, magic)
         return
     chunks = _chunks(file)
-    start = next(chunks).lstrip(BLANK)
-    while not start:  # blank so far
-        chunk = next(chunks, None)
-        if chunk is None:
-            yield RowError(f"{file.name} is empty")
-            return
-        start = chunk.lstrip(BLANK)
-    yield from _json_rows(start, chunks)
+    start = next(chunks, None)
+    if start is None:
+        yield RowError(f"{file.name} is empty")
+    else:
+        yield from _json_rows(start, chunks)
 
 
 def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
@@ -276,23 +276,16 @@ def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
     """Each element of a JSON list (or member of an object) as bytes (of one that is too long, its length), found by
     brackets alone, so that one that does not parse costs no other; between objects there may be no comma. At the end a
     RowError when the list is not closed."""
-    buffer, quoted, ended = b"", False, False
+    buffer, quoted, ended = b"", b"", False  # quoted: what says that a string is open
     start = at = depth = dropped = number = 0
     chunks = iter(chunks)
     for chunk in chunks:
-        buffer, at, start = buffer[start:] + chunk, at - start, 0
-        while True:
-            if quoted:
-                at = _string_end(buffer, at)
-                if at < 0:
-                    break
-                quoted = False
-            match = STRUCTURE.search(buffer, at)
-            if not match:
-                break
+        buffer, at, start, quoted = buffer[start:] + chunk, at - start, 0, b""
+        for match in STRUCTURE.finditer(buffer, at):
             at, token = match.end(), match[0]
-            if token == b'"':
-                quoted = True
+            if token.startswith(b'"'):
+                if not match[1]:
+                    at, quoted = match.start(), b'"' + buffer[match.end() :]
                 continue
             depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
             if token in b"[{" and depth == 1:
@@ -309,10 +302,11 @@ def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
                     if behind:
                         yield RowError(f"{behind} bytes follow the end of the list")
                     return
-        at = len(buffer.rstrip(b"\\")) if quoted else len(buffer)
-        if len(buffer) - start > LONGEST_ROW:  # keep only what says where in a string we are
-            dropped += at - 1 - start
-            start = at - 1
+        if not quoted:
+            at = len(buffer)
+        if len(buffer) - start > LONGEST_ROW:
+            dropped += len(buffer) - start
+            buffer, start, at = quoted, 0, 0
     if depth == 1 and not (dropped or quoted):
         if buffer[start:].strip():
             number += 1
@@ -320,18 +314,6 @@ def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
         yield RowError(f"the list is not closed after row {number}: the file was cut")
     else:
         yield RowError(f"the list ends inside row {number + 1}: the file was cut")
-
-
-def _string_end(buffer: bytes, at: int) -> int:
-    """Behind the next quote that no backslash escapes; -1 where there is none."""
-    while (end := buffer.find(b'"', at)) >= 0:
-        escapes = end
-        while buffer[escapes - 1] == ord("\\"):
-            escapes -= 1
-        at = end + 1
-        if (end - escapes) % 2 == 0:
-            return at
-    return -1
 
 
 def _parsed(data: bytes | int, where: str) -> Any:
