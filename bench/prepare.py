@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread of it on 
 from transformers import AutoTokenizer
 
 from ctcdraft.data import toy
-from ctcdraft.data.packing import first_fit, padding_share
+from ctcdraft.data.packing import first_fit
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
@@ -81,7 +81,7 @@ def engine(path, tokenizer, folder):
         "tokens": len(corpus.ids),
         "answer_tokens": int(corpus.mask.sum()),
         "rows": len(rows),
-        "padding": padding_share(corpus.lengths, rows, ROW),
+        "padding": 1 - corpus.lengths.clip(max=ROW).sum() / (len(rows) * ROW),
     }
 
 

@@ -4,6 +4,7 @@ So a run resumes from its step number alone, and one rank sees in one step what 
 Shape suffixes: B sequences, L positions, N anchors, U labels.
 """
 
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ class Batch(NamedTuple):
         return Batch._make(None if tensor is None else tensor.to(device) for tensor in self)
 
 
+@dataclass(eq=False)
 class Sampler:
     """Which rows and anchors a step sees.
 
@@ -49,28 +51,26 @@ class Sampler:
     are cut after so many tokens. features: the base's hidden states of every document, where they were stored.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        batch: int,
-        anchors: int,
-        labels: int,
-        max_length: int,
-        seed: int,
-        pack: bool = False,
-        features: Features | None = None,
-    ) -> None:
+    corpus: Corpus
+    _: KW_ONLY
+    batch: int
+    anchors: int
+    labels: int
+    max_length: int
+    seed: int
+    pack: bool = False
+    features: Features | None = None
+
+    def __post_init__(self) -> None:
+        corpus, longest = self.corpus, self.max_length
         if len(corpus) < 1:
             raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
-        self.corpus, self.batch, self.anchors, self.features = corpus, batch, anchors, features
-        self.labels, self.max_length, self.seed, self.pack = labels, max_length, seed, pack
-        if not any(corpus.mask[start : start + max_length].any() for start in corpus.offsets[:-1]):
-            raise ValueError(f"no answer lies within the first train.max_length={max_length} tokens of any sequence")
-        self.members = self._packed() if pack else list(np.arange(len(corpus))[:, None])
-        lengths = corpus.lengths.clip(max=max_length)
+        if not any(corpus.mask[start : start + longest].any() for start in corpus.offsets[:-1]):
+            raise ValueError(f"no answer lies within the first train.max_length={longest} tokens of any sequence")
+        self.members = self._packed() if self.pack else list(np.arange(len(corpus))[:, None])
+        lengths = corpus.lengths.clip(max=longest)
         self.row_lengths = np.array([lengths[row].sum() for row in self.members])
-        self.steps_per_epoch = max(1, len(self.members) // batch)
+        self.steps_per_epoch = max(1, len(self.members) // self.batch)
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def _packed(self) -> list[NDArray[np.int64]]:

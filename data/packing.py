@@ -29,8 +29,3 @@ def first_fit(lengths: NDArray[np.int64] | Sequence[int], capacity: int) -> list
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return [np.asarray(row, np.int64) for row in rows]
-
-
-def padding_share(lengths: NDArray[np.int64], rows: Sequence[NDArray[np.int64]], capacity: int) -> float:
-    """The share of the rows' positions that holds no token."""
-    return 1 - float(np.minimum(lengths, capacity).sum()) / max(1, len(rows) * capacity)

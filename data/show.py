@@ -1,5 +1,7 @@
 """Prepared sequences for the eye: what a head learns from, and what it only reads."""
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from ctcdraft.data.store import Corpus
@@ -13,21 +15,11 @@ def shown(tokenizer: Any, corpus: Corpus, count: int, *, colour: bool) -> str:
     blocks = []
     for number in range(min(count, len(corpus))):
         ids, mask, labels = (list(map(int, column)) for column in corpus[number])
-        title = f"--- sequence {number}: {len(ids)} tokens, {sum(mask)} labels"
-        kinds = [(m, bool(m) and label != token) for token, m, label in zip(ids, mask, labels, strict=True)]
-        blocks.append(f"{title}\n{_painted(tokenizer, ids, kinds, colour)}")
+        text = f"--- sequence {number}: {len(ids)} tokens, {sum(mask)} labels\n"
+        kinds = [(m, colour and m and label != token) for token, m, label in zip(ids, mask, labels, strict=True)]
+        for (masked, differs), run in groupby(zip(kinds, ids, strict=True), key=itemgetter(0)):
+            piece = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+            before, behind = (DIFFERENT if differs else LABEL, PLAIN) if colour else ("\u27e6", "\u27e7")
+            text += f"{before}{piece}{behind}" if masked else piece
+        blocks.append(text)
     return "\n".join(blocks)
-
-
-def _painted(tokenizer: Any, ids: list[int], kinds: list[tuple[int, bool]], colour: bool) -> str:
-    pieces, start = [], 0
-    for end in range(1, len(ids) + 1):
-        kind = kinds[start] if colour else kinds[start][0]
-        if end < len(ids) and (kinds[end] if colour else kinds[end][0]) == kind:
-            continue
-        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
-        if kinds[start][0]:
-            text = f"{DIFFERENT if kinds[start][1] else LABEL}{text}{PLAIN}" if colour else f"\u27e6{text}\u27e7"
-        pieces.append(text)
-        start = end
-    return "".join(pieces)
