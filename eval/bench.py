@@ -122,12 +122,10 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     rows = _spread(source, config.questions)
     questions: list[Question] = []
     for number, row in rows:
-        if config.kind == "text" or (config.kind == "heldout" and "text" in row):
-            questions += _cut(config, base, row, number, seed)
-        elif config.kind == "heldout" and "input_ids" in row:
-            questions.append(Question(row["question_id"], row["category"], prompt=tuple(row["input_ids"])))
-        else:
-            questions.append(_asked(config, base, row, number))
+        try:
+            questions += _questions_of(config, base, row, number, seed)
+        except RowError as error:
+            raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
     if any(question.turns for question in questions):
         warn_if_plain(base)
         warn_if_no_end(base.tokenizer, base.eos_ids, base.name)
@@ -153,26 +151,25 @@ def _spread(source: Callable[[], Iterable[Any]], most: int | None) -> list[tuple
     return [(number, row) for number, row in enumerate(source()) if number in chosen]
 
 
-def _cut(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:
-    low, high = config.prompt_tokens
-    longest = min(high, base.context_length - 16)
-    if low > longest:
-        raise ValueError(f"bench.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens")
-    try:
+def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:
+    """What one row asks. Raises RowError where it is no question."""
+    if config.kind == "text" or (config.kind == "heldout" and "text" in row):
+        low, high = config.prompt_tokens
+        longest = min(high, base.context_length - 16)
+        if low > longest:
+            raise ValueError(
+                f"bench.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens"
+            )
         text = text_of(row, number)
-    except RowError as error:
-        raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
-    for ids in cut_prompts(base.tokenizer, text.text, (low, longest), 1, (seed, number)):
-        yield Question(text.id, "text", prompt=tuple(ids))
-
-
-def _asked(config: BenchConfig, base: Base, row: Any, number: int) -> Question:
-    try:
+        for ids in cut_prompts(base.tokenizer, text.text, (low, longest), 1, (seed, number)):
+            yield Question(text.id, "text", prompt=tuple(ids))
+    elif config.kind == "heldout" and "input_ids" in row:
+        yield Question(row["question_id"], row["category"], prompt=tuple(row["input_ids"]))
+    else:
         turns = user_turns(config.kind, row)
         name, category = row_id(row, number), category_of(config.kind, row)
         system, tools = system_and_tools(row)
-    except RowError as error:
-        raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
-    if config.kind == "humaneval" and base.plain_template:  # no chat model: the code itself is to be continued
-        return Question(name, category, prompt=tuple(base.tokenizer(turns[0]).input_ids), stop=FUNCTION_ENDS)
-    return Question(name, category, turns, system=system, tools=tools)
+        if config.kind == "humaneval" and base.plain_template:  # no chat model: the code itself is to be continued
+            yield Question(name, category, prompt=tuple(base.tokenizer(turns[0]).input_ids), stop=FUNCTION_ENDS)
+        else:
+            yield Question(name, category, turns, system=system, tools=tools)

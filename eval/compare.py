@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ctcdraft.eval.results import blocks_of, bootstrap, by_temperature, pooled, speedup_of, tokens_per_step_of
+from ctcdraft.eval.results import FIGURES, blocks_of, bootstrap, by_temperature, pooled
 from ctcdraft.eval.run import Answered
 
-FIGURES = {"tokens_per_step": tokens_per_step_of, "speedup": speedup_of}
 SHOWN = (
     *("tokens_per_step", "tokens_per_step_ci95", "nodes_per_step", "tokens_per_second", "speedup", "seeds"),
     *("accepted_by_depth", "accepted_by_source"),

@@ -7,10 +7,10 @@ may be others than those it gives alone, where rounding decides.
 
 import hashlib
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, heads_setting_of
 from ctcdraft.eval.place import digest_of, put
 from ctcdraft.eval.replay import Known, Replayed, replay
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.eval.results import bootstrap, tokens_per_step_of
+from ctcdraft.eval.results import accepted_by_source, by_category, calibration, pooled, tokens_per_step
+from ctcdraft.eval.run import Answered, Turn
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder
 from ctcdraft.model.generate import continued
@@ -31,14 +32,6 @@ from ctcdraft.model.tree import SOURCES
 
 ROWS = 16  # answers that the base gives together
 DEPTHS = (1, 2, 3, 5, 8)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """One question: tokens behind the first of each answer, and the steps that decoding them takes."""
-
-    grown: int
-    steps: int
 
 
 def count_heads(
@@ -55,9 +48,9 @@ def count_heads(
     decoders = _decoders(_with_draft(measurement, budget="fixed"), head_folders)
     questions = measurement.questions()
     answers = own_answers(base, questions, bench.max_new_tokens, cache)
-    owners = np.repeat(np.arange(len(questions)), list(map(len, answers)))
     found = replay(base, decoders, [known for turns in answers for known in turns])
-    drafts = {label: _figures(replayed, owners, questions, seed) for label, replayed in found.items()}
+    owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
+    drafts = {label: figures_of(replayed, owners, seed) for label, replayed in found.items()}
     setting = counted_setting_of(measurement, head_folders)
     results = {"setting": digest_of(setting), **setting, "questions": len(questions), "drafts": drafts}
 
@@ -134,34 +127,18 @@ def _with_draft(measurement: Measurement, **changes: Any) -> Measurement:
     return replace(measurement, draft=replace(measurement.draft, **changes))
 
 
-def _figures(
-    replayed: Sequence[Replayed], owners: np.ndarray, questions: Sequence[Question], seed: int
-) -> dict[str, Any]:
-    steps = [draft for one in replayed for draft in one.steps]
+def figures_of(replayed: Sequence[Replayed], owners: Sequence[Question], seed: int) -> dict[str, Any]:
+    """Of one drafter along some sequences, each of which belongs to a question."""
+    drafted = [[Turn(generation) for generation in one.generations] for one in replayed]
+    used = pooled([Answered(question, turns=turns) for question, turns in zip(owners, drafted, strict=True)])
     accepted = np.array([draft.accepted for one in replayed for draft in one.drafts])
-    sources = Counter(source for draft in steps for source in draft.sources)
-    grown, counts = (
-        np.bincount(owners, [value(one) for one in replayed], len(questions)).astype(int).tolist()
-        for value in (lambda one: one.grown, lambda one: len(one.steps))
-    )
-    per_question = [Counted(*pair) for pair in zip(grown, counts, strict=True)]
-    categories = {question.category for question in questions}
+    beliefs = calibration(used)
     return {
-        **_tokens_per_step(per_question, seed),
-        "expected": float(np.mean([draft.expected for draft in steps])) if steps else 0.0,
-        "accepted": float(np.mean([draft.accepted for draft in steps])) if steps else 0.0,
+        **tokens_per_step(used, seed),
+        "steps": sum(answered.steps for answered in used),
+        "expected": beliefs["expected"],
+        "accepted": beliefs["accepted"],
         "right_at_depth": [float((accepted >= depth).mean()) if len(accepted) else 0.0 for depth in DEPTHS],
-        "accepted_by_source": {name: sources[name] / max(1, sources.total()) for name in SOURCES.values()},
-        "per_category": {
-            name: _tokens_per_step(
-                [one for one, q in zip(per_question, questions, strict=True) if q.category == name], seed
-            )
-            for name in sorted(categories)
-        },
+        "accepted_by_source": accepted_by_source(used),
+        "per_category": {name: tokens_per_step(group, seed) for name, group in by_category(used).items()},
     }
-
-
-def _tokens_per_step(counted: Sequence[Counted], seed: int) -> dict[str, Any]:
-    figure = tokens_per_step_of(counted)
-    interval = bootstrap(figure, len(counted), seed)
-    return {"tokens_per_step": figure(np.arange(len(counted))), "tokens_per_step_ci95": interval}

@@ -5,8 +5,9 @@ follow from the answer. The base reads each sequence once, several at a time; th
 What is counted along the walk is what `Decoder.generate` would count at temperature 0 (tests/eval/test_replay.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from ctcdraft.data.sources import read_rows
 from ctcdraft.model import tree as trees
 from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder
+from ctcdraft.model.decoder import Decoder, Generation
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.model.head import Head, candidates
 from ctcdraft.model.lattice import Lattice
@@ -57,30 +58,19 @@ class Draft:
 
 @dataclass
 class Replayed:
-    """Drafts along the answers of one sequence, in order: a list per answer of the drafts behind each of its roots."""
+    """Of one sequence: per answer its tokens, and the drafts behind each of its roots, in order."""
 
-    answers: list[list[Draft]] = field(default_factory=list)
+    answers: list[tuple[list[int], list[Draft]]]
 
     @property
     def drafts(self) -> list[Draft]:
         """Behind every root."""
-        return [draft for answer in self.answers for draft in answer]
+        return [draft for _, drafts in self.answers for draft in drafts]
 
     @property
-    def steps(self) -> list[Draft]:
-        """Those that decoding would come to: the next root lies behind what was accepted."""
-        return [draft for answer in self.answers for draft in _walked(answer)]
-
-    @property
-    def grown(self) -> int:
-        """Tokens that the steps give: all of an answer but its first, which the prompt gives."""
-        return sum(map(len, self.answers))
-
-
-def tokens_per_step(replayed: Sequence[Replayed]) -> float:
-    """Of several sequences together; 1 where there is no step."""
-    steps = sum(len(one.steps) for one in replayed)
-    return sum(one.grown for one in replayed) / steps if steps else 1.0
+    def generations(self) -> list[Generation]:
+        """What decoding would count of each answer: the next root lies behind what was accepted."""
+        return [_generation(tokens, list(_walked(drafts))) for tokens, drafts in self.answers]
 
 
 def known_rows(path: str) -> Iterator[Known]:
@@ -101,7 +91,7 @@ def replay(
     base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Known], *, progress: bool = True
 ) -> dict[str, list[Replayed]]:
     """Per decoder of that base, what it makes of each sequence. Decoders with the same head share its drafts."""
-    found = {label: [Replayed([[] for _ in known.answers()]) for known in sequences] for label in decoders}
+    found = {label: [_undrafted(known) for known in sequences] for label in decoders}
     batches = batches_by_length([known.tokens for known in sequences], SEQUENCES)
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
         several = [sequences[i] for i in batch]
@@ -116,7 +106,7 @@ def replay(
                 drafts = _drafts_of(drafter.head, drafter, hidden[layers], ids_BL.roll(-1, dims=1))
             for row, answer, draft in _along(drafts, [decoders[label] for label in labels], several):
                 for label, one in zip(labels, draft, strict=True):
-                    found[label][batch[row]].answers[answer].append(one)
+                    found[label][batch[row]].answers[answer][1].append(one)
     return found
 
 
@@ -173,8 +163,22 @@ def _draft(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64],
     return Draft(tuple(tree.sources(path)), float(tree.psi.sum()))
 
 
-def _walked(answer: list[Draft]) -> Iterator[Draft]:
+def _undrafted(known: Known) -> Replayed:
+    return Replayed([(known.tokens[start:end].tolist(), []) for start, end in known.answers()])
+
+
+def _walked(drafts: list[Draft]) -> Iterator[Draft]:
     at = 0
-    while at < len(answer):
-        yield answer[at]
-        at += answer[at].accepted + 1
+    while at < len(drafts):
+        yield drafts[at]
+        at += drafts[at].accepted + 1
+
+
+def _generation(tokens: list[int], steps: list[Draft]) -> Generation:
+    return Generation(
+        tokens,
+        steps=len(steps),
+        accepted=[draft.accepted for draft in steps],
+        accepted_from=Counter(source for draft in steps for source in draft.sources),
+        expected=[draft.expected for draft in steps],
+    )

@@ -84,63 +84,44 @@ def report(results: dict[str, Any]) -> str:
         for group in [block["per_category"][name]]
     ]
     shares = [(label, *(f"{v:.1%}" for v in block["time_share"].values())) for label, block in blocks.items()]
-    lines = [
+    parts = [
         f"# {results['bench']}: `{head['kind']}` on {results['base']['name']}",
-        "",
         markdown_table(("figure", "value"), headline(results)),
-        "",
         f"{results['tokens']} tokens in {results['steps']} steps after each prompt's own forward. {_how(results)} "
         f"transformers' own `generate` made {results['tokens_per_second']['generate']:.0f} tokens/s, greedy, on the "
         "first few questions.",
-        "",
         *_temperatures(results),
         "## By category",
-        "",
         markdown_table(("category", "temperature", "questions", "tokens per step", "speedup"), categories),
-        "",
         "![by category](by_category.png)",
-        "",
         "## Acceptance by depth",
-        "",
         "Share of steps that accept at least so many draft tokens.",
-        "",
         _depths(blocks),
-        "",
         "![accepted by depth](accepted_by_depth.png)",
-        "",
         "## Predicted and accepted",
-        "",
         f"Draft tokens per step: predicted (sum of calibrated psi) {results['calibration']['expected']:.2f}, "
         f"accepted {results['calibration']['accepted']:.2f}.",
-        "",
         "![calibration](calibration.png)",
-        "",
         "## Time",
-        "",
         markdown_table(("", *results["time_share"]), shares),
-        "",
+        *_exceptions(results),
     ]
-    return "\n".join(lines + _exceptions(results))
+    return "\n\n".join(parts) + "\n"
 
 
 def heads_report(comparison: dict[str, Any]) -> str:
     """report.md of several heads: their figures side by side, and what sets them apart from the first."""
     labels = list(comparison["heads"])
-    lines = [
-        f"# {comparison['bench']}: {', '.join(f'`{label}`' for label in labels)} on {comparison['base']['name']}",
-        "",
-    ]
+    parts = [f"# {comparison['bench']}: {', '.join(f'`{label}`' for label in labels)} on {comparison['base']['name']}"]
     for block in comparison["temperatures"]:
-        lines += [f"## Temperature {block['temperature']:g}", "", heads_table(block), ""]
-        lines += ["Share of steps that accept at least so many draft tokens:", "", _depths(block["heads"]), ""]
-    lines += [
+        parts += [f"## Temperature {block['temperature']:g}", heads_table(block)]
+        parts += ["Share of steps that accept at least so many draft tokens:", _depths(block["heads"])]
+    parts += [
         "![heads](heads.png)",
-        "",
         f"{_how(comparison)} A difference is that from `{labels[0]}`, on the same resampled questions. Each head's own "
         "report: " + ", ".join(f"[{label}]({label}/report.md)" for label in labels) + ".",
-        "",
     ]
-    return "\n".join(lines)
+    return "\n\n".join(parts) + "\n"
 
 
 def heads_table(block: dict[str, Any]) -> str:
@@ -195,7 +176,7 @@ def _temperatures(results: dict[str, Any]) -> list[str]:
         seeds = ", ".join(str(row["seed"]) for row in each) if block["temperature"] else "-"
         rows.append((f"{block['temperature']:g}", seeds, _tau(block), _speedup(block), spread, verdict(block)))
     header = ("temperature", "seeds", "tokens per step", "speedup", "std of both over seeds", "identical to plain")
-    return ["## By temperature", "", markdown_table(header, rows), ""]
+    return ["## By temperature", markdown_table(header, rows)]
 
 
 def _depths(blocks: dict[str, dict[str, Any]]) -> str:
@@ -205,28 +186,24 @@ def _depths(blocks: dict[str, dict[str, Any]]) -> str:
 
 
 def _exceptions(results: dict[str, Any]) -> list[str]:
-    lines = []
+    parts = []
     found = [d for block in blocks_of(results) for d in block["identical"]["divergences"]]
-    controls = [(block, block["identical"]["same_shape"]) for block in blocks_of(results)]
-    if found or any(flips for _, flips in controls):
-        lines += [
+    controls = [(block, flips) for block in blocks_of(results) if (flips := block["identical"]["same_shape"])]
+    if found or controls:
+        parts += [
             "## Divergences from plain decoding",
-            "",
             "Where an output first differs from plain decoding's: the base's best two logits, its best one and what "
             "was put out instead, in the shape of plain decoding (one row per forward); how far a logit moves when "
             "plain decoding's own tokens go through the base in the shape of verification, without any draft; the gap "
             f"in float32. Rounding may close a gap of {results['rounding_bound']}.",
-            "",
         ]
     if found:
-        lines += [markdown_table(DIVERGENCE, [_divergence(d) for d in found]), ""]
-    for block, flips in controls:
-        if flips:
-            lines += [_control(block, flips), ""]
+        parts.append(markdown_table(DIVERGENCE, [_divergence(d) for d in found]))
+    parts += [_control(block, flips) for block, flips in controls]
     if results["skipped"]:
         cut = [(s["question"], s["reason"]) for s in results["skipped"]]
-        lines += ["## Cut short", "", markdown_table(("question", "reason"), cut), ""]
-    return lines
+        parts += ["## Cut short", markdown_table(("question", "reason"), cut)]
+    return parts
 
 
 DIVERGENCE = (

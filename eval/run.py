@@ -4,7 +4,6 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 """
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -23,30 +22,52 @@ GENERATE_TURNS = 8
 Side = TypeVar("Side")
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One answer, drafted, and plain decoding's seconds for it; divergence: None where the two are equal. flips: the
+    control below float32, None above."""
+
+    drafted: Generation
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    text: str = ""
+    divergence: Divergence | None = None
+    flips: Flips | None = None
+
+
 @dataclass
 class Answered:
-    """One question under one setting: seconds and tokens of both sides over its turns, and what drafting did.
-
-    flips: the control below float32, None above.
-    """
+    """One question under one setting: its turns, and where they were cut short the reason."""
 
     question: Question
-    turns: int = 0
-    tokens: int = 0
-    steps: int = 0
-    speculative_seconds: float = 0.0
-    plain_seconds: float = 0.0
-    accepted: list[int] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)
-    accepted_from: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    nodes: list[int] = field(default_factory=list)
-    grown: int = 0
-    texts: list[str] = field(default_factory=list)
-    divergences: list[Divergence] = field(default_factory=list)
-    skipped: str = ""
     setting: Setting = field(default_factory=Setting)
-    flips: Flips | None = None
+    turns: list[Turn] = field(default_factory=list)
+    skipped: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(turn.drafted.tokens) for turn in self.turns)
+
+    @property
+    def grown(self) -> int:
+        """Tokens behind the first of each answer, which the prompt gives."""
+        return self.tokens - len(self.turns)
+
+    @property
+    def steps(self) -> int:
+        return sum(turn.drafted.steps for turn in self.turns)
+
+    @property
+    def seconds(self) -> float:
+        return sum(turn.seconds for turn in self.turns)
+
+    @property
+    def plain_seconds(self) -> float:
+        return sum(turn.plain_seconds for turn in self.turns)
+
+    @property
+    def divergences(self) -> list[Divergence]:
+        return [turn.divergence for turn in self.turns if turn.divergence]
 
 
 def run(
@@ -69,7 +90,7 @@ def run(
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
     for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
         order = orders[(number + place) % len(orders)]
-        answers = [Answered(question, setting=setting) for _ in heads]
+        answers = [Answered(question, setting) for _ in heads]
         _answer(base, plain, dict(zip(heads.values(), answers, strict=True)), order, control, config)
         for label, answer in zip(heads, answers, strict=True):
             done[label].append(answer)
@@ -137,21 +158,20 @@ def _answer(
     while True:
         if len(prompt) >= base.context_length:
             for out in answers.values():
-                out.skipped = f"turn {out.turns + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+                out.skipped = (
+                    f"turn {len(out.turns) + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+                )
             return
         results = {side: _timed(side, prompt, question, setting, config.max_new_tokens) for side in order}
         told, told_seconds = results[plain]
         flips = control.flips(prompt, told.tokens, setting) if control.below_float32 else None
         for decoder, out in answers.items():
             drafted, seconds = results[decoder]
+            divergence = None
             if drafted.tokens != told.tokens:
                 tokens = told.tokens, drafted.tokens
-                out.divergences.append(control.explain(question.id, out.turns, setting, prompt, *tokens))
-            if flips:
-                out.flips = out.flips or Flips()
-                out.flips.add(flips)
-            _record(out, drafted, seconds, told_seconds)
-            out.texts.append(told.text)
+                divergence = control.explain(question.id, len(out.turns), setting, prompt, *tokens)
+            out.turns.append(Turn(drafted, seconds, told_seconds, told.text, divergence, flips))
         try:
             prompt = prompts.send(told.tokens)
         except StopIteration:
@@ -173,19 +193,3 @@ def _timed(
 def _synchronise(base: Base) -> None:
     if base.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _record(out: Answered, drafted: Generation, drafted_seconds: float, told_seconds: float) -> None:
-    out.turns += 1
-    out.tokens += len(drafted.tokens)
-    out.grown += len(drafted.tokens) - 1
-    out.steps += drafted.steps
-    out.speculative_seconds += drafted_seconds
-    out.plain_seconds += told_seconds
-    out.nodes += drafted.nodes
-    out.accepted += drafted.accepted
-    out.expected += drafted.expected
-    out.accepted_from += drafted.accepted_from
-    for part, seconds in drafted.seconds.items():
-        out.seconds[part] += seconds
-    out.seconds["whole"] += drafted_seconds

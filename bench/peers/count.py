@@ -11,15 +11,14 @@ import json
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 from conditionals import LayersBase, PeerHead
 from drafters import load_drafter
 
-from ctcdraft.eval.count import DEPTHS, Counted
+from ctcdraft.eval.bench import Question
+from ctcdraft.eval.count import DEPTHS, figures_of
 from ctcdraft.eval.replay import Known, known_rows, replay
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.eval.results import bootstrap, tokens_per_step_of
 from ctcdraft.model import Decoder, DraftConfig, load_base
 
 COPIES = DraftConfig.prompt_lookup
@@ -37,22 +36,6 @@ def decoders_of(base, heads, nodes):
     for n in nodes:
         decoders[f"prompt lookup alone, tree of {n}"] = Decoder(base, None, DraftConfig("tree", n, budget="fixed"))
     return decoders
-
-
-def figures_of(replayed, seed=0):
-    """What `count=true` says of one way to draft."""
-    counted = [Counted(one.grown, len(one.steps)) for one in replayed]
-    figure = tokens_per_step_of(counted)
-    steps = [draft for one in replayed for draft in one.steps]
-    accepted = np.array([draft.accepted for one in replayed for draft in one.drafts])
-    return {
-        "tokens_per_step": figure(np.arange(len(counted))),
-        "tokens_per_step_ci95": bootstrap(figure, len(counted), seed),
-        "steps": len(steps),
-        "expected": float(np.mean([draft.expected for draft in steps])),
-        "accepted": float(np.mean([draft.accepted for draft in steps])),
-        "right_at_depth": [float((accepted >= depth).mean()) for depth in DEPTHS],
-    }
 
 
 def table(found):
@@ -108,7 +91,8 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     found = replay(base, decoders_of(base, heads, options.nodes), answers)
-    figures = {label: figures_of(replayed) for label, replayed in found.items()}
+    rows = [Question(str(number), "answers") for number in range(len(answers))]
+    figures = {label: figures_of(replayed, rows, seed=0) for label, replayed in found.items()}
     print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{table(figures)}")
     if options.out:
         options.out.write_text(json.dumps({"answers": len(answers), "drafts": figures}, indent=1) + "\n")

@@ -11,16 +11,16 @@ from ctcdraft.eval.bench import BenchConfig, Question, Setting
 from ctcdraft.eval.compare import difference
 from ctcdraft.eval.evaluate import Measurement, evaluate_heads
 from ctcdraft.eval.results import bootstrap
-from ctcdraft.eval.run import Answered
+from ctcdraft.eval.run import Answered, Turn
 from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, load_base
+from ctcdraft.model.decoder import Generation
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 
 
 def answered(grown, steps, fast, plain, setting):
-    out = Answered(Question("q", "a", ("x",)), 1, grown + 1, steps, fast, plain, [0] * steps, [0.0] * steps)
-    out.grown, out.setting = grown, setting
-    return out
+    drafted = Generation([0] * (grown + 1), steps=steps, accepted=[0] * steps, expected=[0.0] * steps)
+    return Answered(Question("q", "a", ("x",)), setting, [Turn(drafted, fast, plain)])
 
 
 def test_a_bootstrap_interval_of_known_data():

@@ -13,9 +13,10 @@ from ctcdraft.eval.evaluate import Measurement, evaluate, setting_of
 from ctcdraft.eval.place import take
 from ctcdraft.eval.report import headline, report
 from ctcdraft.eval.results import aggregate, measured
-from ctcdraft.eval.run import Answered, balanced_orders, run
+from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
 from ctcdraft.launch.evaluation import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_base, load_head
+from ctcdraft.model.decoder import Generation
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -159,32 +160,30 @@ def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, question
 
 
 def test_what_rounding_explains_is_listed_and_does_not_fail():
-    answer = Answered(Question("7", "chat", ("x",)), turns=1, tokens=5, grown=4, steps=2, accepted=[1, 1])
-    answer.expected, answer.plain_seconds, answer.speculative_seconds = [1.0, 1.5], 1.0, 0.5
-    answer.seconds["whole"] = 0.5
+    drafted = Generation([0] * 5, steps=2, accepted=[1, 1], expected=[1.0, 1.5])
     where = {"question": "7", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0}
     gaps = dict.fromkeys(("top2_gap", "other_gap", "same_shape_gap", "float32_gap"), 5e-6)
-    answer.divergences = [Divergence(**where, **gaps, bound=1e-5, shape_change=1e-6)]
-    results = measured([answer], 0)
+    divergence = Divergence(**where, **gaps, bound=1e-5, shape_change=1e-6)
+    turn = Turn(drafted, 0.5, 1.0, divergence=divergence)
+    results = measured([Answered(Question("7", "chat", ("x",)), turns=[turn])], 0)
     assert [d["within_bound"] for d in results["identical"]["divergences"]] == [True]
     assert results["identical"]["identical"] == 0
     assert Evaluated(results, "", False).exit_code == 0
 
 
-def answered(tokens, steps, fast, plain, accepted, expected, category="a"):
-    out = Answered(Question("q", category, ("x",)), 1, tokens, steps, fast, plain, accepted, expected)
-    out.grown = tokens - 1
-    out.seconds["whole"] = fast
-    out.seconds["verify"] = fast / 2
-    return out
+def answered(tokens, steps, fast, plain, accepted, expected, *, nodes=(), question=None, setting=None):
+    drafted = Generation([0] * tokens, steps=steps, accepted=accepted, expected=expected, nodes=list(nodes))
+    drafted.seconds["verify"] = fast / 2
+    question = question or Question("q", "a", ("x",))
+    return Answered(question, setting or Setting(), [Turn(drafted, fast, plain)])
 
 
 def test_figures_are_what_their_names_say():
+    second = Question("r", "b", ("x",))
     answers = [
-        answered(11, 5, 1.0, 2.0, [1, 2, 0, 1, 1], [1.0, 2.0, 0.5, 1.0, 0.5]),
-        answered(21, 5, 1.0, 3.0, [3, 3, 3, 3, 3], [2.0, 3.0, 3.0, 3.0, 4.0], "b"),
+        answered(11, 5, 1.0, 2.0, [1, 2, 0, 1, 1], [1.0, 2.0, 0.5, 1.0, 0.5], nodes=[8, 4, 0, 8, 5]),
+        answered(21, 5, 1.0, 3.0, [3] * 5, [2.0, 3.0, 3.0, 3.0, 4.0], nodes=[15] * 5, question=second),
     ]
-    answers[0].nodes, answers[1].nodes = [8, 4, 0, 8, 5], [15, 15, 15, 15, 15]
     results = aggregate(answers, 0)
     assert results["tokens_per_step"] == 3.0  # (10 + 20) / 10
     assert results["tokens_per_step_mean_over_questions"] == 3.0
@@ -207,9 +206,8 @@ def test_temperatures_and_seeds_are_told_apart_and_pooled_by_question():
     answers = []
     for question, scale in ((first, 1), (second, 2)):
         for temperature, seed, grown in ((0.0, 5, 8), (1.0, 5, 4), (1.0, 6, 6)):
-            one = answered(grown * scale + 1, 2, 1.0, 2.0, [scale, scale], [1.0, 1.0])
-            one.question, one.setting = question, Setting(temperature, seed)
-            answers.append(one)
+            where = {"question": question, "setting": Setting(temperature, seed)}
+            answers.append(answered(grown * scale + 1, 2, 1.0, 2.0, [scale, scale], [1.0, 1.0], **where))
     results = measured(answers, 0)
     assert (results["temperature"], results["seed"], results["questions"]) == (0.0, 5, 2)
     assert results["tokens_per_step"] == 6.0  # (8 + 16) / 4
@@ -344,6 +342,6 @@ def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
     question = Question("1", "humaneval", prompt=prompt, stop=(stop,))
     decoder = Decoder(base, load_head(head_folder, base), DRAFT)
     (answer,) = run(base, {"": decoder}, [question], BenchConfig(max_new_tokens=30))[""]
-    assert answer.texts == [whole[: whole.index(stop)]]
+    assert [turn.text for turn in answer.turns] == [whole[: whole.index(stop)]]
     assert answer.tokens < 30
     assert answer.divergences == []

@@ -7,7 +7,7 @@ import pytest
 from bases import write_base
 from drafting import HEADS, prompts, random_head
 
-from ctcdraft.eval.replay import Known, known_rows, replay, tokens_per_step
+from ctcdraft.eval.replay import Known, known_rows, replay
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.budget import Calibration
 
@@ -49,13 +49,13 @@ def test_a_replay_counts_what_decoding_counts(talking, config, kind):
         found = replay(talking, decoders, [known for known, _ in rows])
         for label, decoder in decoders.items():
             wanted = [decoder.generate(prompt, limit) for _, turns in rows for prompt, _ in turns]
-            steps = [draft for one in found[label] for draft in one.steps]
-            assert len(steps) == sum(out.steps for out in wanted)
-            assert sum(one.grown for one in found[label]) == sum(len(out.tokens) - 1 for out in wanted)
-            assert sorted(d.accepted for d in steps) == sorted(n for out in wanted for n in out.accepted)
-            assert sum(d.expected for d in steps) == pytest.approx(sum(sum(out.expected) for out in wanted), abs=1e-3)
-            assert sum(len(one.drafts) for one in found[label]) == sum(one.grown for one in found[label])
-        assert tokens_per_step(found["plain"]) == 1.0
+            counted = [out for one in found[label] for out in one.generations]
+            for got, want in zip(counted, wanted, strict=True):
+                assert (got.tokens, got.steps, got.accepted) == (want.tokens, want.steps, want.accepted)
+                assert got.accepted_from == want.accepted_from
+                assert got.expected == pytest.approx(want.expected, abs=1e-3)
+            assert sum(len(one.drafts) for one in found[label]) == sum(len(out.tokens) - 1 for out in wanted)
+        assert {out.tokens_per_step for one in found["plain"] for out in one.generations} == {1.0}
     assert max(draft.accepted for one in found["both"] for draft in one.drafts) > 0
 
 
