@@ -140,7 +140,7 @@ def _hardswish(x):
 
 @njit(cache=True)
 def _products(out, gate, key):
-    """out + gate @ key, eight ranks at a time; a sum's order is fixed, see kernels/cpu.py."""
+    """out + gate @ key, eight ranks at a time; a sum's order is fixed, see kernels/cpu_attention.py."""
     R, X = key.shape
     eights = R // 8 * 8
     for r in range(0, eights, 8):

@@ -16,7 +16,7 @@ from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
-from ctcdraft.model.kernels import cpu_mixed
+from ctcdraft.model.kernels.linear_lse import multiplies_in_bfloat16
 from ctcdraft.model.layers import Sight
 from ctcdraft.model.negatives import Negatives
 from ctcdraft.model.objective import AnchorLoss, anchor_losses
@@ -179,7 +179,7 @@ def draft_losses(
         lm_weight, bias, labels_NU = lm_weight[sample.tokens_S], sample.bias_S, sample.labels_NU
     return anchor_losses(
         states,
-        lm_weight if cpu_mixed.suits(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
+        lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
         blank,
         labels_NU,
         lengths_N,

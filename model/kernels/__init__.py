@@ -1,11 +1,10 @@
 """The linear-lse-gather primitive and the prefix lattice, and who computes them.
 
-`reference` (plain torch, the oracle) | `chunked` (torch GEMMs over a reused tile of logits) | `triton` (the same
-GEMMs with fused passes between them, and no logits at all where no gradient is asked) | `autograd` glue.
+`reference` (plain torch, the oracle) | `linear_lse` (GEMMs over a reused tile of logits) | `triton_rows` (what it does
+beside the GEMMs, fused) | `triton_lattice` (one anchor per lane).
 """
 
 import os
-from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,8 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ctcdraft.model.kernels import chunked, cpu_lattice, cpu_mixed, reference
-from ctcdraft.model.kernels.autograd import LinearLseGather, MixedLseGather, PrefixLattice
+from ctcdraft.model.kernels import linear_lse, reference
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 
@@ -29,21 +27,16 @@ def linear_lse_gather(
     or wider. Differentiable once with respect to hidden and to a weight that requires a gradient; a column that
     occurs twice in a row adds up. Raises ValueError on shapes or dtypes that do not fit and on an
     implementation that is unknown or cannot run here, RuntimeError on a second derivative. On a CPU float32 states
-    may meet a frozen weight in bfloat16: the GEMMs are then bfloat16's (`cpu_mixed`).
+    may meet a frozen weight in bfloat16: the GEMMs are then bfloat16's (`linear_lse`).
     """
     name = _choose(implementation, hidden_MD)
     _check(hidden_MD, weight_VD, index_MK)
     if name == "reference":
         return reference.linear_lse_gather(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK)
-    trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
-    if name == "triton" and not trains:
-        return _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
-    if not trains:  # under no_grad too, autograd would otherwise ask for the slope
+    if not torch.is_grad_enabled():  # autograd would ask for the slope all the same
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
-    if cpu_mixed.suits(hidden_MD, weight_VD):
-        return MixedLseGather.apply(hidden_MD, weight_VD, index_MK)
-    ops = chunked if name == "chunked" else _triton("triton_rows")
-    return LinearLseGather.apply(hidden_MD, weight_VD, index_MK, ops)
+    ops = linear_lse if name == "chunked" else _triton("triton_rows")
+    return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, ops)
 
 
 def prefix_lattice(
@@ -54,24 +47,11 @@ def prefix_lattice(
     slot_lengths_N: Tensor,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`.
-
-    `chunked` is compiled on a CPU; elsewhere, and in half precision, it means the reference.
-    """
-    arguments = (log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-    name = _choose(implementation, log_emit_NTU)
-    if name == "triton":
-        return PrefixLattice.apply(_triton("triton_lattice"), *arguments)
-    if name == "chunked" and _compiles(arguments[:3]):
-        return PrefixLattice.apply(cpu_lattice, *arguments)
-    return reference.prefix_lattice(*arguments)
-
-
-def _compiles(parts: Iterable[Tensor]) -> bool:
-    """Are they what compiled loops take: on a CPU, of one dtype that numba knows?"""
-    floats = [part for part in parts if part.is_floating_point()]
-    alike = {part.dtype for part in floats}
-    return floats[0].device.type == "cpu" and alike <= {torch.float32, torch.float64} and len(alike) == 1
+    """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`, which all but
+    `triton` are."""
+    triton = _choose(implementation, log_emit_NTU) == "triton"
+    lattice = _triton("triton_lattice").PrefixLattice.apply if triton else reference.prefix_lattice
+    return lattice(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
 
 
 def _choose(implementation: str, tensor: Tensor) -> str:
@@ -105,7 +85,7 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> None:
             "linear_lse_gather takes hidden [M, D], weight [V, D] and index [M, K], "
             f"got {[*hidden_MD.shape]}, {[*weight_VD.shape]} and {[*index_MK.shape]}"
         )
-    if hidden_MD.dtype != weight_VD.dtype and not cpu_mixed.suits(hidden_MD, weight_VD):
+    if hidden_MD.dtype != weight_VD.dtype and not linear_lse.multiplies_in_bfloat16(hidden_MD, weight_VD):
         raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
 
 

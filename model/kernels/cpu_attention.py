@@ -1,16 +1,18 @@
 """Attention of one new position per sequence, compiled for a CPU: keys behind the last one that a sequence's mask shows
 are not read, and those that a group of queries shares are read once.
 
-torch's kernel reads every sequence's padding, up to the longest one's length. Shape suffixes: B sequences, H query
-heads, J key heads, G queries of each, S keys, D width of a head.
+torch's kernel reads every sequence's padding, up to the longest one's length. Totals and dot products are the only sums
+that the compiler may order, so that they can be vectorised; where it may order more (fastmath), the process that
+compiles has rounded in another way than those that load what it compiled (tests/model/test_compiled.py).
+
+Shape suffixes: B sequences, H query heads, J key heads, G queries of each, S keys, D width of a head.
 """
 
+import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
-
-from ctcdraft.model.kernels.cpu import use_torch_threads
 
 BITS = {torch.float32: (torch.uint32, 0), torch.bfloat16: (torch.uint16, 16)}  # bfloat16: the upper half of a float32
 HIDDEN = -1e30  # what a mask adds to a hidden key, or less: finfo.min of any of these dtypes, -inf
@@ -44,8 +46,21 @@ def attend(query_BH1D: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask_B11S: 
     if torch.get_num_threads() == 1:  # a process that was forked must not touch its parent's threads
         _attend_pairs(0, B * J, *arrays)
     else:
-        _attend(use_torch_threads(), *arrays)  # type: ignore[call-arg]
+        _attend(_use_torch_threads(), *arrays)  # type: ignore[call-arg]
     return out_BJGD.view(B, H, 1, D).to(query_BH1D.dtype)
+
+
+def _use_torch_threads() -> int:
+    """Compiled loops then run on as many threads as torch's operations; their number.
+
+    The first of them sets the threads of the OpenMP that numba shares with torch to all cores: they are set back.
+    """
+    torchs = torch.get_num_threads()
+    threads = max(1, min(torchs, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    numba.set_num_threads(threads)
+    if torch.get_num_threads() != torchs:
+        torch.set_num_threads(torchs)
+    return threads
 
 
 @njit(cache=True, parallel=True)

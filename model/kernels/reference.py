@@ -3,8 +3,6 @@
 Shape suffixes: N anchors, T slots, U labels, S = U + 1 prefixes, M rows, K gathered columns, V vocabulary, D hidden.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,16 +19,6 @@ def linear_lse_gather(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) ->
     logits_MV = hidden_MD @ weight_VD.T
     logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
     return logits_MV.logsumexp(dim=1), logits_MV.gather(1, index_MK)
-
-
-class LatticeInputs(NamedTuple):
-    """What `prefix_lattice` takes, for those that have a forward and a backward of their own."""
-
-    log_emit_NTU: Tensor
-    log_stay_NTU: Tensor
-    log_blank_NTS: Tensor
-    repeat_NU: Tensor
-    slot_lengths_N: Tensor
 
 
 def prefix_lattice(

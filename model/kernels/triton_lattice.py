@@ -7,12 +7,15 @@ backward reads them once more. Backward: the adjoint of every log-add-exp c = la
 Layout: states [2, S, T + 1, N] = log pb, log pn of prefix s before slot t (T: after the last); S = U + 1.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ctcdraft.model.kernels.reference import LOG_ZERO, LatticeInputs
+from ctcdraft.model.kernels.linear_lse import refuse_second_derivative
+from ctcdraft.model.kernels.reference import LOG_ZERO
 
 LANES = 64
 WARPS = 2
@@ -127,42 +130,44 @@ def _backward_kernel(
             after_pn = pn
 
 
-def forward(given: LatticeInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """log psi [N, U], log end [N, U + 1] and the states that `backward` needs. LOG_ZERO stands for log 0."""
-    log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N = given
-    N, T, U = log_emit_NTU.shape
-    log_psi_NU = log_emit_NTU.new_empty(N, U)
-    log_end_NS = log_emit_NTU.new_empty(N, U + 1)
-    states = log_emit_NTU.new_empty(2, U + 1, T + 1, N)
-    if N:
-        _forward_kernel[(triton.cdiv(N, LANES),)](
-            log_emit_NTU.contiguous(), log_stay_NTU.contiguous(), log_blank_NTS.contiguous(),
-            _bytes(repeat_NU), slot_lengths_N.contiguous(), log_psi_NU, log_end_NS, states,
-            N, T, U, **_options(log_emit_NTU),
-        )  # fmt: skip
-    return log_psi_NU, log_end_NS, states
+class PrefixLattice(torch.autograd.Function):
+    """(log_emit, log_stay, log_blank, repeat, slot_lengths) -> log psi [N, U], log end [N, U + 1], as
+    `reference.prefix_lattice`. Differentiable once."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        log_emit_NTU: Tensor,
+        log_stay_NTU: Tensor,
+        log_blank_NTS: Tensor,
+        repeat_NU: Tensor,
+        slot_lengths_N: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        N, T, U = log_emit_NTU.shape
+        emit, stay, blank = log_emit_NTU.contiguous(), log_stay_NTU.contiguous(), log_blank_NTS.contiguous()
+        repeat, slots = repeat_NU.to(torch.int8).contiguous(), slot_lengths_N.contiguous()
+        log_psi_NU, log_end_NS = emit.new_empty(N, U), emit.new_empty(N, U + 1)
+        states = emit.new_empty(2, U + 1, T + 1, N)
+        if N:
+            _forward_kernel[(triton.cdiv(N, LANES),)](
+                emit, stay, blank, repeat, slots, log_psi_NU, log_end_NS, states, N, T, U, **_options(emit)
+            )
+        ctx.save_for_backward(emit, stay, repeat, slots, log_psi_NU, log_end_NS, states)
+        return log_psi_NU, log_end_NS
 
-def backward(
-    given: LatticeInputs, found: tuple[Tensor, Tensor, Tensor], grad_psi_NU: Tensor, grad_end_NS: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of log_emit [N, T, U], log_stay [N, T, U] and log_blank [N, T, U + 1]; found: what `forward`
-    returned."""
-    log_emit_NTU, log_stay_NTU, _, repeat_NU, slot_lengths_N = given
-    N, T, U = log_emit_NTU.shape
-    grad_emit, grad_stay = log_emit_NTU.new_empty(2, N, T, U)
-    grad_blank = log_emit_NTU.new_empty(N, T, U + 1)
-    if N:
-        _backward_kernel[(triton.cdiv(N, LANES),)](
-            log_emit_NTU.contiguous(), log_stay_NTU.contiguous(), _bytes(repeat_NU), slot_lengths_N.contiguous(),
-            *found, grad_psi_NU.contiguous(), grad_end_NS.contiguous(),
-            grad_emit, grad_stay, grad_blank, N, T, U, **_options(log_emit_NTU),
-        )  # fmt: skip
-    return grad_emit, grad_stay, grad_blank
-
-
-def _bytes(repeat_NU: Tensor) -> Tensor:
-    return repeat_NU.contiguous().to(torch.int8)
+    @staticmethod
+    def backward(ctx: Any, grad_psi_NU: Tensor, grad_end_NS: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        emit, *others = ctx.saved_tensors
+        N, T, U = emit.shape
+        grad_emit, grad_stay = emit.new_empty(2, N, T, U)
+        grad_blank = emit.new_empty(N, T, U + 1)
+        if N:
+            _backward_kernel[(triton.cdiv(N, LANES),)](
+                emit, *others, grad_psi_NU.contiguous(), grad_end_NS.contiguous(), grad_emit, grad_stay, grad_blank,
+                N, T, U, **_options(emit),
+            )  # fmt: skip
+        return grad_emit, grad_stay, grad_blank, None, None
 
 
 def _options(log_emit_NTU: Tensor) -> dict:

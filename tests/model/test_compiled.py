@@ -32,9 +32,10 @@ print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1
 """
 PRINT_THREADS = """
 import torch
-from ctcdraft.model.kernels import linear_lse_gather
+from ctcdraft.model.kernels.cpu_attention import attend
 
-linear_lse_gather(torch.zeros(2, 3), torch.ones(9, 3).bfloat16(), torch.zeros(2, 1, dtype=torch.long))
+torch.set_num_threads(2)
+attend(torch.zeros(1, 2, 1, 4), *torch.ones(2, 1, 2, 3, 4), torch.zeros(1, 1, 1, 3), 1.0)
 print(torch.get_num_threads())
 """
 DRAFT_BY_THREADS = """
@@ -74,7 +75,7 @@ def test_the_process_that_compiles_rounds_as_those_that_load_what_it_compiled(tm
 
 
 def test_a_compiled_loop_leaves_torch_the_threads_it_had(tmp_path):
-    assert printed(PRINT_THREADS, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="2").strip() == "1"
+    assert printed(PRINT_THREADS, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="3").strip() == "2"
 
 
 def test_threads_that_draft_at_once_need_no_thread_safe_layer_of_numba():
