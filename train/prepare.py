@@ -37,10 +37,10 @@ from ctcdraft.data.store import (
 )
 from ctcdraft.model.base import Base, warn_if_plain
 from ctcdraft.model.folders import claimed, new_folder
-from ctcdraft.train.examples import Account, ExampleMaker
+from ctcdraft.train.examples import ExampleMaker
 from ctcdraft.train.options import decisive
-from ctcdraft.train.regenerate import Turns
-from ctcdraft.train.shards import GENERATED, SPLITS, DataConfig, Shard, asked_text, read_shards
+from ctcdraft.train.regenerate import OUTCOMES
+from ctcdraft.train.shards import GENERATED, SPLITS, Account, DataConfig, Shard, asked_text, read_shards
 
 FORMAT = 4
 
@@ -128,7 +128,7 @@ def _unanswered(shards: list[Path], unanswered: dict[int, Unanswered], config: D
 
 def account_of(turns: Mapping[str, int]) -> str:
     """asked = answered + refused + errors + skipped, with their numbers."""
-    asked, *parts = (f"{name} {turns[name]:,}" for name in Turns._fields)
+    asked, *parts = (f"{name} {turns[name]:,}" for name in ("asked", *OUTCOMES))
     return f"{asked} = {' + '.join(parts)}"
 
 
@@ -147,23 +147,23 @@ def _prepare_shard(
 
 def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, journal: Journal) -> None:
     """Everything that a shard gives, in files. Raises Unanswered where a server may yet answer what it has not."""
-    account = Account(shard.rejects, unread=shard.unread)
+    account = shard.account
     for split in SPLITS[:2]:
         maker = ExampleMaker(base, config, seed, journal, account, f"shard {shard.number}: base answers {split}")
         save_corpus(folder / f"{split}.safetensors", maker.examples(shard.splits[split]))
     if account.errors and not config.regenerate.reject_errors:
         raise Unanswered(account.turns, account.errors[0])
-    questions = list(_questions(base, shard.splits["heldout"], account.rejects))
+    questions = list(_questions(base, shard.splits["heldout"], account))
     write_jsonl(folder / "rejects.jsonl", account.rejects)
     write_jsonl(folder / "heldout.jsonl", questions)
     asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
     write_jsonl(folder / "asked.jsonl", (row for row in asked if row["asked"]))
-    counts: dict[str, Any] = {"read": shard.read, "rejected": len({row["row"] for row in account.rejects})}
+    counts: dict[str, Any] = {"read": account.read, "rejected": len({row["row"] for row in account.rejects})}
     counts |= {"turns": dict(account.turns), "unread": dict(account.unread)}
     (folder / "account.json").write_text(json.dumps(counts))
 
 
-def _questions(base: Base, heldout: list[Record], rejects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[dict[str, Any]]:
     """Held-out records as evaluation questions, but for those that the base cannot be asked."""
     for record in heldout:
         category, asked, ids = "chat", dict[str, Any](), list[int]()
@@ -181,7 +181,7 @@ def _questions(base: Base, heldout: list[Record], rejects: list[dict[str, Any]])
         except RowError as error:
             problem = str(error)
         if problem:
-            rejects.append({"row": record.id, "reason": problem})
+            account.reject(record.id, problem)
         elif asked:
             yield {"question_id": record.id, "category": category, **asked}
 

@@ -3,10 +3,10 @@
 import asyncio
 import os
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -23,6 +23,9 @@ from ctcdraft.model.generate import continued, work_key
 from ctcdraft.train.options import MAY_DIFFER
 
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
+# What becomes of the turns that are asked. errors: a server failed at every try; skipped: nobody was asked, because of
+# what came before.
+OUTCOMES = ("answered", "refused", "errors", "skipped")
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,11 @@ class RegenerateConfig:
             )
 
 
-class Turns(NamedTuple):
-    """What became of the turns to answer: asked = answered + refused + errors + skipped.
-
-    errors: a server failed at every try; skipped: nobody was asked, because of what came before.
-    """
-
-    asked: int = 0
-    answered: int = 0
-    refused: int = 0
-    errors: int = 0
-    skipped: int = 0
-
-
 class Dialogue:
-    """One conversation on its way at one temperature: what has been said, as messages and as the very tokens."""
+    """One conversation on its way at one temperature: what has been said, as messages and as the very tokens.
+
+    turns: how many were `asked`, and how many had each of the OUTCOMES.
+    """
 
     def __init__(self, base: Base, conversation: Conversation, temperature: float, sample: int) -> None:
         self.base, self.conversation = base, conversation
@@ -83,13 +76,17 @@ class Dialogue:
         self.said: list[Message] = []
         self.prompt: list[int] = []
         self.reason = ""
-        self.answered = self.refused = self.errors = self.skipped = 0
         self.unread: list[str] = []
         self._wanted = [m.get("label", True) for m in conversation.messages if m["role"] == "assistant"]
         self._left = [m for m in conversation.messages if m["role"] != "assistant"]
+        self.turns = Counter(asked=self.left)
         self._done: list[Example] = []
         self._ids: list[int] = []
         self._mask: list[int] = []
+
+    @property
+    def answered(self) -> int:
+        return self.turns["answered"]
 
     @property
     def left(self) -> int:
@@ -116,14 +113,9 @@ class Dialogue:
         self.said, self._left = said, self._left[turns:]
         return True
 
-    def refuse(self, reason: str) -> None:
-        """The turn that was asked last gets no answer."""
-        self.refused += 1
-        self._end(reason)
-
-    def fail(self, reason: str) -> None:
-        """The turn that was asked last got no answer this time."""
-        self.errors += 1
+    def lose(self, outcome: str, reason: str) -> None:
+        """The turn that was asked last has no answer: it was `refused`, or `errors` kept it from one this time."""
+        self.turns[outcome] += 1
         self._end(reason)
 
     def answer(self, tokens: list[int]) -> None:
@@ -140,17 +132,17 @@ class Dialogue:
         conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
         self.unread += (f"answer.{name.removeprefix('turn.')}" for name in answer.unread)
         if "reasoning_content" in answer.message and not thought_key(self.base.tokenizer.get_chat_template()):
-            self.refuse("the answer comes with a thought, which the chat template does not show")
+            self.lose("refused", "the answer comes with a thought, which the chat template does not show")
             return
         args = self.base.template_args
         (found,) = render_all(self.base.tokenizer, [conversation], turns="last", template_args=args)
         if isinstance(found, RowError) or not any(found.sequences[-1].mask):
-            self.refuse(str(found) if isinstance(found, RowError) else "the answer has no tokens")
+            self.lose("refused", str(found) if isinstance(found, RowError) else "the answer has no tokens")
             return
         rendered = found.sequences[-1]
         problem = self.base.unreadable(rendered.ids)
         if problem:
-            self.refuse(problem)
+            self.lose("refused", problem)
             return
         self.unread += (name for name in found.unread if name == LOST_THOUGHT)
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
@@ -192,7 +184,7 @@ class Dialogue:
         new = mask[len(self._mask) :]
         self._mask += new if self._is_label(self.answered) else [0] * len(new)
         self._ids = ids
-        self.answered += 1
+        self.turns["answered"] += 1
         self.said = [*self.said, message]
 
     def _is_label(self, answer: int) -> bool:
@@ -205,7 +197,7 @@ class Dialogue:
         self._ids, self._mask = [], []
 
     def _end(self, reason: str) -> bool:
-        self.skipped += self.left
+        self.turns["skipped"] += self.left
         self._left, self.reason = [], reason
         return False
 
@@ -220,7 +212,7 @@ def rewrite(
     batch_size: int,
     seed: int,
     title: str,
-) -> tuple[list[Dialogue], Turns]:
+) -> tuple[list[Dialogue], Counter[str]]:
     """Every conversation at every temperature, its turns answered, in order; and what became of the turns.
 
     What the journal knows is not asked again, so that a killed process that is started again repeats nothing,
@@ -247,13 +239,12 @@ def rewrite(
         else:
             asyncio.run(_ask_server(dialogues, config, journal, max_new_tokens, seed, bar))
         bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
-    counts = {name: sum(getattr(d, name) for d in dialogues) for name in Turns._fields[1:]}
-    turns = Turns(asked, **counts)
-    if turns.refused > turns.answered:
-        first = next(d.reason for d in dialogues if d.refused)
+    turns = Counter({name: sum(d.turns[name] for d in dialogues) for name in ("asked", *OUTCOMES)})
+    refused, answered = turns["refused"], turns["answered"]
+    if refused > answered:
+        first = next(d.reason for d in dialogues if d.turns["refused"])
         raise ValueError(
-            f"data.regenerate.url={config.url}: {turns.refused} of {turns.refused + turns.answered} requests were "
-            f"refused ({first})"
+            f"data.regenerate.url={config.url}: {refused} of {refused + answered} requests were refused ({first})"
         )
     return dialogues, turns
 
@@ -288,8 +279,7 @@ async def _ask_server(
                     try:
                         known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
                     except ServerError as error:
-                        end = dialogue.refuse if isinstance(error, Refusal) else dialogue.fail
-                        end(str(error))
+                        dialogue.lose("refused" if isinstance(error, Refusal) else "errors", str(error))
                         bar.update()
                         return
                     journal.put(key, known)

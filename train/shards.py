@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -63,14 +63,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         low_high = self.prompt_tokens
-        if self.kind not in KINDS:
-            raise ValueError(f"data.kind={self.kind!r} is unknown: choose one of {KINDS}")
+        for name, known in (("kind", KINDS), ("labels", LABELS), ("turns", TURNS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"data.{name}={getattr(self, name)!r} is unknown: choose one of {known}")
         if self.kind not in GENERATED and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
-        if self.labels not in LABELS:
-            raise ValueError(f"data.labels={self.labels!r} is unknown: choose one of {LABELS}")
-        if self.turns not in TURNS:
-            raise ValueError(f"data.turns={self.turns!r} is unknown: choose one of {TURNS}")
         if self.kind == "text" and self.labels != "rewrite":
             raise ValueError(
                 f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
@@ -94,15 +91,28 @@ class DataConfig:
         return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
 
-class Shard(NamedTuple):
-    """Rows that are worked on together: how many were read, what can be used of them by split, what cannot, and how
-    often what stands in those that can has no known meaning."""
+@dataclass
+class Account:
+    """What became of rows: how many were read, which were rejected and why, what became of the turns that were asked,
+    and how often what rows hold was not read; errors: why turns got no answer that may get one another time."""
+
+    read: int = 0
+    rejects: list[dict[str, Any]] = field(default_factory=list)
+    turns: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+
+    def reject(self, row: str, reason: object) -> None:
+        self.rejects.append({"row": row, "reason": str(reason)})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows that are worked on together: what can be used of them, by split, and their account so far."""
 
     number: int
-    read: int
-    splits: dict[str, list[Record]]
-    rejects: list[dict[str, Any]]
-    unread: Counter[str]
+    splits: dict[str, list[Record]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    account: Account = field(default_factory=Account)
 
 
 def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
@@ -110,14 +120,14 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
     alike land together."""
     seen: dict[bytes, str] = {}
     keep_out = NearDuplicates(_keep_out(config.keep_out)) if config.keep_out else None
-    shard = _empty(0)
+    shard = Shard(0)
     for index, (name, row) in enumerate(tqdm(_rows(config, seed), "reading", unit="row", mininterval=1)):
         if config.limit is not None and index >= config.limit:
             break
-        if shard.read == config.shard_rows:
+        if shard.account.read == config.shard_rows:
             yield shard
-            shard = _empty(shard.number + 1)
-        shard = shard._replace(read=shard.read + 1)
+            shard = Shard(shard.number + 1)
+        shard.account.read += 1
         try:
             record = record_of(row, name, "sharegpt" if config.kind in GENERATED else config.kind)
             if config.dedupe and (first := seen.setdefault(record.digest, name)) != name:
@@ -126,10 +136,10 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
             if near is not None:
                 raise RowError(f"nearly question {near} of {config.keep_out}")
         except RowError as error:
-            shard.rejects.append({"row": name, "reason": str(error)})
+            shard.account.reject(name, error)
         else:
             shard.splits[_split(record, config.holdout)].append(replace(record, id=name))
-            shard.unread.update(record.unread)
+            shard.account.unread.update(record.unread)
     yield shard
 
 
@@ -138,10 +148,6 @@ def _rows(config: DataConfig, seed: int) -> Iterator[tuple[str, Any]]:
         return read_mixture(config.paths, config.weights)
     made = GENERATED[config.kind].conversations(config.limit or GENERATED_ROWS, seed)
     return ((str(number), row) for number, row in enumerate(made))
-
-
-def _empty(number: int) -> Shard:
-    return Shard(number, 0, {split: [] for split in SPLITS}, [], Counter())
 
 
 def _split(record: Record, holdout: float) -> str:

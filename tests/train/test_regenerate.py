@@ -138,7 +138,7 @@ def rewritten(base, tmp_path, conversation, **options):
 
 def test_nothing_follows_a_tool_that_the_base_may_not_have_called(base, tmp_path):
     dialogue, turns = rewritten(base, tmp_path, said("user", "assistant", "tool", "assistant", "user", "assistant"))
-    assert (turns.asked, turns.answered, turns.skipped) == (2, 1, 1)
+    assert (turns["asked"], turns["answered"], turns["skipped"]) == (2, 1, 1)
     assert dialogue.reason == "answer 1 was cut" or "same tool" in dialogue.reason
     assert len(dialogue.examples("each")) == 1
 
@@ -164,7 +164,7 @@ def test_an_answer_that_is_not_to_be_learned_is_rewritten_and_has_no_label(base,
 def test_prompts_alone_are_answered_in_turn(base, tmp_path):
     conversation = conversation_of({"turns": ["one", "two"]}, 0)
     dialogue, turns = rewritten(base, tmp_path, conversation)
-    assert turns.answered >= 1
+    assert turns["answered"] >= 1
     assert [m["role"] for m in dialogue.said][:3] == ["user", "assistant", "user"][: len(dialogue.said)]
 
 
@@ -177,8 +177,8 @@ def test_a_template_that_rewrites_history_gives_a_sequence_per_turn(base, tmp_pa
     dialogue, turns = rewritten(replace(base, tokenizer=forgetful), tmp_path, said("user", "assistant", "user"))
     sequences = dialogue.examples("each")
     assert dialogue.examples("last") == sequences[-1:]
-    assert turns.answered == len(sequences)
-    if turns.answered == 2:
+    assert turns["answered"] == len(sequences)
+    if turns["answered"] == 2:
         assert "<a>...</s>" in forgetful.decode(sequences[1].ids)
 
 

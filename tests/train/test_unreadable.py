@@ -90,7 +90,7 @@ def test_in_a_servers_answer(base):
     dialogue = Dialogue(base, conversation_of(chat(0), "x"), 0.0, 0)
     assert dialogue.next_prompt()
     dialogue.answer_text(Answer({"role": "assistant", "content": f"so {NEW}"}, cut=False))
-    assert (dialogue.refused, dialogue.reason) == (1, REASON)
+    assert (dialogue.turns["refused"], dialogue.reason) == (1, REASON)
 
 
 @pytest.mark.parametrize("kind", ["mt_bench", "gsm8k", "humaneval", "text"])
