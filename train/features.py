@@ -99,12 +99,9 @@ class FeatureStore:
             return
         self.check_room()
         with tqdm(total=len(self.corpus.ids), desc="base states", unit="token", unit_scale=True, mininterval=1) as bar:
-            for number in range(len(self._shards)):
-                self._store(number, bar, wait=False)
-                bar.n = self._positions_stored()  # whoever stored them
-                bar.refresh()
-            for number in range(len(self._shards)):  # what another process was at, or may have left
-                self._store(number, bar, wait=True)
+            left = list(range(len(self._shards)))
+            for wait in (False, True):  # first what is free, then what another process may have left
+                left = [number for number in left if not self._is_stored(number, bar, wait=wait)]
         with claimed(self.folder.with_name(f"{self.folder.name}.lock"), wait=True):
             if not self.done:
                 self._write_manifest()
@@ -114,19 +111,16 @@ class FeatureStore:
         """The stored hidden states. Raises ValueError where they are damaged, or not this base's on this data."""
         return Features(self.folder, self.corpus.lengths, self.facts)
 
-    def _positions_stored(self) -> int:
-        there = (shard for number, shard in enumerate(self._shards) if (self.folder / shard_name(number)).is_file())
-        return sum(int(self.corpus.lengths[shard].sum()) for shard in there)
-
-    def _store(self, number: int, bar: tqdm, *, wait: bool) -> None:
-        path = self.folder / shard_name(number)
-        if path.is_file():
-            return
+    def _is_stored(self, number: int, bar: tqdm, *, wait: bool) -> bool:
+        """Store a shard, unless it is there or, without `wait`, another process is at it."""
+        path, shard = self.folder / shard_name(number), self._shards[number]
         with claimed(self._work / f"{number:05}.lock", wait=wait) as ours:
             if ours and not path.is_file():
-                found = dict(self._hidden(self._shards[number], bar))
-                tensors = shard_tensors([found[sequence] for sequence in self._shards[number]])
-                write_atomically(path, save(tensors))
+                found = dict(self._hidden(shard, bar))
+                write_atomically(path, save(shard_tensors([found[sequence] for sequence in shard])))
+            elif ours:
+                bar.update(int(self.corpus.offsets[shard.stop] - self.corpus.offsets[shard.start]))
+            return ours
 
     def _hidden(self, sequences: range, bar: tqdm) -> Iterator[tuple[int, Hidden]]:
         """(sequence, its hidden states) of a shard, in batches of like length."""

@@ -45,14 +45,6 @@ from ctcdraft.train.shards import GENERATED, SPLITS, Account, DataConfig, Shard,
 FORMAT = 4
 
 
-class Unanswered(ValueError):
-    """A shard is not finished: a server failed on some of its turns. Those it answered are kept."""
-
-    def __init__(self, turns: Counter[str], reason: str) -> None:
-        super().__init__(reason)
-        self.turns = turns
-
-
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
     options = {k: v for k, v in decisive(config).items() if k not in ("path", "features")}  # a path's content does
@@ -93,18 +85,16 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
 
 def _prepare_shards(work: Path, folder: Path, base: Base, config: DataConfig, seed: int) -> list[Path]:
     """The folders of all shards, filled. Raises ValueError where a server left turns unanswered."""
-    unanswered: dict[int, Unanswered] = {}
+    unanswered: dict[int, Account] = {}
     for wait in (False, True):  # first what is free, then what another process may have left
         shards = []
         for shard in read_shards(config, seed):
             shards.append(work / f"{shard.number:05}")
-            try:
-                if shard.number not in unanswered:
-                    _prepare_shard(shards[-1], folder, shard, base, config, seed, wait=wait)
-            except Unanswered as error:
-                unanswered[shard.number] = error
-                if error.turns["errors"] > error.turns["answered"]:  # it is dead, and the next shard would find it so
-                    raise _unanswered(shards, unanswered, config) from error
+            if shard.number in unanswered or _prepare_shard(shards[-1], folder, shard, base, config, seed, wait=wait):
+                continue
+            unanswered[shard.number] = shard.account
+            if shard.account.turns["errors"] > shard.account.turns["answered"]:  # dead, as the next would find it
+                raise _unanswered(shards, unanswered, config)
         if all(shard.is_dir() for shard in shards):
             return shards
     if unanswered:
@@ -112,7 +102,7 @@ def _prepare_shards(work: Path, folder: Path, base: Base, config: DataConfig, se
     return shards
 
 
-def _unanswered(shards: list[Path], unanswered: dict[int, Unanswered], config: DataConfig) -> ValueError:
+def _unanswered(shards: list[Path], unanswered: dict[int, Account], config: DataConfig) -> ValueError:
     """What there is so far, and what to do about the rest."""
     turns: Counter[str] = Counter()
     for number, shard in enumerate(shards):
@@ -121,8 +111,8 @@ def _unanswered(shards: list[Path], unanswered: dict[int, Unanswered], config: D
         turns.update(unanswered[number].turns if number in unanswered else found)
     return ValueError(
         f"data.regenerate.url={config.regenerate.url}: {turns['errors']} turns got no answer (the first: "
-        f"{next(iter(unanswered.values()))}); {account_of(turns)} so far; the same command asks for these again and "
-        "keeps the others (data.regenerate.reject_errors=true rejects them)"
+        f"{next(iter(unanswered.values())).errors[0]}); {account_of(turns)} so far; the same command asks for these "
+        "again and keeps the others (data.regenerate.reject_errors=true rejects them)"
     )
 
 
@@ -134,33 +124,35 @@ def account_of(turns: Mapping[str, int]) -> str:
 
 def _prepare_shard(
     target: Path, folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, *, wait: bool
-) -> None:
-    """Fill the folder of a shard, unless it is there or, without `wait`, another process is at it."""
+) -> bool:
+    """Fill the folder of a shard, unless it is there or, without `wait`, another process is at it. False where a server
+    may yet answer what it has not: what it has answered is kept."""
     if target.is_dir():
-        return
+        return True
     with claimed(target.with_name(f"{target.name}.lock"), wait=wait) as ours:
-        if ours and not target.is_dir() and read_manifest(folder) is None:
-            with closing(Journal(target.with_name(f"{target.name}.journal"))) as journal, new_folder(target) as fresh:
-                _fill(fresh, shard, base, config, seed, journal)
-            journal.path.unlink()
-
-
-def _fill(folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, journal: Journal) -> None:
-    """Everything that a shard gives, in files. Raises Unanswered where a server may yet answer what it has not."""
-    account = shard.account
-    for split in SPLITS[:2]:
-        maker = ExampleMaker(base, config, seed, journal, account, f"shard {shard.number}: base answers {split}")
-        save_corpus(folder / f"{split}.safetensors", maker.examples(shard.splits[split]))
-    if account.errors and not config.regenerate.reject_errors:
-        raise Unanswered(account.turns, account.errors[0])
-    questions = list(_questions(base, shard.splits["heldout"], account))
-    write_jsonl(folder / "rejects.jsonl", account.rejects)
-    write_jsonl(folder / "heldout.jsonl", questions)
-    asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
-    write_jsonl(folder / "asked.jsonl", (row for row in asked if row["asked"]))
-    counts: dict[str, Any] = {"read": account.read, "rejected": len({row["row"] for row in account.rejects})}
-    counts |= {"turns": dict(account.turns), "unread": dict(account.unread)}
-    (folder / "account.json").write_text(json.dumps(counts))
+        if not ours or target.is_dir() or read_manifest(folder) is not None:
+            return True
+        account, examples = shard.account, {}
+        with closing(Journal(target.with_name(f"{target.name}.journal"))) as journal:
+            for split in SPLITS[:2]:
+                maker = ExampleMaker(
+                    base, config, seed, journal, account, f"shard {shard.number}: base answers {split}"
+                )
+                examples[split] = maker.examples(shard.splits[split])
+        if account.errors and not config.regenerate.reject_errors:
+            return False
+        with new_folder(target) as fresh:
+            for split, found in examples.items():
+                save_corpus(fresh / f"{split}.safetensors", found)
+            write_jsonl(fresh / "heldout.jsonl", list(_questions(base, shard.splits["heldout"], account)))
+            write_jsonl(fresh / "rejects.jsonl", account.rejects)
+            asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
+            write_jsonl(fresh / "asked.jsonl", (row for row in asked if row["asked"]))
+            counts: dict[str, Any] = {"read": account.read, "rejected": len({row["row"] for row in account.rejects})}
+            counts |= {"turns": dict(account.turns), "unread": dict(account.unread)}
+            (fresh / "account.json").write_text(json.dumps(counts))
+        journal.path.unlink()
+    return True
 
 
 def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[dict[str, Any]]:
