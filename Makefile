@@ -1,4 +1,4 @@
-# ctcdraft: `make help` lists the targets; options go in ARGS="head.base_layers=4 optim.lr=1e-3".
+# ctcdraft: `make help` lists the targets; options go in ARGS="head.layers=3 optim.lr=1e-3".
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin

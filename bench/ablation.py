@@ -48,10 +48,9 @@ WITH_TRANSITION = ("head=parallel", "head.transition=full", *CROSS_ENTROPY)
 EVERY_ALIGNMENT = ("head.merge=true", "head.band=null")  # that CTC knows
 VARIANTS = {
     "default": (),
-    "default with four layers of the base": ("head.base_layers=4",),
-    "default without the base's keys": ("head.base_layers=0",),
-    "default with a query per slot": ("head.slots_per_query=1",),
-    "default by AdamW": ("optim=adamw",),
+    "default with one layer of the base": ("head.layers=1",),
+    "default with four layers of the base": ("head.layers=4",),
+    "default by Muon": ("optim=muon",),
     "default with even weights": ("objective.decay=1.0",),
     "default with weights 0.8^k": ("objective.follow=null",),
     "default without a blank": ("head.band=0",),

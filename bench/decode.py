@@ -55,7 +55,7 @@ def measured(name, nodes, accept, tokens, rounds, eager):
     shape = SHAPES[name]
     base = random_base(shape)
     torch.manual_seed(0)
-    head = random_head(base, shape, "full").to(base.dtype).eval()
+    head = random_head(base, "full").to(base.dtype).eval()
     prompt = np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()
     plain = Decoder(base)
     truth = plain.generate(prompt, tokens, eos=[]).tokens

@@ -28,7 +28,7 @@ from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import HeadConfig
 from ctcdraft.model.base import Base
-from ctcdraft.model.head import head_on
+from ctcdraft.model.head import attended_on, head_on
 from ctcdraft.model.precision import cpu_has_bf16
 from ctcdraft.train import task
 from ctcdraft.train.engine import OptimConfig, build_optimizer
@@ -40,15 +40,13 @@ LABELS = HeadConfig().slots
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """Sizes of a Llama base, of the head, and of one batch."""
+    """Sizes of a Llama base and of one batch."""
 
     hidden: int
     layers: int
     inner: int
     attention_heads: int
     vocab: int
-    width: int
-    mixer: int
     batch: int
     length: int
     dtype: str = "float32"
@@ -63,8 +61,6 @@ SHAPES = {
         inner=352,
         attention_heads=4,
         vocab=2048,
-        width=128,
-        mixer=128,
         batch=4,
         length=256,
         anchors=(32, 64, 128),
@@ -75,8 +71,6 @@ SHAPES = {
         inner=1408,
         attention_heads=8,
         vocab=32000,
-        width=512,
-        mixer=256,
         batch=2,
         length=256,
         anchors=(64, 128),
@@ -88,8 +82,6 @@ SHAPES = {
         attention_heads=9,
         vocab=49152,
         key_heads=3,
-        width=128,
-        mixer=128,
         batch=4,
         length=320,
         anchors=(32,),
@@ -101,8 +93,6 @@ SHAPES = {
         inner=11008,
         attention_heads=32,
         vocab=32000,
-        width=4096,
-        mixer=1024,
         batch=1,
         length=2048,
         anchors=(512, 2039),
@@ -147,7 +137,7 @@ def random_batch(shape, anchors):
 
 def stored_states(base, batch, kind, folder):
     """The batch's hidden states on disk, as training reads them."""
-    path, states_BLX = folder / shard_name(0), base.hidden(batch.ids_BL, layers=base.attended(1).layers)
+    path, states_BLX = folder / shard_name(0), base.hidden(batch.ids_BL, attended=attended_on(base, HeadConfig()))
     save_file(shard_tensors([encoded(states, kind).cpu() for states in states_BLX]), path)
     facts = {"kind": kind, "size": states_BLX.shape[2]}
     shards = [{"first": 0, "bytes": path.stat().st_size}]
@@ -155,13 +145,9 @@ def stored_states(base, batch, kind, folder):
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
-def random_head(base, shape, transition, slots=LABELS):
-    """As conf/head/ctc.yaml has it, with random weights."""
-    heads, mixer_heads = max(1, shape.width // 128), shape.mixer // 64
-    sizes = {"width": shape.width, "heads": heads, "mixer_width": shape.mixer, "mixer_heads": mixer_heads}
-    alignments = {"merge": False, "band": 1}
-    looks = {"base_layers": 1, "slots_per_query": 4}
-    config = HeadConfig(slots=slots, **sizes, **alignments, transition=transition, **looks)
+def random_head(base, transition, slots=LABELS):
+    """As conf/head/ctc.yaml has it."""
+    config = HeadConfig(slots=slots, merge=False, band=1, transition=transition)
     return head_on(base, config).to(base.device)
 
 
@@ -174,7 +160,7 @@ class Step:
         self.batch = self.batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
         self.objective, self.mixed = ObjectiveConfig(labels=slots), mixed
         self.dtype = torch.float32 if DEVICE == "cpu" else getattr(torch, shape.dtype)
-        self.head = random_head(base, shape, transition, slots).to(self.dtype)
+        self.head = random_head(base, transition, slots).to(self.dtype)
         self.vocabulary = self.head.draft_vocabulary(base)
         self.optimizer = build_optimizer(self.head, OptimConfig(lr=1e-4))
         self.seconds = {part: [] for part in PARTS}

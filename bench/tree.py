@@ -48,16 +48,16 @@ def searches():
 class Draft:
     """One draft after the other behind the same context: head, LM head, candidates, tree."""
 
-    def __init__(self, base, shape, transition):
+    def __init__(self, base, transition):
         torch.manual_seed(0)
-        self.head = random_head(base, shape, transition).eval()
+        self.head = random_head(base, transition).eval()
         for p in self.head.parameters():  # what begins at 0 would spare the search its work
             p.data.add_(torch.randn_like(p) * 0.05)
         self.decoder = Decoder(base, self.head, DraftConfig(nodes=NODES))
         ids = torch.randint(0, base.vocab_size, (1, CONTEXT), device=base.device)
         of_base = TreeCache(base.model.config.num_hidden_layers, 1, 2 * CONTEXT)
         read = torch.cat([ids, ids[:, :ACCEPTED]], dim=1)
-        self.hidden = base.hidden(read, cache=of_base)[:, :CONTEXT].float()
+        self.hidden = base.hidden(read, cache=of_base, attended=self.head.attended)[:, :CONTEXT].float()
         of_base.keep([range(CONTEXT + ACCEPTED)])
         self.root, self.read = ids, ids[0].cpu().numpy()
         self.cache = self.head.new_cache(1, 2 * CONTEXT, of_base)
@@ -75,7 +75,7 @@ def drafts(shapes, rounds):
     rows = []
     for name in shapes:
         base = random_base(SHAPES[name])
-        calls = {transition: Draft(base, SHAPES[name], transition) for transition in ("none", "full")}
+        calls = {transition: Draft(base, transition) for transition in ("none", "full")}
         middle = {transition: median(seconds) for transition, seconds in interleaved(calls, rounds, 5).items()}
         micro = (f"{seconds * 1e6:.0f}" for seconds in middle.values())
         rows.append((name, *micro, f"{middle['full'] / middle['none']:.2f}"))

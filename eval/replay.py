@@ -23,7 +23,7 @@ from ctcdraft.model.decoder import Decoder, Generation
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.model.head import Head, candidates
 from ctcdraft.model.lattice import Lattice
-from ctcdraft.model.layers import Anchors, Sight
+from ctcdraft.model.layers import Anchors, Attended, Sight
 from ctcdraft.model.tree import Tree
 
 SEQUENCES = 8  # that the base reads together
@@ -96,14 +96,14 @@ def replay(
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
         several = [sequences[i] for i in batch]
         ids_BL = pad_sequence([torch.from_numpy(known.tokens) for known in several], True).to(base.device)
-        hidden: dict[tuple[int, ...], Tensor] = {}
+        hidden: dict[Attended | None, Tensor] = {}
         for drafter, labels in _by_drafter(decoders).items():
             drafts = None
             if drafter.head is not None:
-                layers = drafter.head.attended_layers
-                if layers not in hidden:
-                    hidden[layers] = base.hidden(ids_BL, layers=layers)
-                drafts = _drafts_of(drafter.head, drafter, hidden[layers], ids_BL.roll(-1, dims=1))
+                attended = drafter.head.attended
+                if attended not in hidden:
+                    hidden[attended] = base.hidden(ids_BL, attended=attended)
+                drafts = _drafts_of(drafter.head, drafter, hidden[attended], ids_BL.roll(-1, dims=1))
             for row, answer, draft in _along(drafts, [decoders[label] for label in labels], several):
                 for label, one in zip(labels, draft, strict=True):
                     found[label][batch[row]].answers[answer][1].append(one)

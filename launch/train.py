@@ -1,6 +1,6 @@
 """base -> data -> head -> export -> eval, in one command; each stage is reused when it is there.
 
-python launch/train.py head.base_layers=4 optim.lr=1e-3
+python launch/train.py head.layers=3 optim.lr=1e-3
 deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 """
 
@@ -90,7 +90,7 @@ def finish(
         log.close()
     stages.say(found.table)
     stages.say(
-        'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.base_layers=4"`, the report in '
+        'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.layers=3"`, the report in '
         f"{eval_folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt data.path=<file>"
     )
     return found.exit_code

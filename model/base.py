@@ -26,7 +26,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ctcdraft.model.cache import TreeCache, Watched
 from ctcdraft.model.gguf import convert_gguf, is_gguf
-from ctcdraft.model.layers import Attended, turned_by
+from ctcdraft.model.layers import Attended
 from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.template_date import PINNED_DATE, with_date, writes_date
 from ctcdraft.model.window import Windows, windows_of
@@ -115,10 +115,10 @@ class Base:
 
     @cached_property
     def windows(self) -> Windows:
-        return windows_of(self._decoder.config)
+        return windows_of(self.decoder.config)
 
     @cached_property
-    def _decoder(self) -> Any:
+    def decoder(self) -> Any:
         """The model without its LM head, which `get_decoder` does not find in every architecture."""
         found = (self.model.get_decoder(), self.model.base_model, getattr(self.model, "model", None))
         return next((one for one in found if isinstance(one, PreTrainedModel) and one is not self.model), found[0])
@@ -165,72 +165,44 @@ class Base:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-        layers: tuple[int, ...] = (),
+        attended: Attended | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L.
 
         attention_mask: of padding [B, L], or additive [B, 1, L, K], which layers with a window get with their window.
 
-        layers: behind each hidden state come the keys and values that these layers made of its position
-        (`Attended.apart` takes them apart). With a cache they lie there (`TreeCache.committed`).
+        attended: behind each hidden state come the state that entered the first of these layers, and, without a cache,
+        the keys and values that they made of its position. In a cache those lie there (`TreeCache.committed`).
         """
-        watched: Watched | None = None
-        if layers:
-            assert cache is None, "a cache has them"
-            cache = watched = Watched(layers)
+        watched = Watched(attended.layers) if attended is not None and cache is None else None
         seen: Any = attention_mask
         if attention_mask is not None and attention_mask.dim() == 4:
             assert position_ids is not None, "a window is counted from them"
-            seen = self.windows.masks(attention_mask, position_ids, cached=cache is not None and cache is not watched)
-        out = self._decoder(
-            input_ids=ids_BL,
-            attention_mask=seen,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden if watched is None else torch.cat([hidden, watched.taken()], dim=-1)
-
-    def attended(self, count: int | None) -> Attended | None:
-        """What a head must know of `count` of the base's layers, evenly spread, to attend to their keys and values.
-
-        Raises ValueError where there are not as many, or where their keys are not turned as Llama's are.
-        """
-        if not count:
-            return None
-        if count > self.depth:
-            raise ValueError(f"head.base_layers={count}: {self.name} has {self.depth} layers, choose at most as many")
-        ids_BL = torch.full((2, 1), self.vocab_size // 2, device=self.device)  # no padding, whose embedding may be 0
-        made = Watched(tuple(range(self.depth)))
-        self.hidden(ids_BL, position_ids=torch.tensor([[0], [7]], device=self.device), cache=made)
-        own = made.made  # Gemma 3n's last layers look at the keys of earlier ones
-        layers = tuple(own[max(0, (number + 1) * len(own) // count - 1)] for number in range(count)) if own else ()
-        keys, others = made.of(0)[0], [made.of(layer)[0] for layer in layers]  # layer 0's input knows no position
-        if not all(k.shape[1:] == others[0].shape[1:] == v.shape[1:] for k, v in map(made.of, layers)):
-            raise ValueError(
-                f"head.base_layers={count}: keys and values of {type(self.model).__name__}'s layers {layers} have "
-                "several shapes: leave it at 0"
+            seen = self.windows.masks(attention_mask, position_ids, cached=cache is not None)
+        with _entering(self.decoder, attended) as entered:
+            out = self.decoder(
+                input_ids=ids_BL,
+                attention_mask=seen,
+                position_ids=position_ids,
+                past_key_values=cache if watched is None else watched,
+                use_cache=cache is not None or watched is not None,
             )
-        frequency = getattr(getattr(self._decoder, "rotary_emb", None), "inv_freq", None)
-        if isinstance(frequency, Tensor):
-            found = Attended(layers, others[0].shape[1], others[0].shape[3], tuple(frequency.double().tolist()))
-            turned = turned_by(frequency.float(), keys[:1].float(), torch.tensor([[7]], device=self.device))
-            if torch.allclose(turned, keys[1:].float(), rtol=1e-2, atol=1e-2 * float(keys.abs().max())):
-                return found
-        raise ValueError(
-            f"head.base_layers={count}: {type(self.model).__name__} does not turn the keys of all its layers by the "
-            "same angles, half against half, as Llama does: leave it at 0"
-        )
+        parts = [out.last_hidden_state, *entered, *([] if watched is None else [watched.taken()])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    @cached_property
-    def can_be_attended(self) -> bool:
-        """Does it turn the keys of its layers as Llama does, so that a head can attend to them?"""
-        try:
-            self.attended(1)
-        except ValueError:
-            return False
-        return True
+    def attended(self, count: int) -> Attended | None:
+        """The last `count` of the layers that make keys and values of their own (Gemma 3n's last ones do not); None
+        where these have several shapes, or there are none. Raises ValueError where the base has not as many layers."""
+        if count > self.depth:
+            raise ValueError(f"head.layers={count}: {self.name} has {self.depth} layers, choose at most as many")
+        made = Watched(tuple(range(self.depth)))
+        self.hidden(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=made)
+        layers = tuple(made.made[-count:])
+        shapes = {part.shape[1:] for layer in layers for part in made.of(layer)}
+        if len(layers) < count or len(shapes) != 1:
+            return None
+        heads, _, width = next(iter(shapes))
+        return Attended(layers, heads, width, self.hidden_size)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -328,6 +300,24 @@ def load_base(
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
     found = base_of(model, tokenizer, path, eos_ids=eos_ids, plain_template=plain, template=template)
     return replace(found, date=date or PINNED_DATE) if writes_date(tokenizer.chat_template) else found
+
+
+@contextmanager
+def _entering(decoder: Any, attended: Attended | None) -> Iterator[list[Tensor]]:
+    """The state that enters the first of these layers, once a forward has been there; nothing without them."""
+    found: list[Tensor] = []
+    if attended is None:
+        yield found
+        return
+
+    def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        found.append(given[0] if given else named["hidden_states"])
+
+    hook = decoder.layers[attended.layers[0]].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _why_not(folder: Path, error: Exception) -> str:

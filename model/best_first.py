@@ -105,7 +105,7 @@ def first_emissions(log_p, log_blank, moves):
 
 @njit(cache=True)
 def _share(log_blank):
-    """p_t(blank) [T], where nothing is moved."""
+    """p_t(blank) from its log-odds against all tokens together."""
     return np.float32(1.0) / (np.float32(1.0) + np.exp(-log_blank))
 
 
@@ -159,24 +159,22 @@ def _products(out, gate, key):
 def _emit(p, log_p, log_blank, t, edge, last, room, moves):
     """p_t(y | u) into p [Y], u the candidate in column `last` (-1: the root); p_t(blank | u), 0 at the edge, is given
     back. Tokens that are no candidates keep the share that they had."""
-    gate, blank = np.empty(len(moves.root), np.float32), log_blank
+    gate, odds = np.empty(len(moves.root), np.float32), log_blank
     for r in range(len(gate)):
         gate[r] = _hardswish(moves.slot[t, r] + (moves.root[r] if last < 0 else moves.context[last, r]))
-        blank += gate[r] * moves.blank_key[r]
+        odds += gate[r] * moves.blank_key[r]
+    p_blank = np.float32(0.0) if edge else _share(odds)
     p[:] = log_p
     _products(p, gate, moves.key)
-    if edge:
-        blank = LOG_NOTHING
-    peak = max(_peak(p), moves.log_rest[t], blank)  # a transition may move by more than float32's exponential can hold
+    peak = max(_peak(p), moves.log_rest[t])  # a transition may move by more than float32's exponential can hold
     _exp(p, peak, room)
-    blank = np.exp(blank - peak)
-    total = np.float64(blank) + np.exp(moves.log_rest[t] - peak)
+    total = np.float64(np.exp(moves.log_rest[t] - peak))
     for c in range(len(p)):
         total += p[c]
-    inverse = np.float32(1.0 / total)
+    token = np.float32((np.float64(1.0) - p_blank) / total)
     for c in range(len(p)):
-        p[c] *= inverse
-    return blank * inverse
+        p[c] *= token
+    return p_blank
 
 
 @njit(cache=True, fastmath={"contract"})

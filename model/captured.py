@@ -174,6 +174,7 @@ class _Shape:
             attention_mask=mask_QK[None, None],
             position_ids=(past_1 + depth_Q).unsqueeze(0),
             cache=cache,
+            attended=self.step.attended,
         )
         cache.at(None)
         noise_QV = None if not self.sampling.temperature else self.step.noise_PV.index_select(0, depth_Q)

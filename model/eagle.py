@@ -40,11 +40,11 @@ class EagleHead(Head):
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
         """The feature [B, L, D] that follows each position."""
-        return Context(self._pass(hidden_BLD, root_BLD, sight, cache))
+        return Context(self._pass(hidden_BLD, root_BLD, sight, cache), root_BLD, {})
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         """The first pass alone: the others depend on what it drafts."""
-        return Slots(anchors.own(context.states_BLW).unsqueeze(1), None)
+        return Slots(anchors.own(context.states_BLX).unsqueeze(1), None)
 
     def forward(
         self,

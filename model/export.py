@@ -15,10 +15,10 @@ from safetensors.torch import load, save
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
-from ctcdraft.model.head import Head, HeadConfig, build_head, parameters_of
+from ctcdraft.model.head import Head, HeadConfig, SlotHead, head_on, parameters_of
 from ctcdraft.model.prompt_lookup import CopyRates
 
-FORMAT = 2
+FORMAT = 3
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 CARD = """---
 library_name: ctcdraft
@@ -149,8 +149,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
             )
     try:
         state = load(blob)
-        head_config = HeadConfig(**config["head"])
-        head = build_head(head_config, config["hidden_size"], base.attended(head_config.base_layers))
+        head = head_on(base, HeadConfig(**config["head"]))
         head.load_state_dict(state)
         head.draft_vocabulary(base)  # whose ids are checked
         if config.get("calibration") is not None:
@@ -161,7 +160,10 @@ def load_head(folder: str | Path, base: Base) -> Head:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
     dtype = next(iter(state.values())).dtype
-    return head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+    head = head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+    if isinstance(head, SlotHead) and head.body is not None:
+        head.body.to(base.dtype)  # as the layers that it was copied from
+    return head
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 At position t the base has produced hidden state h_t and the root x_{t+1}; a head fills T slots from which
 a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positions, N anchors, T slots,
-D hidden size of the base, W width of the context encoder.
+D hidden size of the base, S positions with keys and values, Q slots of all anchors of a row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
+from ctcdraft.model.last_layers import LastLayers, last_layers
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of
-from ctcdraft.model.layers import Anchors, Attended, BaseAttention, Block, Memory, Sight
+from ctcdraft.model.layers import Anchors, Attended, Block, Memory, Sight
 from ctcdraft.model.prompt_lookup import CopyRates
 from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Tables, Transition
@@ -27,6 +28,7 @@ from ctcdraft.model.vocabulary import DraftVocabulary
 
 KINDS = ("ctc", "parallel", "medusa", "eagle")
 TRANSITIONS = ("none", "full")
+RARE_BLANK = -2.0  # log-odds that the blank begins with
 MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build
 # What is computed once for the whole vocabulary:
 TABLED = ("transition.to_state", "transition.from_context")
@@ -34,31 +36,24 @@ TABLED = ("transition.to_state", "transition.from_context")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """kind, slots T; width, heads, layers of the context encoder; the same for the mixer among slots.
-
+    """kind, slots T. layers: of the base's last ones, copied, as the body of `ctc` and `parallel` (last_layers.py;
+    where the base's class cannot run them alone, as many blocks in which slots see each other); of medusa residual
+    blocks.
     transition: `full`: what a slot emits depends on the token that was collapsed last, by a product of that `rank`
-    (transition.py); or `none`. base_layers: slots attend
-    to the keys and values that so many layers of the base, evenly spread, have of these; None: one, where the base
-    allows it (`head_on`). slots_per_query: so many neighbours share what one of them finds. merge, band: of `ctc`, see
-    `Topology`. beam: of eagle's tree. draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all
-    of the base's.
+    (transition.py); or `none`. merge, band: of `ctc`, see `Topology`. width, heads, beam: of eagle's layer and tree.
+    draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all of the base's.
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
     kind: str = "ctc"
-    slots: int = 9
-    width: int = 128
-    heads: int = 4
-    layers: int = 1
-    mixer_width: int = 128
-    mixer_heads: int = 4
-    mixer_layers: int = 1
+    slots: int = 7
+    layers: int = 2
     merge: bool = True
     band: int | None = None
     transition: str = "none"
     rank: int = 128
-    base_layers: int | None = 0
-    slots_per_query: int = 1
+    width: int = 128
+    heads: int = 4
     beam: int = 8
     draft_vocab_size: int | None = None
 
@@ -76,10 +71,8 @@ class HeadConfig:
             raise ValueError(f"head={self.kind} has no blank: leave out head.merge and head.band")
         if self.merge and self.band is not None:
             raise ValueError(f"head.merge=true takes any number of blanks: use head.band=null, not {self.band}")
-        if bare and self.base_layers != 0:
-            raise ValueError(f"head={self.kind} has no slots that could look back: leave head.base_layers at 0")
         for name, value in asdict(self).items():
-            absent = name in ("band", "base_layers", "draft_vocab_size") and value is None
+            absent = name in ("band", "draft_vocab_size") and value is None
             if absent or name in ("kind", "transition", "merge"):
                 continue
             if type(value) is not int:
@@ -87,17 +80,16 @@ class HeadConfig:
             most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
             if value > most:
                 raise ValueError(f"head.{name} must be at most {most}")
-            least = 0 if name in ("band", "base_layers") else 1
+            least = 0 if name == "band" else 1
             if value < least:
                 raise ValueError(f"head.{name}={value} must be at least {least}")
-        for width, heads in ((self.width, self.heads), (self.mixer_width, self.mixer_heads)):
-            if width % (2 * heads):
-                raise ValueError(f"a width of {width} is no even multiple of its {heads} attention heads")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"head.width={self.width} is no even multiple of head.heads={self.heads}")
 
 
 class Slots(NamedTuple):
-    """states [N, T, D], to be multiplied with the base's LM head; blank logits [N, T], or None; A x_t [N, T, R] of a
-    transition, or None."""
+    """states [N, T, D], to be multiplied with the base's LM head; the blank's log-odds against all tokens together
+    [N, T], or None; A x_t [N, T, R] of a transition, or None."""
 
     states_NTD: Tensor
     blank_NT: Tensor | None
@@ -105,11 +97,12 @@ class Slots(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Encoded positions [B, L, W]; what slots may look at of what layers of the base made of them and of the cached
-    ones."""
+    """Of every position its hidden state, and behind it what else there is [B, L, X], and the root's embedding; keys
+    and values of the copied layers."""
 
-    states_BLW: Tensor
-    of_base: Sequence[Memory] = ()
+    states_BLX: Tensor
+    root_BLD: Tensor
+    memories: Mapping[int, Memory]
 
 
 class Vocabulary(NamedTuple):
@@ -130,7 +123,7 @@ class Head(nn.Module, ABC):
 
     one_pass: a draft is one forward, in fixed shapes.
     transition: None where slots do not depend on what was collapsed before.
-    attended: layers of the base whose keys and values slots attend to, or None: of whole sequences they come behind
+    attended: layers of the base whose keys and values slots see, or None: of whole sequences they come behind
     each hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
     calibration, copy_rates: what its psi, and copied tokens, were seen to be worth on held-out text, if that was
     measured.
@@ -153,11 +146,6 @@ class Head(nn.Module, ABC):
     def draft_vocabulary(self, base: Base) -> DraftVocabulary:
         """The tokens that it can draft, of its base's."""
         return DraftVocabulary(base, None if self.config.draft_vocab_size is None else self.draft_ids_X)
-
-    @property
-    def attended_layers(self) -> tuple[int, ...]:
-        """Of the base: what `Base.hidden` is asked for."""
-        return () if self.attended is None else self.attended.layers
 
     def forward(
         self,
@@ -243,58 +231,84 @@ class Head(nn.Module, ABC):
 
 
 class SlotHead(Head):
-    """`ctc` and `parallel`: causal context encoder, T slot states, bidirectional mixer, frozen LM head.
+    """`ctc` and `parallel`: T slots, which see the context and each other in copies of the base's last layers.
 
-    They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none.
+    They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none. Slot t stands where its token
+    would be read if nothing were blank, t + 1 positions behind the anchor; slot 0 begins as the root itself. Without
+    `body` blocks take its place in which slots see each other alone.
     """
 
-    def __init__(self, config: HeadConfig, hidden_size: int, attended: Attended | None = None) -> None:
+    scale: Tensor  # what is learnt of an input is as small as other weights, and states are not
+
+    def __init__(self, config: HeadConfig, hidden_size: int, body: LastLayers | None = None) -> None:
         super().__init__(config, hidden_size)
-        W, M, T = config.width, config.mixer_width, config.slots
-        self.enter = nn.Linear(2 * hidden_size, W, bias=False)
-        self.context = nn.ModuleList(Block(W, config.heads) for _ in range(config.layers))
-        self.context_norm = nn.RMSNorm(W)
-        self.to_slot = nn.Linear(W, M, bias=False)
-        self.slot = nn.Parameter(torch.randn(T, M) * 0.5)
-        self.mixer = nn.ModuleList(Block(M, config.mixer_heads) for _ in range(config.mixer_layers))
-        self.norm = nn.RMSNorm(M)
-        self.leave = nn.Linear(M, hidden_size, bias=False)
-        self.blank = nn.Linear(M, 1) if config.kind == "ctc" else None
-        self.attended = attended
-        self.of_base = None if attended is None else BaseAttention(M, attended, T, config.slots_per_query)
+        D, T = hidden_size, config.slots
+        self.of_state = nn.Parameter(torch.ones(T, 1))
+        self.of_root = nn.Parameter(torch.ones(T, 1))
+        self.slot = nn.Parameter(torch.zeros(T, D))
+        self.enter = nn.Linear(2 * D, D, bias=False)
+        nn.init.zeros_(self.enter.weight)
+        self.register_buffer("scale", torch.tensor(1.0 if body is None else body.scale))
+        self.body = body
+        if body is None:
+            self.blocks = nn.ModuleList(Block(D, _heads_of(D)) for _ in range(config.layers))
+            self.norm = nn.RMSNorm(D)
+        else:
+            self.attended = body.attended
+        self.blank = nn.Linear(D, 1) if config.kind == "ctc" else None
+        if self.blank is not None:
+            nn.init.zeros_(self.blank.weight)
+            nn.init.constant_(self.blank.bias, RARE_BLANK)
         if config.transition != "none":
-            self.transition = Transition(M, hidden_size, config.rank, with_blank=config.kind == "ctc")
+            self.transition = Transition(D, D, config.rank, with_blank=config.kind == "ctc")
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
-        return TreeCache(self.config.layers, batch, capacity, of_base)
+        return TreeCache(0, batch, capacity, of_base)
 
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        hidden_BLD, of_base = self._apart(hidden_BLD, cache)
-        x = self.enter(torch.cat([root_BLD, hidden_BLD], dim=-1))
-        for layer, block in enumerate(self.context):
-            x = block(x, sight, cache, layer)
-        return Context(self.context_norm(x), of_base)
-
-    def _apart(self, states_BLX: Tensor, cache: TreeCache | None) -> tuple[Tensor, Sequence[Memory]]:
-        """Hidden states, and the keys and values of the layers that slots attend to."""
+    def encode(self, hidden_BLX: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
         if self.attended is None:
-            return states_BLX, ()
+            return Context(hidden_BLX, root_BLD, {})
         if cache is None:
-            return self.attended.apart(states_BLX, self.hidden_size)
+            return Context(hidden_BLX[..., : 2 * self.hidden_size], root_BLD, self.attended.memories(hidden_BLX))
         assert cache.of_base is not None
-        kept = [cache.of_base.committed(layer) for layer in self.attended.layers]
-        return states_BLX, [Memory(k.to(states_BLX.dtype), v.to(states_BLX.dtype)) for k, v in kept]
+        memories = {layer: Memory(*cache.of_base.committed(layer)) for layer in self.attended.layers}
+        return Context(hidden_BLX, root_BLD, memories)
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
-        x = self.to_slot(anchors.own(context.states_BLW)).unsqueeze(1) + self.slot
-        if self.of_base is not None:
-            x = x + self.of_base(x, context.of_base, anchors, sight)
-        for block in self.mixer:
-            x = block(x)
-        x = self.norm(x)
-        blank_NT = None if self.blank is None else self.blank(x).squeeze(-1)
-        slot_NTR = None if self.transition is None else self.transition.from_slot(x)
-        return Slots(self.leave(x), blank_NT, slot_NTR)
+        D = self.hidden_size
+        hidden_ND, root_ND = anchors.own(context.states_BLX), anchors.own(context.root_BLD)
+        hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
+        read_ND = self.enter(torch.cat([F.rms_norm(root_ND, (D,)), F.rms_norm(hidden_ND, (D,))], dim=-1))
+        own_NTD = self.of_state * entering_ND.unsqueeze(1) + self.of_root * root_ND.unsqueeze(1)
+        x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
+        if self.body is None:
+            for block in self.blocks:
+                x_NTD = block(x_NTD)
+            x_NTD = self.norm(x_NTD)
+        else:
+            x_NTD = self._seen(x_NTD, context, anchors, sight)
+        blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
+        slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
+        return Slots(x_NTD, blank_NT, slot_NTR)
+
+    def _seen(self, x_NTD: Tensor, context: Context, anchors: Anchors, sight: Sight) -> Tensor:
+        """Slots after the copied layers: each sees the positions up to its anchor, and all slots of that anchor."""
+        assert self.body is not None
+        (B, A), (_, T, D) = (len(context.states_BLX), anchors.most), x_NTD.shape
+        S = next(iter(context.memories.values())).keys.shape[2]
+        first_BA = anchors.spread(sight.position_of(anchors, B) + 1, B)
+        position_BQ = (first_BA.unsqueeze(2) + torch.arange(T, device=x_NTD.device)).view(B, A * T)
+        context_BQS = anchors.spread(sight.seen_by(anchors, B, S), B).repeat_interleave(T, dim=1)
+        anchor_Q = torch.arange(A, device=x_NTD.device).repeat_interleave(T)
+        own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
+        seen = Sight(position_BQ, torch.cat([context_BQS, own_BQQ], dim=2).unsqueeze(1))
+        rows_BQD = anchors.spread(x_NTD, B).view(B, A * T, D)
+        return anchors.gathered(self.body(rows_BQD, seen, context.memories).view(B, A, T, D))
+
+
+def _heads_of(width: int) -> int:
+    """Attention heads of a block of that width: of 64 numbers each, or the next number of them that fits."""
+    return next(heads for heads in range(max(1, width // 64), 0, -1) if width % (2 * heads) == 0)
 
 
 class MedusaHead(Head):
@@ -306,39 +320,37 @@ class MedusaHead(Head):
         self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, hidden_size))
 
     def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        return Context(hidden_BLD)
+        return Context(hidden_BLD, root_BLD, {})
 
     def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
-        rows_TND = anchors.own(context.states_BLW).expand(self.config.slots, -1, -1)
+        rows_TND = anchors.own(context.states_BLX).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
         return Slots(rows_TND.transpose(0, 1), None)
 
 
-def build_head(config: HeadConfig, hidden_size: int, attended: Attended | None = None) -> Head:
-    """A freshly initialised head on a base of that hidden size; attended: what config.base_layers are (`head_on`)."""
+def build_head(config: HeadConfig, hidden_size: int, body: LastLayers | None = None) -> Head:
+    """A freshly initialised head on a base of that hidden size; body: of `ctc` and `parallel` (`head_on`)."""
     from ctcdraft.model.eagle import EagleHead  # which is built on this module
 
-    if bool(config.base_layers) != (attended is not None):
-        raise ValueError(f"head.base_layers={config.base_layers}: which layers of the base these are is not known")
     if config.kind in ("medusa", "eagle"):
         return (MedusaHead if config.kind == "medusa" else EagleHead)(config, hidden_size)
-    return SlotHead(config, hidden_size, attended)
+    return SlotHead(config, hidden_size, body)
 
 
 def head_on(base: Base, config: HeadConfig) -> Head:
-    """A freshly initialised head for that base; of base_layers=None it makes the number that the base allows, of
-    a draft vocabulary no smaller than the base's all of it. Raises ValueError where it has no such layers."""
+    """A freshly initialised head for that base, of a draft vocabulary no larger than the base's. Raises ValueError
+    where the base has fewer layers."""
     attended = attended_on(base, config)
-    layers = 0 if attended is None else len(attended.layers)
     drafted = config.draft_vocab_size
     drafted = None if drafted is None or drafted >= base.vocab_size else drafted
-    return build_head(replace(config, base_layers=layers, draft_vocab_size=drafted), base.hidden_size, attended)
+    body = None if attended is None else LastLayers(base, attended)
+    return build_head(replace(config, draft_vocab_size=drafted), base.hidden_size, body)
 
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
-    """The layers whose keys and values a head of that config attends to. Raises ValueError as `head_on` does."""
-    return base.attended(int(base.can_be_attended) if config.base_layers is None else config.base_layers)
+    """The layers of the base that a head of that config copies, if any. Raises ValueError as `head_on` does."""
+    return last_layers(base, config.layers) if config.kind in ("ctc", "parallel") else None
 
 
 def parameters_of(module: nn.Module) -> int:
@@ -351,7 +363,7 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
     out."""
     config, body = head.config, 0
     rows = config.slots if head.one_pass else 1 + (config.slots - 1) * config.beam  # of the LM head
-    once = ("enter", "context", "to_slot", "weight") if head.one_pass else ()
+    once = ("enter", "weight") if head.one_pass else ()
     for name, p in head.named_parameters():
         if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
             body += p.numel() * (1 if name.startswith(once) else rows)

@@ -42,7 +42,7 @@ class Lattice:
 
     tokens [Y]       candidates, as the base's ids, ascending
     log_p [T, Y]     log p_t(y) over the vocabulary, the blank left out; without the transition
-    log_blank [T]    the blank's logit on the same scale; LOG_NOTHING: no blank
+    log_blank [T]    the blank's log-odds against all tokens together; LOG_NOTHING: no blank
     topology         which alignments count
     moves            how the token collapsed last moves them, or None: it does not
     """
@@ -114,12 +114,11 @@ def candidates_of(
 ) -> Candidates:
     """The top_k tokens that are likeliest in any slot, and their probabilities in every slot over the whole vocabulary.
 
-    blank None is a head whose slot k predicts token k. ids: see `Candidates`. moved: of a transition A x_t [N, T, R],
-    the roots [N] as numbers of the vocabulary, and its tables.
+    blank: its log-odds; None: of a head whose slot k predicts token k. ids: see `Candidates`. moved: of a transition
+    A x_t [N, T, R], the roots [N] as numbers of the vocabulary, and its tables.
     """
     log_p_NTV = logits_NTV.float().log_softmax(dim=2)
-    lse_NT = logits_NTV[:, :, 0].float() - log_p_NTV[:, :, 0]  # the same for every token
-    log_blank_NT = torch.full_like(lse_NT, NOTHING) if blank_NT is None else blank_NT.float() - lse_NT
+    log_blank_NT = log_p_NTV.new_full(log_p_NTV.shape[:2], NOTHING) if blank_NT is None else blank_NT.float()
     peak_NV = log_p_NTV.amax(dim=1)
     tokens_NY = peak_NV.topk(min(top_k, peak_NV.shape[1]), dim=1).indices.sort(dim=1).values
     index_NTY = tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1)

@@ -1,10 +1,9 @@
-"""The transformer blocks that heads are built from.
+"""The transformer block that heads are built from, and what its rows see.
 
-Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, T slots of each,
-Q of them that ask.
+Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,14 +83,13 @@ class Block(nn.Module):
 
 class Anchors(NamedTuple):
     """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there;
-    one_each: anchor n is the only one of row n; at_end: and nothing stands behind it."""
+    one_each: anchor n is the only one of row n."""
 
     batch_N: Tensor
     position_N: Tensor
     place_N: Tensor
     most: int
     one_each: bool = False
-    at_end: bool = False
 
     @staticmethod
     def of(batch_N: Tensor, position_N: Tensor) -> "Anchors":
@@ -111,8 +109,7 @@ class Anchors(NamedTuple):
     @staticmethod
     def last_of(counts: Sequence[int], rows_BLX: Tensor) -> "Anchors":
         """The last of the first counts[b] positions of each row of [B, L, ...]."""
-        last = Anchors.one_per_row(torch.tensor(counts, device=rows_BLX.device) - 1)
-        return last._replace(at_end=list(counts) == [rows_BLX.shape[1]])
+        return Anchors.one_per_row(torch.tensor(counts, device=rows_BLX.device) - 1)
 
     def own(self, values_BL: Tensor) -> Tensor:
         """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""
@@ -140,114 +137,32 @@ class Memory(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Layers of the base whose keys and values a head attends to: each has that many heads of that width; frequency:
-    by how much a position turns the first numbers of a key against as many of those behind them (radians)."""
+    """The base's last layers that a head copies: what it needs of each position is the state [D] that enters the first
+    of them, and the keys and values that each of them has, of that many heads of that width."""
 
     layers: tuple[int, ...]
     heads: int
     width: int
-    frequency: tuple[float, ...]
+    hidden_size: int
 
     @property
     def size(self) -> int:
-        """Numbers of a position: keys and values of all layers."""
-        return 2 * len(self.layers) * self.heads * self.width
+        """Numbers of a position: the entering state, then keys and values of all layers."""
+        return self.hidden_size + 2 * len(self.layers) * self.heads * self.width
 
-    def apart(self, states_BLX: Tensor, hidden_size: int) -> tuple[Tensor, list[Memory]]:
-        """Hidden states [B, L, D], and the keys and values of all layers as those of as many heads."""
+    def memories(self, states_BLX: Tensor) -> dict[int, Memory]:
+        """Keys and values of each layer from what `Base.hidden` puts behind the hidden and the entering states."""
         B, L, _ = states_BLX.shape
-        both = states_BLX[..., hidden_size:].view(B, L, 2, len(self.layers) * self.heads, self.width)
-        return states_BLX[..., :hidden_size], [Memory(*both.permute(2, 0, 3, 1, 4))]
-
-
-class Askers(nn.Module):
-    """Which of an anchor's slots look back: of each `per_query` neighbours the middle one, for all of them. Slot t
-    stands t + 1 positions behind the anchor."""
-
-    slot_Q: Tensor
-    query_T: Tensor
-
-    def __init__(self, slots: int, per_query: int) -> None:
-        super().__init__()
-        middle = [min(first + per_query // 2, slots - 1) for first in range(0, slots, per_query)]
-        self.register_buffer("slot_Q", torch.tensor(middle), persistent=False)
-        self.register_buffer("query_T", torch.arange(slots) // per_query, persistent=False)
-
-    def of(self, x_NTW: Tensor) -> Tensor:
-        """The slots that ask, [N, Q, W]."""
-        return x_NTW if len(self.slot_Q) == len(self.query_T) else x_NTW[:, self.slot_Q]
-
-    def told(self, found_NQW: Tensor) -> Tensor:
-        """What they found, to each slot: [N, T, W]."""
-        return found_NQW if len(self.slot_Q) == len(self.query_T) else found_NQW[:, self.query_T]
-
-
-class BaseAttention(nn.Module):
-    """Attention of an anchor's slots to the base's keys and values up to it."""
-
-    def __init__(self, width: int, attended: Attended, slots: int, per_query: int) -> None:
-        super().__init__()
-        self.attended, self.askers = attended, Askers(slots, per_query)
-        self._frequency = torch.tensor(attended.frequency)  # no buffer: half a head's precision would be too little
-        inner = len(attended.layers) * attended.heads * attended.width
-        self.norm = nn.RMSNorm(width)
-        self.query = nn.Linear(width, inner, bias=False)
-        self.seen_norm = nn.RMSNorm(inner)
-        self.out = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x_NTW: Tensor, memories: Sequence[Memory], anchors: Anchors, sight: Sight) -> Tensor:
-        """memories: of each layer, or one that holds the heads of all."""
-        x_NQW = self.askers.of(x_NTW)
-        q = self.query(self.norm(x_NQW)).view(*x_NQW.shape[:2], -1, self.attended.width).transpose(1, 2)
-        found = look_back(q, self.askers.slot_Q, memories, anchors, sight, self._turned)
-        return self.askers.told(self.out(self.seen_norm(found)))
-
-    def _turned(self, q: Tensor, position_NT: Tensor) -> Tensor:
-        if self._frequency.device != q.device:  # once: a step that is captured may copy nothing from the host
-            self._frequency = self._frequency.to(q.device)
-        return turned_by(self._frequency, q, position_NT)
-
-
-def look_back(
-    q: Tensor,
-    slot_Q: Tensor,
-    memories: Sequence[Memory],
-    anchors: Anchors,
-    sight: Sight,
-    turned: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """What queries [N, H, Q, width] of these slots find in the positions up to their anchors: [N, Q, H * width]; H: the
-    heads of all memories."""
-    N, H, Q, width = q.shape
-    B, _, S, _ = memories[0].keys.shape
-    q = anchors.spread(turned(q, sight.position_of(anchors, B).unsqueeze(1) + slot_Q + 1), B)
-    mask = None
-    if not anchors.at_end:
-        unseen_BAS = anchors.spread(~sight.seen_by(anchors, B, S), B)  # a place without an anchor sees all, not nothing
-        mask = ~unseen_BAS[:, None, :, None].expand(-1, -1, -1, Q, -1).reshape(B, 1, anchors.most * Q, S)
-    q = q.transpose(1, 2).reshape(B, H, anchors.most * Q, width)
-    each = zip(q.split([keys.shape[1] for keys, _ in memories], dim=1), memories, strict=True)
-    found = [F.scaled_dot_product_attention(own, keys, values, attn_mask=mask) for own, (keys, values) in each]
-    y = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-    y = anchors.gathered(y.view(B, H, anchors.most, Q, width).permute(0, 2, 3, 1, 4))
-    return y.reshape(N, Q, H * width)
-
-
-def turned_by(frequency: Tensor, x: Tensor, positions: Tensor) -> Tensor:
-    """As Llama turns queries and keys [N, heads, T, width], at positions [N, T]; numbers without a frequency stay."""
-    count = 2 * len(frequency)
-    turned = _rotate(x[..., :count], *_waves(frequency, positions, x.dtype))
-    return turned if count == x.shape[-1] else torch.cat([turned, x[..., count:]], dim=-1)
+        both = states_BLX[..., 2 * self.hidden_size :].view(B, L, 2, len(self.layers), self.heads, self.width)
+        return {
+            layer: Memory(*both[:, :, :, number].permute(2, 0, 3, 1, 4)) for number, layer in enumerate(self.layers)
+        }
 
 
 def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, 1, L, width] for `_rotate`; the first half of the sines is negated."""
     last = 2.0 / width - 1.0
     frequency = torch.logspace(0.0, last, width // 2, ROPE_BASE, dtype=torch.float32, device=positions_BL.device)
-    return _waves(frequency, positions_BL, dtype)
-
-
-def _waves(frequency: Tensor, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = positions_BL[:, None, :, None].float() * torch.cat([-frequency, frequency])
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

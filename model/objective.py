@@ -142,6 +142,7 @@ def anchor_losses(
     bias_V: Tensor | None = None,
     slot_lengths_N: Tensor | None = None,
     topology: Topology = CTC,
+    blank_is_odds: bool = False,
     implementation: str = "auto",
 ) -> AnchorLoss:
     """The loss of every anchor from its slot states and the LM head.
@@ -150,6 +151,7 @@ def anchor_losses(
     behind every prefix of a slot's window, [N, T, W, D] and [N, T, W]. blank is None exactly for `cross_entropy`.
     weight [U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to the logits in a normaliser, 0 for
     every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
+    blank_is_odds: blank holds its log-odds against all tokens together, not a logit beside theirs.
     Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
     all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
     anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
@@ -178,7 +180,7 @@ def anchor_losses(
     if blank is None:
         loss, log_psi = _slot_losses(rows, weight_U)
     else:
-        loss, log_psi, blank_rate_T = _blank_losses(rows, blank[kept], objective, weight_U)
+        loss, log_psi, blank_rate_T = _blank_losses(rows, blank[kept], objective, weight_U, blank_is_odds)
     every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
         loss.new_zeros(N).index_copy(0, kept, loss),
@@ -297,14 +299,17 @@ class _Logits(NamedTuple):
     stay_NTW: Tensor
 
 
-def _blank_losses(rows: _Rows, blank: Tensor, objective: str, weight_U: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _blank_losses(
+    rows: _Rows, blank: Tensor, objective: str, weight_U: Tensor | None, is_odds: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [N] and log psi [N, U] of CTC and prefix CTC, and the blank's rate [T]."""
     T, U = blank.shape[1], rows.labels_NU.shape[1]
     logits = _logits(rows, T)
     slot_T = torch.arange(T, device=blank.device)
     valid_NT = slot_T < rows.slots_N.unsqueeze(1)
     blank_NTW = blank if blank.dim() == 3 else blank.unsqueeze(2)
-    blank_NTW = blank_NTW.to(logits.emit_NTW.dtype).masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
+    blank_NTW = blank_NTW.to(logits.emit_NTW.dtype)
+    blank_NTW = (blank_NTW + logits.lse_NTW if is_odds else blank_NTW).masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
     loss, log_psi = ctc_losses(
         emissions(logits.emit_NTW, logits.stay_NTW, blank_NTW, logits.lse_NTW, U, rows.topology),
         rows.labels_NU,

@@ -54,6 +54,7 @@ class EagerStep:
 
     def __init__(self, base: Base, head: Head | None, vocabulary: Vocabulary | None, rows: int, capacity: int) -> None:
         self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
+        self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
         self.caches = [self.cache]
         if head is not None:
@@ -90,7 +91,8 @@ class EagerStep:
             ids_1L = torch.tensor([request.prompt[shared:]], device=base.device)
             sight = cache.sight(ids_1L.shape[1], base.device)
             mask = sight.additive(base.dtype)
-            hidden_1LD = base.hidden(ids_1L, attention_mask=mask, position_ids=sight.positions_BL, cache=cache)
+            places = {"attention_mask": mask, "position_ids": sight.positions_BL}
+            hidden_1LD = base.hidden(ids_1L, **places, cache=cache, attended=self.attended)
             cache.alone(None)
             cache.lengths[row] = len(request.prompt)
             if request.sampling.repetition_penalty != 1.0:
@@ -142,6 +144,7 @@ class EagerStep:
                     attention_mask=mask,
                     position_ids=positions_BQ,
                     cache=self.cache,
+                    attended=self.attended,
                 )
             found = self._walks(drafts, hidden_BQD)
         with self.clock("other"):

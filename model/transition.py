@@ -58,7 +58,7 @@ class Transition(nn.Module):
         vocabulary: DraftVocabulary,
         topology: Topology,
     ) -> tuple[Tensor, Tensor | None]:
-        """States [N, T, W, D] and blank logits [N, T, W] of every slot behind the prefixes of its window.
+        """States [N, T, W, D] and the blank's log-odds [N, T, W] of every slot behind the prefixes of its window.
 
         slot_NTR: A x_t; token_NS: the last token of each prefix of the labels, the root first, as numbers of the
         vocabulary.

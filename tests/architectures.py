@@ -198,6 +198,13 @@ ARCHITECTURES = {
 
 
 SINGLE = {"xglm"}  # its own mask overflows in float64
+NOT_ALONE = {  # whose last layers do not run by themselves on the keys and values that the base made
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"),  # of several widths
+    *("mimo_v2_flash", "gemma4_text"),  # the same
+    *("codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"),  # are not called `layers`
+    *("biogpt", "opt", "xglm"),  # learned positions are added to what enters
+    "gemma3n_text",  # several states enter a layer
+}
 STATE = "keeps no keys and values per position, .* have one running state"
 MORE = "keeps more than keys and values"
 TREE = "does not take the mask and the positions of a draft tree"

@@ -7,15 +7,16 @@ import torch
 from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig
+from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import head_on
 from ctcdraft.model.tree import Tree
 
-SIZES = {"slots": 5, "width": 32, "mixer_width": 16, "rank": 8, "beam": 3}
+SIZES = {"slots": 5, "rank": 8, "width": 32, "beam": 3}
 HEADS = [
     HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="full", base_layers=2, **SIZES),
+    HeadConfig("ctc", transition="full", layers=1, **SIZES),
     HeadConfig("parallel", **SIZES),
-    HeadConfig("parallel", transition="full", base_layers=1, **SIZES),
+    HeadConfig("parallel", transition="full", layers=1, **SIZES),
     HeadConfig("medusa", **SIZES),
     HeadConfig("eagle", **SIZES),
 ]
@@ -42,6 +43,15 @@ def random_head(config, base, seed=0):
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
     return head
+
+
+def slots_behind(ids_BL, head, base):
+    """What the head drafts from, once the base has read all but the last of these tokens, which are the roots."""
+    B, L = ids_BL.shape
+    read = TreeCache(base.model.config.num_hidden_layers, B, L)
+    hidden = base.hidden(ids_BL[:, :-1], cache=read, attended=head.attended)
+    read.keep([range(L - 1)] * B)
+    return head.step(hidden, base.embed(ids_BL[:, 1:]), [L - 1] * B, head.new_cache(B, L, read))
 
 
 def assert_entries_of_a_fresh_prefill(base, cache, tokens, number=0):

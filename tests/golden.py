@@ -21,14 +21,14 @@ COMMON = ["experiment=smoke", "logger=none", "train.deterministic=true", "train.
 CASES = {
     "default": [],
     "no_lookup": ["draft.prompt_lookup=0", "bench=toy"],
-    "chain": ["draft=chain", "optim=adamw"],
+    "chain": ["draft=chain", "optim=muon"],
     "paper": ["objective=ctc", "head.merge=true", "head.band=null", "head.transition=none"],
     "whole vocabulary": ["head.draft_vocab_size=null", "objective.negatives=null"],
     "parallel": ["head=parallel", "objective=cross_entropy", "head.transition=full"],
     "medusa": ["head=medusa", "objective=cross_entropy"],
     "eagle": ["head=eagle", "objective=cross_entropy"],
     "packed": ["train.pack=true", "data.features=bf16", "zero=2", "train.micro_batch=2"],
-    "sampled": ["bench.temperatures=[0,0.8]", "bench.seeds=1", "head.base_layers=0"],
+    "sampled": ["bench.temperatures=[0,0.8]", "bench.seeds=1", "head.layers=1"],
 }
 TIMED = ("perf/", "time/", "data/")  # rows of metrics.jsonl
 ANSWER = ("question_id", "temperature", "answers", "tokens", "steps", "identical")

@@ -6,5 +6,5 @@ from ctcdraft.model.topology import CTC, DIAGONAL
 
 def lattice_from_logits(logits_TV, blank_T, top_k, topology=CTC):
     topology = DIAGONAL if blank_T is None else topology
-    blank_1T = None if blank_T is None else blank_T[None]
+    blank_1T = None if blank_T is None else (blank_T - logits_TV.logsumexp(1))[None]  # of a logit beside the tokens'
     return candidates_of(logits_TV[None], blank_1T, top_k, topology).lattices()[0]

@@ -19,7 +19,7 @@ from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.prepare import prepare
 
-SIZES = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "data.max_new_tokens=16"]
+SIZES = ["data.max_new_tokens=16"]
 FOLLOW = ["objective.decay=0.01", "objective.follow=0.05"]  # so that weights follow psi from the second step on
 RATE = ["train.steps=6", "train.save_every=2", "train.eval_every=6", "train.log_every=1", "train.eval_anchors=16"]
 TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another order, and six steps on them

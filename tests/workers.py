@@ -29,7 +29,7 @@ def storing(base, data, cache, log=None):
 
 
 def store_of(base, data, cache, kind="bf16", layers=0, positions=POSITIONS):
-    return FeatureStore(base, data, kind, cache, base.attended(layers), positions)
+    return FeatureStore(base, data, kind, cache, base.attended(layers) if layers else None, positions)
 
 
 def wait_for(log, seconds=60):

@@ -39,8 +39,8 @@ class OptimConfig:
     """kind: `muon` for weight matrices and AdamW for the rest, or `adamw` for all. lr is warmed up over `warmup` (a
     share of the steps), then falls as a cosine to floor * lr; momentum is Muon's, betas are AdamW's."""
 
-    kind: Literal["muon", "adamw"] = "muon"
-    lr: Positive = 4e-3
+    kind: Literal["muon", "adamw"] = "adamw"
+    lr: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01
     momentum: Share = 0.95
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])

@@ -35,7 +35,7 @@ from ctcdraft.model.generate import batches_by_length
 from ctcdraft.model.layers import Attended
 from ctcdraft.train.files import free_bytes, size_of, write_atomically
 
-FORMAT = 2
+FORMAT = 3
 SPLIT = "train"  # development sequences are few, and read by the base itself at every evaluation
 BATCH = 8  # sequences per forward: part of what decides the bits
 
@@ -56,7 +56,6 @@ class FeatureStore:
         positions: int = SHARD_POSITIONS,
     ) -> None:
         self.base, self.kind, self.attended = base, kind, attended
-        self.layers = () if attended is None else attended.layers
         self.size = base.hidden_size + (0 if attended is None else attended.size)
         self.corpus = load_corpus(data_folder, SPLIT)
         self.facts = self._facts(data_folder / f"{SPLIT}.safetensors")
@@ -81,7 +80,7 @@ class FeatureStore:
         left, free = self.bytes_left, free_bytes(self.folder)
         what = f"hidden states of {self.base.hidden_size} numbers"
         if self.attended is not None:
-            what += f" and keys and values of {self.attended.size}"
+            what += f" and {self.attended.size} of the layers that the head copies"
         needed = f"{_gigabytes(left)} for {what} at {len(self.corpus.ids):,} positions in {self.kind}"
         if left > free:
             smaller = ", take data.features=fp8 (half of it)" if self.kind == "bf16" else ""
@@ -127,7 +126,7 @@ class FeatureStore:
         rows = [torch.from_numpy(np.asarray(self.corpus[sequence].ids, np.int64)) for sequence in sequences]
         for batch in batches_by_length(rows, BATCH):
             ids_BL = pad_sequence([rows[i] for i in batch], batch_first=True)  # padded behind: no effect
-            hidden_BLX = self.base.hidden(ids_BL.to(self.base.device), layers=self.layers)
+            hidden_BLX = self.base.hidden(ids_BL.to(self.base.device), attended=self.attended)
             for b, i in enumerate(batch):
                 yield sequences[i], encoded(hidden_BLX[b, : len(rows[i])], self.kind).cpu()
                 bar.update(len(rows[i]))
@@ -150,7 +149,7 @@ class FeatureStore:
             "kind": self.kind,
             "size": self.size,
             "base": " ".join(shape),
-            "layers": " ".join(map(str, self.layers)),
+            "layers": "" if self.attended is None else " ".join(map(str, self.attended.layers)),
             "tokenizer": base.identity["tokenizer"],
             "data": sequences,
         }

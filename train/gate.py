@@ -241,8 +241,8 @@ class OverfitGate:
             return "this head has none"
         N, T, D = slots.states_NTD.shape
         logits = slots.states_NTD.reshape(N * T, D) @ self.vocabulary.lm_weight.T
-        whole = torch.cat([logits, slots.blank_NT.reshape(-1, 1).float()], dim=1).softmax(dim=1)
-        want_NT = whole[:, -1].view(N, T)
+        want_NT = slots.blank_NT.float().sigmoid()
+        whole = (1 - want_NT.view(N * T, 1)) * logits.softmax(dim=1)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
         firsts = [first_emissions(lattice) for lattice in lattices]
         drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)

@@ -6,11 +6,9 @@ from ctcdraft.train.engine import PRECISIONS, bucket_of
 from ctcdraft.train.loop import Plan
 from ctcdraft.train.muon import matrices_of
 
-KEPT_PER_SLOT = 27  # activations of the mixer's width that its backward needs, per slot and layer; measured, rounded up
-KEPT_OF_BASE = 8  # the same of attention to the base's keys, in widths of all its heads together
+KEPT_PER_SLOT = 27  # activations of its own width that a block needs in its backward, per slot; measured, rounded up
+KEPT_OF_COPY = (12, 4)  # the same of a copied layer, in widths of the base and of its MLP
 KEPT_OF_MOVED = 4  # widths of the base per slot and prefix that it stands behind
-KEPT_OF_FOUND = 2  # what it found, for each slot
-KEPT_PER_POSITION = 27  # the same of the context encoder, per position and layer
 WHOLE_UPDATES = 3  # of all matrices, on every rank: gathered, made orthogonal, and on their way between ranks
 WORKED_ON = 6  # of the largest matrix, while it is made orthogonal
 LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
@@ -29,16 +27,15 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
     states = masters + 8 * count - 4 * sum(sizes)  # Muon's one moment, AdamW's two
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
     offloaded = 0 if zero.offload else 1
-    asking = -(-config.slots // config.slots_per_query)
-    seen = micro * anchors * asking * length  # a mask of what slots look back at, a byte each
-    attended, attends = head.attended, head.attended is not None
-    seen_of_base = 0 if attended is None else len(attended.layers) * attended.heads * attended.width
-    features = base.hidden_size + (0 if attended is None else attended.size)
-    mixer = KEPT_PER_SLOT * config.mixer_layers + KEPT_OF_FOUND * attends
-    per_draft = config.slots * (mixer * config.mixer_width + 3 * base.hidden_size)
-    per_draft += asking * KEPT_OF_BASE * seen_of_base
+    attended, D = head.attended, base.hidden_size
+    features = D + (0 if attended is None else attended.size)
+    inner = getattr(base.model.config.get_text_config(), "intermediate_size", None) or 4 * D
+    per_layer = KEPT_PER_SLOT * D if attended is None else KEPT_OF_COPY[0] * D + KEPT_OF_COPY[1] * inner
+    per_draft = config.slots * (config.layers * per_layer + 3 * D)
+    rows = anchors * config.slots  # of a sequence: in the mask each has a number for all of them and for the context
+    seen = 0 if attended is None else micro * (length + rows) * (rows + 2 * config.layers * D)  # and keys and values
     behind = 1 if config.kind != "ctc" else 1 + (config.slots if config.band is None else config.band)
-    moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * base.hidden_size + 2 * config.rank)
+    moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * D + 2 * config.rank)
     vocab = config.draft_vocab_size or base.vocab_size
     return {
         "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
@@ -49,8 +46,7 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
         "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
         "evaluation": 4 * count,  # a second head, which drafts in float32
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
-        "context encoder": micro * length * KEPT_PER_POSITION * config.width * config.layers * width,
-        "slots": micro * anchors * per_draft * width + attends * seen,
+        "slots": (micro * anchors * per_draft + seen) * width,
         "transition": (config.transition != "none") * moved * 4,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * vocab * 4,
     }

@@ -187,12 +187,13 @@ def draft_losses(
         weight_U=torch.tensor(objective.weights(psi_U), device=states.device),
         bias_V=bias,
         topology=head.topology,
+        blank_is_odds=True,
     )
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | None = None) -> tuple[Tensor, Tensor]:
     """(hidden states [B, L, X], embedded roots [B, L, D]); the root of position t is the token at t + 1. X: behind the
-    hidden states come the keys and values of the layers that `head` attends to, where it does.
+    hidden states comes what `head.attended` needs besides, if anything.
 
     Documents that share a row know nothing of each other: positions and attention start anew in each. Where the
     hidden states were stored, for a head that attends to the same layers, the base's layers do not run.
@@ -204,8 +205,7 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
     else:
         sight = document_sight(batch)
         mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
-        layers = () if attended is None else attended.layers
-        hidden_BLX = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions, layers=layers)
+        hidden_BLX = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions, attended=attended)
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLX.to(dtype), root_BLD.to(dtype)

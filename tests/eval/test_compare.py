@@ -4,15 +4,15 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from bases import write_base
+from drafting import random_head
 
 from ctcdraft.eval.bench import BenchConfig, Question, Setting
 from ctcdraft.eval.compare import difference
 from ctcdraft.eval.evaluate import Measurement, evaluate_heads
 from ctcdraft.eval.results import bootstrap
 from ctcdraft.eval.run import Answered, Turn
-from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, load_base
+from ctcdraft.model import DraftConfig, HeadConfig, export_head, load_base
 from ctcdraft.model.decoder import Generation
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -67,9 +67,8 @@ def base(tmp_path_factory):
 def heads(base, tmp_path_factory):
     found = {}
     for seed, label in enumerate(("one", "two", "three")):
-        torch.manual_seed(seed)
         found[label] = tmp_path_factory.mktemp("heads") / label
-        export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), base, found[label], TRAINING)
+        export_head(random_head(HeadConfig(slots=4), base, seed), base, found[label], TRAINING)
     return found
 
 

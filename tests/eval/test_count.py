@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
+from drafting import random_head
 
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count_heads, count_table, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
-from ctcdraft.model import DraftConfig, HeadConfig, build_head, export_head, generate, load_base
+from ctcdraft.model import DraftConfig, HeadConfig, export_head, generate, load_base
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
@@ -27,9 +28,8 @@ def base(tmp_path_factory):
 def heads(base, tmp_path_factory):
     folders = {}
     for seed, name in enumerate("ab"):
-        torch.manual_seed(seed)
         folders[name] = tmp_path_factory.mktemp(name) / "head"
-        export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), base, folders[name], TRAINING)
+        export_head(random_head(HeadConfig(slots=4), base, seed), base, folders[name], TRAINING)
     return folders
 
 

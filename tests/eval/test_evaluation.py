@@ -15,8 +15,9 @@ from ctcdraft.eval.report import headline, report
 from ctcdraft.eval.results import aggregate, measured
 from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
 from ctcdraft.launch.evaluation import Evaluated
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, export_head, load_base, load_head
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, export_head, load_base, load_head
 from ctcdraft.model.decoder import Generation
+from ctcdraft.model.head import head_on
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -31,7 +32,7 @@ def chat_base(tmp_path_factory):
 def head_folder(chat_base, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head") / "head"
-    export_head(build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32), chat_base, folder, TRAINING)
+    export_head(head_on(chat_base, HeadConfig(slots=4)), chat_base, folder, TRAINING)
     return folder
 
 
@@ -292,7 +293,7 @@ def test_orders_are_balanced_over_questions_and_settings(chat_base, questions, m
     honest = runner._timed
     monkeypatch.setattr(runner, "_timed", lambda d, *rest: order.append(names[d]) or honest(d, *rest))
     monkeypatch.setattr(runner, "Decoder", lambda base: plain)
-    head = build_head(HeadConfig(slots=2, width=32, mixer_width=16), 32)
+    head = head_on(chat_base, HeadConfig(slots=2))
     plain, a, b = Decoder(chat_base), Decoder(chat_base, head, DRAFT), Decoder(chat_base, head, DRAFT)
     names = {plain: "p", a: "a", b: "b"}
     run(chat_base, {"a": a, "b": b}, load_questions(config, chat_base, None, 0), config)

@@ -38,8 +38,7 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
             assert part.transition == "full"
             assert (part.merge, part.band) == (False, 1)
             plain = replace(plain, transition="full")
-            assert (part.base_layers, part.slots_per_query) == (None, 4)
-            plain = replace(plain, merge=False, band=1, base_layers=None, slots_per_query=4, draft_vocab_size=16384)
+            plain = replace(plain, merge=False, band=1, draft_vocab_size=16384)
         if name == "objective":  # as many labels as the default has slots
             assert part.labels == config.head.slots
             plain = replace(plain, labels=config.head.slots)
@@ -145,8 +144,8 @@ def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (["head=hydra"], "error: head=hydra: there is no such choice; choose one of ctc, eagle, medusa, parallel"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
-        (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=9"),
-        (["objective.labels=7"], "error: objective.labels=7 and head.band=1 leave slots without a label"),
+        (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=7"),
+        (["objective.labels=5"], "error: objective.labels=5 and head.band=1 leave slots without a label"),
         (["objective=ctc"], "error: objective=ctc asks where a draft ends, which head.band=1 decides"),
         (["head.merge=true"], "error: head.merge=true takes any number of blanks: use head.band=null"),
         (["draft.nodes=0"], "error: draft.nodes=0"),
@@ -203,7 +202,7 @@ def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
         "--local-rank=1",
         "head.slots=12",
         "zero=2",
-        "optim.lr=1e-3",
+        "optim.lr=2e-3",
         "name=a",
         "data.prompt_tokens=[4,9]",
     ]
@@ -212,7 +211,7 @@ def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, lambda config: seen.append(config))
     assert end.value.code == 0
-    assert (seen[0].head.slots, seen[0].zero.stage, seen[0].optim.lr) == (12, 2, 1e-3)
+    assert (seen[0].head.slots, seen[0].zero.stage, seen[0].optim.lr) == (12, 2, 2e-3)
     assert seen[0].data.prompt_tokens == [4, 9]
 
 
@@ -249,7 +248,7 @@ def entry(tmp_path, *words):
 def test_a_run_is_named_by_what_decides_its_outcome(tmp_path):
     first = stages.check_inputs(entry(tmp_path))
     assert stages.check_inputs(entry(tmp_path, "logger=none", "bench.questions=3", "zero='2'")) == first
-    assert stages.check_inputs(entry(tmp_path, "optim.lr=1e-3")) != first
+    assert stages.check_inputs(entry(tmp_path, "optim.lr=2e-3")) != first
     assert stages.check_inputs(entry(tmp_path, "name=mine")).name == "mine"
 
 

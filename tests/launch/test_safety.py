@@ -50,9 +50,10 @@ def test_pickled_weights_are_refused_unread(base_folder, tmp_path):
 
 
 def test_a_heads_or_runs_folder_with_pickles_in_it_is_read_without_them(base, tmp_path):
-    from ctcdraft.model import HeadConfig, build_head, export_head, load_head
+    from ctcdraft.model import HeadConfig, export_head, load_head
+    from ctcdraft.model.head import head_on
 
-    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), base.hidden_size)
+    head = head_on(base, HeadConfig(slots=4))
     training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
     export_head(head, base, tmp_path / "head", training)
     mark = tmp_path / "mark"
@@ -151,8 +152,8 @@ def secret_run(tmp_path_factory):
     (work / "rows.json").write_text(json.dumps(rows))
     server = Server(load_base(str(base)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sizes = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "bench.questions=2"]
-    options = ["experiment=smoke", "base=local", "base.path=base", "data=sharegpt", "data.path=rows.json", *sizes]
+    options = ["experiment=smoke", "base=local", "base.path=base", "data=sharegpt", "data.path=rows.json"]
+    options += ["bench.questions=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": KEY, "WANDB_MODE": "offline"}
     said = []
     for name, url, retries in (("r", server.url, 2), ("dead", "http://127.0.0.1:9/v1", 0)):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, REFUSED, WINDOW, base_of_architecture, outcome
+from architectures import ARCHITECTURES, NOT_ALONE, REFUSED, SINGLE, WINDOW, base_of_architecture, outcome
 from bases import tiny_tokenizer
 from drafting import prompts, random_trees
 
@@ -68,6 +68,8 @@ def test_a_window_that_a_mask_cannot_give_caps_the_context(monkeypatch):
         assert base_of(copy.deepcopy(model), tiny_tokenizer(), "b").context_length == WINDOW
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "deepseek_v2", "mimo_v2_flash"])
-def test_a_head_looks_at_no_keys_that_it_cannot_read(name):
-    assert head_on(base_of_architecture(name), HeadConfig(base_layers=None)).config.base_layers in (0, 1)
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(REFUSED)))
+def test_a_head_copies_layers_where_these_run_alone(name):
+    base = base_of_architecture(name, torch.float32 if name in SINGLE else torch.float64)
+    head = head_on(base, HeadConfig(layers=2))
+    assert (head.attended is None) == (head.body is None) == (name in NOT_ALONE)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from bases import TEMPLATE, write_base
+from drafting import random_head
 
-from ctcdraft.model import HeadConfig, build_head, export_head, load_base, load_head
+from ctcdraft.model import HeadConfig, export_head, load_base, load_head
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.head import candidates, head_on
 
@@ -15,22 +16,21 @@ TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.
 @pytest.fixture
 def exported(base, tmp_path):
     torch.manual_seed(0)
-    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), base.hidden_size).eval()
+    head = head_on(base, HeadConfig(slots=4)).eval()
     export_head(head, base, tmp_path / "head", TRAINING)
     return head, tmp_path / "head"
 
 
-@pytest.mark.parametrize(("kind", "base_layers"), [("ctc", 0), ("ctc", 2), ("parallel", 1), ("medusa", 0)])
-def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_path, kind, base_layers):
+@pytest.mark.parametrize(("kind", "layers"), [("ctc", 1), ("ctc", 2), ("parallel", 1), ("medusa", 2)])
+def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_path, kind, layers):
     base = load_base(str(base_folder))
     torch.manual_seed(1)
-    config = HeadConfig(kind=kind, slots=4, width=32, mixer_width=16, base_layers=base_layers)
-    head = head_on(base, config).eval()
+    head = random_head(HeadConfig(kind=kind, slots=4, layers=layers), base)
     export_head(head, base, tmp_path / "head", TRAINING)
     loaded = load_head(tmp_path / "head", base)
     assert loaded.attended == head.attended
     ids, read = torch.tensor([[5, 6, 7, 8]]), TreeCache(2, 1, 64)
-    hidden, root = base.hidden(ids, cache=read), base.embed(ids)
+    hidden, root = base.hidden(ids, cache=read, attended=head.attended), base.embed(ids)
     read.keep([range(4)])
     slots = [(h.step(hidden, root, [4], h.new_cache(1, 64, read)), torch.tensor([8]), h) for h in (head, loaded)]
     lattices = [candidates(*given, given[-1].vocabulary(base, 8)).lattices()[0] for given in slots]
@@ -46,9 +46,9 @@ def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(expor
     load_head(folder, load_base(str(base_folder), eos=[1, 9]))
     assert "was trained with base.eos=[1], and tiny-llama has [1,9] here" in str(recwarn.pop().message)
     dated = str(write_base(tmp_path / "dated", template="{{ strftime_now('%Y') }}" + TEMPLATE))
-    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16), 32)
-    export_head(head, load_base(dated), tmp_path / "of-dated", TRAINING)
-    load_head(tmp_path / "of-dated", load_base(dated))
+    base = load_base(dated)
+    export_head(head_on(base, HeadConfig(slots=4)), base, tmp_path / "of-dated", TRAINING)
+    load_head(tmp_path / "of-dated", base)
     assert not recwarn
     load_head(tmp_path / "of-dated", load_base(dated, date="2025-01-31"))
     said = str(recwarn.pop().message)

@@ -14,7 +14,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, load_base
+from ctcdraft.model import Decoder, DraftConfig, HeadConfig, load_base
+from ctcdraft.model.head import head_on
 from ctcdraft.model.sampling import Sampling, gumbel
 from ctcdraft.model.tree import search
 
@@ -95,8 +96,8 @@ def six(tmp_path_factory):
 def test_speculative_samples_have_the_bases_joint_distribution(six):
     """Three tokens, 6^3 outcomes by enumeration, 3000 seeds; the head is random and its drafts are often right."""
     torch.manual_seed(0)
-    config = HeadConfig(slots=4, width=32, mixer_width=16)
-    head = build_head(config, six.hidden_size).double().eval()
+    config = HeadConfig(slots=4)
+    head = head_on(six, config).double().eval()
     decoder = Decoder(six, head, DraftConfig("tree", 20, top_k=6, budget="fixed"))
     prompt, temperature = [1, 2, 3], 0.9
     p = _joint(six, prompt, 3, temperature)

@@ -4,12 +4,13 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from drafting import random_head
+import torch.nn.functional as F
+from drafting import random_head, slots_behind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctcdraft.model import HeadConfig, build_head
-from ctcdraft.model.head import Vocabulary, candidates
+from ctcdraft.model import HeadConfig
+from ctcdraft.model.head import Vocabulary, candidates, head_on
 from ctcdraft.model.lattice import candidates_of
 from ctcdraft.model.objective import anchor_losses
 from ctcdraft.model.topology import CTC, DIAGONAL, Topology
@@ -54,7 +55,7 @@ class Case:
         moved = self.transition(self.states, self.blank, self.slot_NTR, token_NS, self.words, topology)
         lengths = torch.tensor([self.labels.shape[1]]) if lengths is None else lengths
         arguments = moved[0], self.words.lm_weight.to(moved[0].dtype), moved[1], self.labels, lengths
-        return anchor_losses(*arguments, objective=objective, topology=topology, **options)
+        return anchor_losses(*arguments, objective=objective, topology=topology, blank_is_odds=True, **options)
 
     def trained(self):
         transition = self.transition
@@ -75,10 +76,11 @@ class Case:
         context = self.transition.from_context(embedded / (embedded.pow(2).mean() + torch.finfo(float).eps).sqrt())
         at = self.slot_NTR[0, t] + context
         gate = at * (at + 3).clamp(0, 6) / 6
-        logits = [self.words.lm_weight @ (self.states[0, t] + self.transition.to_state.weight @ gate)]
-        if self.blank is not None:
-            logits.append((self.blank[0, t] + self.transition.blank_R @ gate).unsqueeze(0))
-        return torch.cat(logits).softmax(0)
+        p_V = (self.words.lm_weight @ (self.states[0, t] + self.transition.to_state.weight @ gate)).softmax(0)
+        if self.blank is None:
+            return p_V
+        blank = (self.blank[0, t] + self.transition.blank_R @ gate).sigmoid().unsqueeze(0)
+        return torch.cat([p_V * (1 - blank), blank])
 
     def outputs(self, topology=CTC):
         """({prefix: psi}, {collapsed tokens: probability}), alignment by alignment."""
@@ -184,10 +186,9 @@ def test_the_blanks_rate_is_that_behind_as_many_labels_as_there_were_slots(topol
 def test_a_fresh_transition_changes_nothing(base):
     """Training begins where the head without one would."""
     torch.manual_seed(0)
-    config = HeadConfig(slots=4, width=32, mixer_width=16, transition="full")
-    head = build_head(config, base.hidden_size).double()
-    hidden, root = torch.randn(1, 6, base.hidden_size).double(), torch.randn(1, 6, base.hidden_size).double()
-    slots, last = head.step(hidden, root, [6], head.new_cache(1, 32)), torch.tensor([3])
+    config = HeadConfig(slots=4, transition="full")
+    head, ids = head_on(base, config).double(), torch.randint(2, 260, (1, 7))
+    slots, last = slots_behind(ids, head, base), ids[:, -1]
     (moved,) = candidates(slots, last, head, head.vocabulary(base, 5)).lattices()
     (plain,) = candidates(slots, last, head, Vocabulary(DraftVocabulary(base), 5, None)).lattices()
     for moved_tree, plain_tree in [(search(moved, n), search(plain, n)) for n in (1, 30)]:
@@ -199,11 +200,10 @@ def test_a_fresh_transition_changes_nothing(base):
     ("kind", "topology"), [("ctc", CTC), ("ctc", Topology(False, 1)), ("ctc", Topology(False, None)), ("parallel", CTC)]
 )
 def test_the_tree_has_the_psi_that_training_computes(base, kind, topology):
-    sizes = {"slots": 5, "width": 32, "mixer_width": 16, "rank": 8} | topology._asdict()
+    sizes = {"slots": 5, "rank": 8} | topology._asdict()
     head = random_head(HeadConfig(kind, transition="full", **sizes), base)
-    hidden, root = torch.randn(3, 4, base.hidden_size).double(), torch.randn(3, 4, base.hidden_size).double()
-    slots = head.step(hidden, root, [4, 4, 4], head.new_cache(3, 32))
-    roots, checked = torch.randint(8, (3,)), 0
+    ids, checked = torch.randint(2, 260, (3, 5)), 0
+    slots, roots = slots_behind(ids, head, base), ids[:, -1]
     whole = head.vocabulary(base, base.vocab_size)
     for n, lattice in enumerate(candidates(slots, roots, head, whole).lattices()):
         for path, psi in paths_of(search(lattice, 40)):
@@ -231,6 +231,7 @@ def training_psi(head, base, slots, n, root, path):
         torch.tensor([len(path)]),
         objective="cross_entropy" if blank is None else "prefix_ctc",
         topology=head.topology,
+        blank_is_odds=True,
     )
     return out.log_psi_NU[0, len(path) - 1].exp()
 
@@ -281,6 +282,7 @@ def test_plain_ctc_is_the_case_where_the_context_does_not_matter():
     case = Case(4, 3, [0, 2], seed=8)
     case.transition.to_state.weight.data.zero_()
     case.transition.blank_R.data.zero_()
-    table = torch.cat([case.states[0] @ case.words.lm_weight.T, case.blank[0].unsqueeze(1)], 1).log_softmax(1)
+    odds_T1, log_p_TV = case.blank[0].unsqueeze(1), (case.states[0] @ case.words.lm_weight.T).log_softmax(1)
+    table = torch.cat([log_p_TV + F.logsigmoid(-odds_T1), F.logsigmoid(odds_T1)], 1)
     want = oracle.log_psi(oracle.outputs(table), (0, 2))
     assert torch.allclose(case.loss().log_psi_NU[0, 1], want, atol=1e-9)

@@ -80,9 +80,9 @@ def emitted(lattice, t, prefix):
     at = moves.slot[t].astype(float) + (moves.context[tokens.index(prefix[-1])] if prefix else moves.root)
     gate = at * np.clip(at + 3, 0, 6) / 6
     p = np.exp(lattice.log_p[t] + gate @ moves.key)
-    blank = np.exp(lattice.log_blank[t] + moves.blank_key @ gate)
-    total = p.sum() + blank + np.exp(moves.log_rest[t].astype(float))
-    return dict(zip(tokens, p / total, strict=True)), blank / total, set(tokens)
+    p /= p.sum() + np.exp(moves.log_rest[t].astype(float))
+    blank = 1 / (1 + np.exp(-lattice.log_blank[t] - moves.blank_key @ gate))
+    return dict(zip(tokens, p * (1 - blank), strict=True)), blank, set(tokens)
 
 
 def brute_starts(T, emitted, topology):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import random_head
+from drafting import random_head, slots_behind
 
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, load_base, load_head
 from ctcdraft.model.export import export_head
@@ -15,7 +15,7 @@ from ctcdraft.model.tree import search
 from ctcdraft.model.vocabulary import DraftVocabulary, most_frequent
 
 IDS = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
-SIZES = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2}
+SIZES = {"slots": 4}
 KINDS = [
     HeadConfig(transition="full", draft_vocab_size=10, **SIZES),
     HeadConfig(draft_vocab_size=10, **SIZES),
@@ -96,14 +96,14 @@ def test_drafts_are_of_these_tokens_and_output_stays_the_bases(base, config):
 
 
 def test_its_beliefs_are_the_whole_vocabularys_given_that_a_token_can_be_drafted(base):
-    """psi of one slot is the softmax over draft tokens and blank."""
+    """psi of one slot is the softmax over draft tokens, but for the blank's share."""
     head = drafting(HeadConfig(draft_vocab_size=10, **{**SIZES, "slots": 1}), base)
-    hidden, root = torch.randn(1, 3, base.hidden_size).double(), torch.randn(1, 3, base.hidden_size).double()
-    slots = head.step(hidden, root, [3], head.new_cache(1, 16))
-    (lattice,) = candidates(slots, torch.tensor([4]), head, head.vocabulary(base, 10)).lattices()
+    ids = torch.randint(2, 260, (1, 4))
+    slots = slots_behind(ids, head, base)
+    (lattice,) = candidates(slots, ids[:, -1], head, head.vocabulary(base, 10)).lattices()
     tree = search(lattice, 10)
-    logits = torch.cat([slots.states_NTD[0, 0] @ base.lm_weight[IDS].T, slots.blank_NT[0]])
-    want = dict(zip(IDS.tolist(), logits.softmax(0).tolist(), strict=False))
+    p = (slots.states_NTD[0, 0] @ base.lm_weight[IDS].T).softmax(0) * (1 - slots.blank_NT[0].sigmoid())
+    want = dict(zip(IDS.tolist(), p.tolist(), strict=True))
     assert {int(t): pytest.approx(want[int(t)], abs=1e-6) for t in tree.tokens} == dict(
         zip(tree.tokens.tolist(), tree.psi.tolist(), strict=True)
     )

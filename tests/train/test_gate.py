@@ -48,7 +48,7 @@ def trained_base(request):
 
 
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
-    sizes = {"width": 64, "mixer_width": 64, "heads": 2, "mixer_heads": 2, "draft_vocab_size": 4096} | options
+    sizes = {"draft_vocab_size": 4096} | options
     head = HeadConfig(kind=kind, **sizes)
     objective = ObjectiveConfig(kind=objective, follow=None)
     plan = Plan(head, objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
@@ -70,10 +70,7 @@ def test_a_sound_pipeline_passes_every_stage(toy, kind, objective, options):
     assert "a whole draft of" in found[-1].seen
 
 
-AS_DEFAULT = {"slots": 13, "merge": False, "band": 1, "base_layers": None, "slots_per_query": 4} | {
-    "transition": "full",
-    "draft_vocab_size": None,
-}
+AS_DEFAULT = {"slots": 13, "merge": False, "band": 1, "transition": "full", "draft_vocab_size": None}
 
 
 def test_the_default_head_passes_every_stage_on_any_base(trained_base):

@@ -22,20 +22,13 @@ def estimate(base, head, stage=0, ranks=1, precision="fp32", kind="adamw"):
     return memory_per_rank(base, head, plan, ranks)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"base_layers": 2},
-        {"base_layers": 2, "slots_per_query": 4},
-        {"mixer_layers": 2, "layers": 2},
-        {"slots": 16, "mixer_width": 32},
-    ],
-)
-def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
-    head = head_on(fp32_base, HeadConfig(**sizes))
-    seen = 0 if head.attended is None else 2 * 2 * 2 * 8  # keys and values of two layers' two heads of 8
-    hidden = torch.randn(2, 200, fp32_base.hidden_size + seen)
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"layers": 1}, {"slots": 16}, {"slots": 3, "transition": "full"}])
+def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes, copied):
+    config = HeadConfig(**sizes)
+    head = head_on(fp32_base, config) if copied else build_head(config, fp32_base.hidden_size)
+    behind = 0 if head.attended is None else head.attended.size
+    hidden = torch.randn(2, 200, fp32_base.hidden_size + behind)
     root = torch.randn(2, 200, fp32_base.hidden_size)
     rows, at = torch.arange(80) // 40, torch.arange(80) % 40
     kept = {}
@@ -46,15 +39,15 @@ def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         head(hidden, root, rows, at)
-    ours = {p.untyped_storage().data_ptr() for p in head.parameters()}
+    ours = {p.untyped_storage().data_ptr() for p in [*head.parameters(), *fp32_base.model.parameters()]}
     measured = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in ours)
     parts = estimate(fp32_base, head)
-    guess = parts["context encoder"] + parts["slots"] + parts["features"]
+    guess = parts["slots"] + parts["features"]
     assert measured <= guess <= 2 * measured, (measured, parts)
 
 
 def test_zero_shares_what_it_says_among_ranks(fp32_base):
-    head = build_head(HeadConfig(), fp32_base.hidden_size)
+    head = head_on(fp32_base, HeadConfig())
     one = estimate(fp32_base, head)
     parts = ["optimizer", "gradients", "head weights"]
     for stage, shared in ((1, set(parts[:1])), (2, set(parts[:2])), (3, set(parts))):
@@ -67,7 +60,7 @@ def test_zero_shares_what_it_says_among_ranks(fp32_base):
 
 
 def test_optimizers_hold_what_is_said(fp32_base):
-    head = build_head(HeadConfig(), fp32_base.hidden_size)
+    head = head_on(fp32_base, HeadConfig())
     for kind in ("muon", "adamw"):
         optimizer = build_optimizer(head, OptimConfig(kind))
         optimizer.prepare()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ctcdraft.model.head import HeadConfig, build_head
+from ctcdraft.model.head import HeadConfig, build_head, head_on
 from ctcdraft.train.muon import Muon, matrices_of, orthogonal, updates_of
 from ctcdraft.train.zero import Place, Shard
 
@@ -68,11 +68,11 @@ def test_muon_fits_a_linear_map():
 
 
 @pytest.mark.parametrize("kind", ["ctc", "parallel", "medusa", "eagle"])
-def test_matrices_are_the_linear_maps_of_a_head(kind):
-    options = {} if kind in ("medusa", "eagle") else {"transition": "full"}
-    head = build_head(HeadConfig(kind=kind, **options), 16)
-    linear = {f"{name}.weight" for name, part in head.named_modules() if isinstance(part, torch.nn.Linear)}
-    assert set(matrices_of(head)) == ({"weight"} if kind == "medusa" else linear - {"blank.weight"})
+def test_matrices_are_the_linear_maps_of_a_head(base, kind):
+    config = HeadConfig(kind=kind, transition="none" if kind in ("medusa", "eagle") else "full")
+    for head in (build_head(config, 16), head_on(base, config)):
+        linear = {f"{name}.weight" for name, part in head.named_modules() if isinstance(part, torch.nn.Linear)}
+        assert set(matrices_of(head)) == ({"weight"} if kind == "medusa" else linear - {"blank.weight"})
     assert not matrices_of(torch.nn.ModuleDict({"table": torch.nn.Embedding(4, 4), "norm": torch.nn.RMSNorm(4)}))
 
 

@@ -27,10 +27,6 @@ OPTIONS = [
     "data=sharegpt",
     "data.path=rows.json",
     "data.shard_rows=8",
-    "head.width=32",
-    "head.mixer_width=16",
-    "head.heads=2",
-    "head.mixer_heads=2",
     "bench.questions=2",
     "draft.budget=fixed",  # a measured one is what a clock decides
 ]

@@ -45,13 +45,12 @@ def losses(base, task, sampler):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("kind", "whole"), [("ctc", False), ("ctc", True), ("medusa", False)])
 def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, attention, kind, whole):
-    """whole: with the base's keys and values, and a transition."""
+    """whole: with a body of the base's layers, and a transition."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     base.model.set_attn_implementation(attention)
     torch.manual_seed(0)
-    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2}
-    sizes["base_layers"] = 2 * whole
-    head = head_on(base, HeadConfig(kind=kind, transition="full" if whole else "none", **sizes)).double()
+    config = HeadConfig(kind=kind, slots=4, transition="full" if whole else "none")
+    head = (head_on(base, config) if whole else build_head(config, base.hidden_size)).double()
     if head.transition is not None:
         torch.nn.init.normal_(head.transition.to_state.weight)
     if kind == "medusa":
@@ -64,22 +63,23 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     want, anchors, gradient = losses(base, task, Sampler(corpus, batch=len(corpus), **options))
     got, packed_anchors, packed_gradient = losses(base, task, packed)
     assert packed_anchors == anchors > 100
-    assert abs(got - want) < 1e-9 * want  # float64, sums in another order
-    assert torch.allclose(packed_gradient, gradient, rtol=1e-9, atol=1e-9)
+    near = 1e-7 if whole and attention == "eager" else 1e-9  # float64; the softmax of eager layers is in float32
+    assert abs(got - want) < near * want  # sums in another order
+    assert torch.allclose(packed_gradient, gradient, rtol=near, atol=near)
 
 
 def test_without_the_document_mask_the_loss_is_another(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     torch.manual_seed(0)
-    head = build_head(HeadConfig(slots=4, width=32, mixer_width=16, heads=2, mixer_heads=2), 32).double()
+    head = head_on(base, HeadConfig(slots=4)).double()
     task = DraftTask(head, ObjectiveConfig(labels=4), base)
     sampler = Sampler(corpus, batch=1, pack=True, anchors=100, labels=4, max_length=LONGEST, seed=0)
     batch = sampler.collate(0, slice(None))
     blind = batch._replace(document_BL=None, place_BL=None)
     assert len(sampler.members[sampler.sequences(0)[0]]) > 1
     with torch.no_grad():
-        right, _ = task(*base_features(base, batch, torch.float64), batch)
-        wrong, _ = task(*base_features(base, blind, torch.float64), blind)
+        right, _ = task(*base_features(base, batch, torch.float64, head), batch)
+        wrong, _ = task(*base_features(base, blind, torch.float64, head), blind)
     assert abs(right - wrong) > 1e-3
 
 
@@ -92,12 +92,11 @@ def test_later_prefixes_count_as_they_come_true():
 
 def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
-    sizes = {"slots": 4, "width": 32, "mixer_width": 16, "heads": 2, "mixer_heads": 2}
-    head = build_head(HeadConfig(merge=False, band=1, **sizes), 32).double()
+    head = head_on(base, HeadConfig(slots=4, merge=False, band=1)).double()
     task = DraftTask(head, ObjectiveConfig(labels=4, decay=0.01, follow=0.1), base)
     sampler = Sampler(corpus, batch=4, anchors=100, labels=4, max_length=LONGEST, seed=0)
     batch = sampler.collate(0, slice(None))
-    features = base_features(base, batch, torch.float64)
+    features = base_features(base, batch, torch.float64, head)
     blind, sums = task(*features, batch)
     task.observe(sums)
     assert len(task.psi_U) == 4

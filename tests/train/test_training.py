@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from wandb_file import history
 
 ROOT = Path(__file__).parents[2]
-SIZES = ["head.width=32", "head.mixer_width=16", "head.heads=2", "head.mixer_heads=2", "bench.questions=2"]
+SIZES = ["bench.questions=2"]
 FOLLOW = ["objective.decay=0.01", "objective.follow=0.05"]  # so that weights follow psi from the second step on
 SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES, *FOLLOW]
 
@@ -190,7 +190,7 @@ def test_another_configuration_under_the_same_name_is_refused(workplace, one_pro
     words = command(workplace, "name=one", "optim.lr=0.5")
     done = subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
-    assert "runs/one is a run with optim.lr=0.004, this one is with optim.lr=0.5" in done.stderr
+    assert "runs/one is a run with optim.lr=0.001, this one is with optim.lr=0.5" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
