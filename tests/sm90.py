@@ -11,19 +11,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ctcdraft.model.kernels import reference, triton_lattice, triton_rows
+from ctcdraft.model.kernels import reference, triton_lattice, triton_rows, triton_stream
 
 T = {"WIDE": triton.language.float32}
 LATTICE = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **T}
 ROWS = {"BLOCK": triton_rows.BLOCK, **T}
+STREAM = {"ROWS": triton_stream.ROWS, "COLUMNS": triton_stream.COLUMNS, "DEPTH": triton_stream.DEPTH, **T}
+DOT = {"ROWS": triton_stream.DOT_ROWS, "DEPTH": 2 * triton_stream.DEPTH, **T}
 
 KERNELS = {
+    "lse": (triton_stream.lse_kernel, {"UPCAST": False, **STREAM}, triton_stream.WARPS, triton_stream.STAGES),
+    "indexed_dot": (triton_stream.indexed_dot_kernel, DOT, 4, 3),
     "exponentials": (triton_rows.exponentials_kernel, ROWS, triton_rows.WARPS, 3),
     "hidden": (triton_rows.hidden_kernel, {"BLOCK": triton_rows.HIDDEN_BLOCK}, 4, 3),
     "lattice_forward": (triton_lattice._forward_kernel, LATTICE, triton_lattice.WARPS, 3),
     "lattice_backward": (triton_lattice._backward_kernel, LATTICE, triton_lattice.WARPS, 3),
 }
 POINTERS = {
+    "hidden_ptr": "*bf16",
     "weight_ptr": "*bf16",
     "z_ptr": "*bf16",
     "index_ptr": "*i64",
@@ -48,6 +53,7 @@ def compiled(kernel, constants, warps, stages):
     ptx = binary.asm["ptx"]
     return {
         "shared_bytes": binary.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
         "barriers": len(re.findall(r"\bbar\.sync|\bbarrier\.sync", ptx)),
         "shuffles": ptx.count("shfl.sync"),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),

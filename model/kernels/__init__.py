@@ -1,7 +1,8 @@
 """The linear-lse-gather primitive and the prefix lattice, and who computes them.
 
 `reference` (plain torch, the oracle) | `linear_lse` (GEMMs over a reused tile of logits) | `triton_rows` (what it does
-beside the GEMMs, fused) | `triton_lattice` (one anchor per lane).
+beside the GEMMs, fused) | `triton_stream` (no logits at all, without a gradient) | `triton_lattice` (one anchor per
+lane).
 """
 
 import os
@@ -33,7 +34,10 @@ def linear_lse_gather(
     _check(hidden_MD, weight_VD, index_MK)
     if name == "reference":
         return reference.linear_lse_gather(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK)
-    if not torch.is_grad_enabled():  # autograd would ask for the slope all the same
+    trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
+    if name == "triton" and not trains:
+        return _triton("triton_stream").lse_gather(hidden_MD, weight_VD, index_MK)
+    if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     ops = linear_lse if name == "chunked" else _triton("triton_rows")
     return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, ops)

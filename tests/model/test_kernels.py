@@ -284,7 +284,7 @@ def sm90():
 
 
 def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90):
-    assert set(sm90) == {"exponentials", "hidden", "lattice_forward", "lattice_backward"}
+    assert set(sm90) == {"lse", "indexed_dot", "exponentials", "hidden", "lattice_forward", "lattice_backward"}
     for name, facts in sm90.items():
         assert facts["cubin_bytes"] > 0
         assert facts["shared_bytes"] <= 227 * 1024, name
@@ -292,7 +292,8 @@ def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90):
         assert facts["wide_offsets"] > 0, name
 
 
-def test_the_lanes_do_not_wait_for_each_other(sm90):
+def test_the_gemm_uses_the_tensor_cores_and_the_lanes_do_not_wait_for_each_other(sm90):
+    assert sm90["lse"]["wgmma"] > 0
     for name in ("lattice_forward", "lattice_backward"):
         assert (sm90[name]["barriers"], sm90[name]["shuffles"], sm90[name]["shared_bytes"]) == (0, 0, 0), name
 
