@@ -131,7 +131,8 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint(small, cop
 def test_a_checkpoint_holds_weights_and_moments_of_the_head_and_nothing_of_the_base_or_of_pickle(
     small, whole, tmp_path, stage
 ):
-    trainer, _ = trained(small, tmp_path, f"zero={stage}", "train.steps=1", "train.save_every=1", "train.eval_every=1")
+    options = "optim=muon", "train.steps=1", "train.save_every=1", "train.eval_every=1"
+    trainer, _ = trained(small, tmp_path, f"zero={stage}", *options)
     step = tmp_path / "checkpoints" / "step_000001"
     assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "state.safetensors"]
     every = {f"head.{name}" for name, _ in trainer.task.head.named_parameters()}
