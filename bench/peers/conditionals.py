@@ -51,8 +51,8 @@ class LayersBase(Base):
         return LayersBase(**{field.name: getattr(base, field.name) for field in fields(base)})
 
     @torch.no_grad()
-    def hidden(self, ids_BL: Tensor, *, layers: tuple[int, ...] = (), **_: None) -> Tensor:
-        """[B, L, F]; the last layer's state is before the final norm, as vLLM and speculators have it."""
+    def hidden(self, ids_BL: Tensor, *, attended: tuple[int, ...] = (), **_: None) -> Tensor:
+        """[B, L, F] of the attended layers; the last one is before the final norm, as vLLM and speculators have it."""
         last = {}
         norm = self.model.base_model.norm
         hook = norm.register_forward_pre_hook(lambda _, inputs: last.update(state=inputs[0]))
@@ -61,7 +61,7 @@ class LayersBase(Base):
         finally:
             hook.remove()
         states = [*out.hidden_states[:-1], last["state"]]
-        return torch.cat([states[layer] for layer in layers], dim=-1)
+        return torch.cat([states[layer] for layer in attended], dim=-1)
 
 
 class PeerHead:
@@ -72,7 +72,7 @@ class PeerHead:
 
     def __init__(self, drafter: Drafter, base: Base, nodes: int) -> None:
         self.drafter, self.nodes, self.ends = drafter, nodes, frozenset(base.eos_ids)
-        self.attended_layers, self.hidden_size = drafter.layers, drafter.hidden_size
+        self.attended, self.hidden_size = drafter.layers, drafter.hidden_size
 
     def parameters(self) -> Iterator[Tensor]:
         """One, in the precision in which it is given hidden states."""

@@ -52,7 +52,7 @@ def write_states(base, rows, layers, folder):
     for batch in tqdm(batches, "hidden states", unit="batch", mininterval=1):
         numbers = [missing[i] for i in batch]
         several = [torch.from_numpy(rows[number].tokens) for number in numbers]
-        hidden_BLF = base.hidden(pad_sequence(several, True), layers=layers)
+        hidden_BLF = base.hidden(pad_sequence(several, True), attended=layers)
         for number, tokens, hidden_LF in zip(numbers, several, hidden_BLF, strict=True):
             hidden = hidden_LF[: len(tokens)].unflatten(1, (len(layers), -1)).bfloat16().contiguous()
             part = states / f"{number}.part"
