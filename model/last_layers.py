@@ -61,6 +61,10 @@ class LastLayers(nn.Module):
         self.mixed = base.dtype == torch.bfloat16
         self.scale = _trial(base, attended)[1]
 
+    def train(self, mode: bool = True) -> "LastLayers":
+        """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
+        return super().train(False)
+
     def forward(self, x_BQD: Tensor, sight: Sight, memories: Mapping[int, Memory]) -> Tensor:
         """States after the final norm [B, Q, D]; sight: of the S positions of the memories and of the Q rows."""
         own = next(self.decoder.layers.parameters()).dtype

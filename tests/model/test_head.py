@@ -254,3 +254,10 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
 def test_impossible_heads_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         HeadConfig(**sizes)
+
+
+def test_copies_draw_no_dropout(tmp_path):
+    base = load_base(str(write_base(tmp_path / "b", attention_dropout=0.5)))
+    head, ids = head_of(base).train(), torch.randint(2, 260, (1, 8))
+    given = base.hidden(ids, attended=head.attended), base.embed(ids), torch.tensor([0]), torch.tensor([5])
+    assert torch.equal(head(*given).states_NTD, head(*given).states_NTD)
