@@ -203,8 +203,11 @@ class TreeCache(Cache):
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not
         move, up to the width of `at`); no copies."""
-        entries = self.get_seq_length() if self._static is None else self._static[1]
         keys, values = self._pair(layer)
+        if self._static is not None:
+            (_, width), b = self._static, self._alone or 0
+            return keys[b : b + 1, :, :width], values[b : b + 1, :, :width]
+        entries = self.get_seq_length()
         return keys[: self.batch, :, :entries], values[: self.batch, :, :entries]
 
     def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
