@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ctcdraft.data.generated import Drawn
+
 # fmt: off
 NAMES = (
     "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Ivy", "Jack", "Kate", "Leo",
@@ -109,9 +111,14 @@ class Scenario:
     pools: Mapping[str, Collection[Any]]
     write: Callable[..., Talk]
 
-    def draw(self, rng: random.Random) -> dict[str, Any]:
-        """A value for every slot."""
-        return {slot: rng.choice(list(pool)) for slot, pool in self.pools.items()}
+    def draw(self, rng: random.Random) -> Drawn:
+        """One opening and every follow-up, these in a random order: each refers to the slots alone."""
+        slots = {slot: rng.choice(list(pool)) for slot, pool in self.pools.items()}
+        talk = self.write(**slots)
+        follow_ups = list(talk.follow_ups.items())
+        rng.shuffle(follow_ups)
+        exchanges = [rng.choice(list(talk.openings.items())), *follow_ups]
+        return Drawn([ask for ask, _ in exchanges], [answer for _, answer in exchanges], f"{self.name} {slots}")
 
 
 SCENARIOS: list[Scenario] = []
