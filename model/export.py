@@ -9,13 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
-from ctcdraft.model.head import Head, HeadConfig, SlotHead, head_on, parameters_of
+from ctcdraft.model.head import Head, HeadConfig, head_on, parameters_of
 from ctcdraft.model.prompt_lookup import CopyRates
 
 FORMAT = 3
@@ -122,7 +121,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def load_head(folder: str | Path, base: Base) -> Head:
-    """The exported head, in eval mode, on the base's device and in its own dtype.
+    """The exported head, as `Head.for_drafting` of the dtype that it was exported in.
 
     Raises ValueError, in one sentence, when the folder is no exported head, is damaged, or was trained on
     another base (config, tokenizer or LM head differ).
@@ -159,11 +158,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
-    dtype = next(iter(state.values())).dtype
-    head = head.to(device=base.device, dtype=torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
-    if isinstance(head, SlotHead) and head.body is not None:
-        head.body.to(base.dtype)  # as the layers that it was copied from
-    return head
+    return head.for_drafting(base, next(part.dtype for part in state.values() if part.is_floating_point()))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ D hidden size of the base, S positions with keys and values, Q slots of all anch
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ctcdraft.model.base import Base
 from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.last_layers import LastLayers, last_layers
+from ctcdraft.model.last_layers import LastLayers, layers_to_copy
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of
 from ctcdraft.model.layers import Anchors, Attended, Block, Memory, Sight
 from ctcdraft.model.prompt_lookup import CopyRates
@@ -224,6 +224,10 @@ class Head(nn.Module, ABC):
     def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
         """The T slots of each anchor."""
 
+    def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
+        """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider."""
+        return self.to(base.device, torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+
     def vocabulary(self, base: Base, top_k: int) -> Vocabulary:
         """What drafting needs, anew when the weights change."""
         tokens = self.draft_vocabulary(base)
@@ -243,12 +247,12 @@ class SlotHead(Head):
     def __init__(self, config: HeadConfig, hidden_size: int, body: LastLayers | None = None) -> None:
         super().__init__(config, hidden_size)
         D, T = hidden_size, config.slots
-        self.of_state = nn.Parameter(torch.ones(T, 1))
-        self.of_root = nn.Parameter(torch.ones(T, 1))
+        self.state_gain = nn.Parameter(torch.ones(T, 1))
+        self.root_gain = nn.Parameter(torch.ones(T, 1))
         self.slot = nn.Parameter(torch.zeros(T, D))
         self.enter = nn.Linear(2 * D, D, bias=False)
         nn.init.zeros_(self.enter.weight)
-        self.register_buffer("scale", torch.tensor(1.0 if body is None else body.scale))
+        self.register_buffer("scale", torch.tensor(1.0 if body is None else body.attended.scale))
         self.body = body
         if body is None:
             self.blocks = nn.ModuleList(Block(D, _heads_of(D)) for _ in range(config.layers))
@@ -261,6 +265,13 @@ class SlotHead(Head):
             nn.init.constant_(self.blank.bias, RARE_BLANK)
         if config.transition != "none":
             self.transition = Transition(D, D, config.rank, with_blank=config.kind == "ctc")
+
+    def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
+        """The same, copied layers in the precision of the base's own."""
+        super().for_drafting(base, dtype)
+        if self.body is not None:
+            self.body.to(base.dtype)
+        return self
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
         return TreeCache(0, batch, capacity, of_base)
@@ -279,19 +290,19 @@ class SlotHead(Head):
         hidden_ND, root_ND = anchors.own(context.states_BLX), anchors.own(context.root_BLD)
         hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
         read_ND = self.enter(torch.cat([F.rms_norm(root_ND, (D,)), F.rms_norm(hidden_ND, (D,))], dim=-1))
-        own_NTD = self.of_state * entering_ND.unsqueeze(1) + self.of_root * root_ND.unsqueeze(1)
+        own_NTD = self.state_gain * entering_ND.unsqueeze(1) + self.root_gain * root_ND.unsqueeze(1)
         x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
         if self.body is None:
             for block in self.blocks:
                 x_NTD = block(x_NTD)
             x_NTD = self.norm(x_NTD)
         else:
-            x_NTD = self._seen(x_NTD, context, anchors, sight)
+            x_NTD = self._through_layers(x_NTD, context, anchors, sight)
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
         return Slots(x_NTD, blank_NT, slot_NTR)
 
-    def _seen(self, x_NTD: Tensor, context: Context, anchors: Anchors, sight: Sight) -> Tensor:
+    def _through_layers(self, x_NTD: Tensor, context: Context, anchors: Anchors, sight: Sight) -> Tensor:
         """Slots after the copied layers: each sees the positions up to its anchor, and all slots of that anchor."""
         assert self.body is not None
         (B, A), (_, T, D) = (len(context.states_BLX), anchors.most), x_NTD.shape
@@ -350,7 +361,7 @@ def head_on(base: Base, config: HeadConfig) -> Head:
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
     """The layers of the base that a head of that config copies, if any. Raises ValueError as `head_on` does."""
-    return last_layers(base, config.layers) if config.kind in ("ctc", "parallel") else None
+    return layers_to_copy(base, config.layers) if config.kind in ("ctc", "parallel") else None
 
 
 def parameters_of(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ from ctcdraft.model.layers import Attended, Memory, Sight
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
 
 
-class Context(Cache):
+class PrefixCache(Cache):
     """Keys and values of what stands before the new positions, per layer; those see each other's besides, and nothing
     is kept."""
 
@@ -43,9 +43,9 @@ class Context(Cache):
 
 
 class LastLayers(nn.Module):
-    """Copies of the layers that `last_layers` found and of the norm behind them, to be trained, in float32.
+    """Copies of the layers that `layers_to_copy` found and of the norm behind them, to be trained, in float32.
 
-    On a base in bfloat16 they are trained in mixed precision (autocast). scale: how large the states are that enter.
+    On a base in bfloat16 they are trained in mixed precision (autocast).
     """
 
     def __init__(self, base: Base, attended: Attended) -> None:
@@ -59,7 +59,6 @@ class LastLayers(nn.Module):
                 setattr(self.decoder, name, copy.deepcopy(part))  # as the last norm: drafts need not be as sharp
         self.decoder.requires_grad_(True).float()
         self.mixed = base.dtype == torch.bfloat16
-        self.scale = _trial(base, attended)[1]
 
     def train(self, mode: bool = True) -> "LastLayers":
         """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
@@ -76,7 +75,7 @@ class LastLayers(nn.Module):
         return found_BQD.to(x_BQD.dtype)
 
 
-def last_layers(base: Base, count: int) -> Attended | None:
+def layers_to_copy(base: Base, count: int) -> Attended | None:
     """The last `count` layers of a base whose class can run them alone, as a trial shows; None where it cannot.
 
     Raises ValueError where there are not as many.
@@ -85,10 +84,10 @@ def last_layers(base: Base, count: int) -> Attended | None:
     if attended is None:
         return None
     try:
-        wrong, _ = _trial(base, attended)
+        wrong, scale = _trial(base, attended)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return None
-    return attended if wrong < CLOSE else None
+    return attended._replace(scale=scale) if wrong < CLOSE else None
 
 
 def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, memories: Mapping[int, Memory]) -> Tensor:
@@ -96,7 +95,7 @@ def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, me
         inputs_embeds=x_BQD,
         attention_mask=mask_BQK,
         position_ids=positions_BQ,
-        past_key_values=Context(memories),
+        past_key_values=PrefixCache(memories),
         use_cache=True,
     )
     return out.last_hidden_state

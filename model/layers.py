@@ -138,12 +138,14 @@ class Memory(NamedTuple):
 
 class Attended(NamedTuple):
     """The base's last layers that a head copies: what it needs of each position is the state [D] that enters the first
-    of them, and the keys and values that each of them has, of that many heads of that width."""
+    of them, and the keys and values that each of them has, of that many heads of that width. scale: how large such
+    states are (root mean square)."""
 
     layers: tuple[int, ...]
     heads: int
     width: int
     hidden_size: int
+    scale: float = 1.0
 
     @property
     def size(self) -> int:

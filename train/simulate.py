@@ -21,9 +21,10 @@ def simulate(
     base: Base, config: HeadConfig, weights: dict[str, Tensor], draft: DraftConfig, dev: Sequence[Batch]
 ) -> float:
     """Mean of accepted labels (at most U) plus one at the development anchors, shared out over ranks. It drafts as
-    inference does, with a second head, in float32. Collective."""
-    head = head_on(base, config).to(base.device).eval()
+    inference does, with a second head. Collective."""
+    head = head_on(base, config)
     head.load_state_dict(weights)
+    head = head.for_drafting(base)
     decoder, totals = Decoder(base, head, draft), torch.zeros(2, dtype=torch.float64, device=base.device)
     for batch in dev[ds.rank() :: ds.world_size()]:
         drafts = known_drafts(decoder, batch)

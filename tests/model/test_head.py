@@ -119,7 +119,7 @@ def test_slots_go_through_the_layers_as_new_positions_of_the_base_would(base, la
         hidden, entering = read.last_hidden_state[0, -1], read.hidden_states[head.attended.layers[0]][0, -1]
         norms = [part / part.square().mean().sqrt() for part in (root[b, p], hidden)]
         told = head.scale * (head.enter.weight @ torch.cat(norms) + head.slot)
-        x = (head.of_state * entering + head.of_root * root[b, p] + told).unsqueeze(0)
+        x = (head.state_gain * entering + head.root_gain * root[b, p] + told).unsqueeze(0)
         at = torch.arange(p + 1, p + 4).unsqueeze(0)
         seen = torch.zeros(1, 1, 3, p + 4, dtype=x.dtype)  # all of the prefix, and the slots each other
         turned = base.model.model.rotary_emb(x, at)
