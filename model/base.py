@@ -27,6 +27,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ctcdraft.model.cache import TreeCache, Watched
 from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.layers import Attended
+from ctcdraft.model.packed import pack
 from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.template_date import PINNED_DATE, with_date, writes_date
 from ctcdraft.model.window import Windows, windows_of
@@ -259,6 +260,7 @@ def load_base(
     of its Python code unless trust_remote_code asks for it. A GGUF file is converted in `cache` first (gguf.py).
 
     dtype: fp32, bf16, fp64, or auto, which is bf16 where the machine is faster in it (precision.py).
+    On a CPU its linear layers are packed (packed.py), which takes the memory of its weights once more.
     template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
     another; None keeps the tokenizer's own, and gives one that has none the plain format.
     eos: the tokens (texts or ids) that end a sequence instead of those that the folder names. date: YYYY-MM-DD, what
@@ -291,6 +293,7 @@ def load_base(
             raise ValueError(f"base.path={path}: {_why_not(folder, error)}") from error
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
+    pack(model)
     plain = template is None and tokenizer.chat_template is None
     if plain or template:
         tokenizer.chat_template = TEMPLATES[template or "plain"]

@@ -141,7 +141,7 @@ class EagleHead(Head):
 
     def _children(self, feature_QD: Tensor, tokens: DraftVocabulary, beam: int) -> tuple[Tensor, Tensor]:
         """(log-probabilities, tokens) of each row's likeliest successors, one row after the other."""
-        logits_QX = (feature_QD.to(tokens.lm_weight.dtype) @ tokens.lm_weight.T).float()
+        logits_QX = tokens.logits(feature_QD).float()
         top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(beam, dim=1)
         return top.values.flatten(), tokens.ids_of(top.indices.flatten())
 

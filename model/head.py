@@ -20,6 +20,7 @@ from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.last_layers import LastLayers, layers_to_copy
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of
 from ctcdraft.model.layers import Anchors, Attended, Block, Memory, Sight
+from ctcdraft.model.packed import pack
 from ctcdraft.model.prompt_lookup import CopyRates
 from ctcdraft.model.topology import DIAGONAL, Topology
 from ctcdraft.model.transition import Tables, Transition
@@ -270,7 +271,7 @@ class SlotHead(Head):
         """The same, copied layers in the precision of the base's own."""
         super().for_drafting(base, dtype)
         if self.body is not None:
-            self.body.to(base.dtype)
+            pack(self.body.to(base.dtype))
         return self
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
@@ -385,9 +386,7 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
 def candidates(slots: Slots, root_N: Tensor, head: Head, vocabulary: Vocabulary) -> Candidates:
     """What each anchor's slots put forward of the vocabulary; root_N: the token before its first slot."""
     tokens, top_k, tables = vocabulary
-    N, T, D = slots.states_NTD.shape
-    states_MD = slots.states_NTD.reshape(N * T, D).to(tokens.lm_weight.dtype)
-    logits_NTX = (states_MD @ tokens.lm_weight.T).view(N, T, -1)
+    logits_NTX = tokens.logits(slots.states_NTD)
     moved = None
     if slots.slot_NTR is not None and tables is not None:
         moved = slots.slot_NTR, tokens.numbered(root_N), tables

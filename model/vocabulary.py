@@ -12,14 +12,16 @@ Shape suffixes: X draft tokens, V vocabulary of the base, D hidden size.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
+from ctcdraft.model.packed import packed_product
 
 
 class DraftVocabulary:
@@ -48,6 +50,14 @@ class DraftVocabulary:
     def __len__(self) -> int:
         """Draft tokens, X."""
         return len(self.lm_weight)
+
+    @cached_property
+    def _lm_head(self) -> nn.Linear:
+        return packed_product(self.lm_weight)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., X] of states [..., D], in the base's precision and without a gradient."""
+        return self._lm_head(states.to(self.lm_weight.dtype))
 
     @property
     def numbers(self) -> int:
