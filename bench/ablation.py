@@ -50,7 +50,6 @@ VARIANTS = {
     "default": (),
     "default with one layer of the base": ("head.layers=1",),
     "default with four layers of the base": ("head.layers=4",),
-    "default by Muon": ("optim=muon",),
     "default with even weights": ("objective.decay=1.0",),
     "default with weights 0.8^k": ("objective.follow=null",),
     "default without a blank": ("head.band=0",),

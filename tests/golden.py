@@ -21,7 +21,7 @@ COMMON = ["experiment=smoke", "logger=none", "train.deterministic=true", "train.
 CASES = {
     "default": [],
     "no_lookup": ["draft.prompt_lookup=0", "bench=toy"],
-    "chain": ["draft=chain", "optim=muon"],
+    "chain": ["draft=chain"],
     "paper": ["objective=ctc", "head.merge=true", "head.band=null", "head.transition=none"],
     "whole vocabulary": ["head.draft_vocab_size=null", "objective.negatives=null"],
     "parallel": ["head=parallel", "objective=cross_entropy", "head.transition=full"],

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train import pulse
-from ctcdraft.train.muon import Muon, matrices_of
-from ctcdraft.train.zero import shards
+from ctcdraft.train.zero import start_moments
 
 Made = TypeVar("Made")
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
@@ -36,13 +35,10 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """kind: `muon` for weight matrices and AdamW for the rest, or `adamw` for all. lr is warmed up over `warmup` (a
-    share of the steps), then falls as a cosine to floor * lr; momentum is Muon's, betas are AdamW's."""
+    """AdamW; lr is warmed up over `warmup` (a share of the steps), then falls as a cosine to floor * lr."""
 
-    kind: Literal["muon", "adamw"] = "adamw"
     lr: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01
-    momentum: Share = 0.95
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])
     warmup: Share = 0.05
     floor: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -135,7 +131,9 @@ def build_engine(
 ) -> Any:
     """The DeepSpeed engine around a task. bf16 without ZeRO runs as stage 1, which keeps fp32 masters."""
     stage = max(zero.stage, 1) if precision == "bf16" else zero.stage
-    optimizer = build_optimizer(task, optim)
+    trained = [p for p in task.parameters() if p.requires_grad]
+    betas = optim.betas[0], optim.betas[1]
+    optimizer = torch.optim.AdamW(trained, optim.lr, betas=betas, weight_decay=optim.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(optim, steps))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
@@ -153,22 +151,13 @@ def build_engine(
         if stage == 3:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, lr_scheduler=scheduler, config=config)
-    optimizer.shards, optimizer.among_ranks = dict(shards(engine)), world_size() > 1
-    optimizer.prepare()
+    start_moments(engine)
     return engine
 
 
 def bucket_of(parameters: int) -> int:
     """Gradients in the buffer that every rank keeps for ZeRO's sums; DeepSpeed's own is 2 GB, whatever it trains."""
     return min(BUCKET, parameters)
-
-
-def build_optimizer(task: nn.Module, optim: OptimConfig) -> Muon:
-    """What trains the head's parameters."""
-    matrices = matrices_of(task) if optim.kind == "muon" else {}
-    others = [p for name, p in task.named_parameters() if p.requires_grad and name not in matrices]
-    betas = optim.betas[0], optim.betas[1]
-    return Muon(matrices, others, optim.lr, momentum=optim.momentum, betas=betas, weight_decay=optim.weight_decay)
 
 
 def schedule(optim: OptimConfig, steps: int) -> Callable[[int], float]:
@@ -199,7 +188,8 @@ def step_with_norm(engine: Any) -> float:
     if engine.zero_optimization_stage() == 0:  # DeepSpeed clips without a word on the norm, and steps whatever it is
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
-        engine.optimizer.skips = not math.isfinite(norm)
+        if not math.isfinite(norm):
+            engine.zero_grad()  # a step without gradients changes nothing
         engine.step()
         return norm
     engine.step()

@@ -4,13 +4,10 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train.engine import PRECISIONS, bucket_of
 from ctcdraft.train.loop import Plan
-from ctcdraft.train.muon import matrices_of
 
 KEPT_PER_SLOT = 27  # activations of its own width that a block needs in its backward, per slot; measured, rounded up
 KEPT_OF_COPY = (12, 4)  # the same of a copied layer, in widths of the base and of its MLP
 KEPT_OF_MOVED = 4  # widths of the base per slot and prefix that it stands behind
-WHOLE_UPDATES = 3  # of all matrices, on every rank: gathered, made orthogonal, and on their way between ranks
-WORKED_ON = 6  # of the largest matrix, while it is made orthogonal
 LOGIT_ROWS = 1024  # rows of logits that the loss holds at a time
 
 
@@ -22,9 +19,8 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
     train, zero, width = plan.train, plan.zero, PRECISIONS[plan.train.precision].itemsize
     micro, anchors, length = train.split(ranks)[0], train.anchors, min(train.max_length, base.context_length)
     count, config = parameters_of(head), head.config
-    sizes = [p.numel() for p in matrices_of(head).values()] if plan.optim.kind == "muon" else []
     masters = 4 * count if width == 2 else 0  # fp32 weights where those of the head are not
-    states = masters + 8 * count - 4 * sum(sizes)  # Muon's one moment, AdamW's two
+    states = masters + 8 * count  # AdamW's two moments
     shared = [ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)]
     offloaded = 0 if zero.offload else 1
     attended, D = head.attended, base.hidden_size
@@ -43,7 +39,6 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
         "gradients": count * width // shared[1],
         "summed over ranks": 4 * bucket_of(count) * (zero.stage > 0),
         "optimizer": offloaded * states // shared[0],
-        "updates": 4 * (WHOLE_UPDATES * sum(sizes) + WORKED_ON * max([0, *sizes])),
         "evaluation": 4 * count,  # a second head, which drafts in float32
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
         "slots": (micro * anchors * per_draft + seen) * width,

@@ -23,7 +23,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from ctcdraft.data import toy
 from ctcdraft.model.folders import new_folder
-from ctcdraft.train.muon import Muon, matrices_of
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -33,7 +32,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '" + USER + "' + message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
 )
-FORMAT_VERSION = 3  # of the tokenizer and the training recipe: a change makes cached bases stale
+FORMAT_VERSION = 4  # of the tokenizer and the training recipe: a change makes cached bases stale
 
 
 @dataclass(frozen=True)
@@ -163,20 +162,25 @@ def _encode(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> 
 
 def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> None:
     """Train in place: matrices by Muon, a short warmup, then a cosine down to a hundredth."""
-    matrices = matrices_of(model.model.layers)
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices.values())]
-    optimizer = Muon(
-        matrices, others, config.lr, matrix_lr=config.matrix_lr, betas=(0.9, 0.98), weight_decay=config.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=[group["lr"] for group in optimizer.param_groups],
-        total_steps=config.steps,
-        pct_start=min(0.5, config.warmup_steps / config.steps),
-        div_factor=100,
-        final_div_factor=1,
-        cycle_momentum=False,
-    )
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    decay = {"weight_decay": config.weight_decay}
+    optimizers = [
+        torch.optim.Muon(matrices, config.matrix_lr, adjust_lr_fn="match_rms_adamw", **decay),
+        torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), **decay),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=optimizer.param_groups[0]["lr"],
+            total_steps=config.steps,
+            pct_start=min(0.5, config.warmup_steps / config.steps),
+            div_factor=100,
+            final_div_factor=1,
+            cycle_momentum=False,
+        )
+        for optimizer in optimizers
+    ]
     batches = _batches(documents, config.batch_tokens)
     model.train()
     progress = tqdm(range(config.steps), desc="toy base", unit="step")
@@ -187,8 +191,8 @@ def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseCo
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for step in (*optimizers, *schedules):
+            step.step()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 

@@ -30,9 +30,8 @@ class Place(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What one flat tensor is: rank r's row of [R, P], in which parameters of one group lie at their places."""
+    """What one flat tensor is: rank r's row of [R, P], in which parameters lie at their places."""
 
-    group: int
     places: Sequence[Place]
     device: torch.device
 
@@ -56,8 +55,7 @@ class Shard(NamedTuple):
 class Whole(NamedTuple):
     """In a shard's place where a parameter is stepped on as it is."""
 
-    group: int
-    places: Sequence[Place] = ()
+    places: Sequence[Place]
 
     def whole(self, mine: Tensor) -> list[Tensor]:
         return [mine]
@@ -71,24 +69,32 @@ def shards(engine: Any) -> Iterator[tuple[Tensor, Shard | Whole]]:
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
     names = {p: name for name, p in engine.module.named_parameters()}
     if stage == 0:
-        for i, group in enumerate(zero.param_groups):
-            yield from ((p, Whole(i, [Place(names[p], p.shape, 0, None)])) for p in group["params"])
+        for group in zero.param_groups:
+            yield from ((p, Whole([Place(names[p], p.shape, 0, None)])) for p in group["params"])
     elif stage == 3:
-        for i, (flat, group) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
+        for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
             start, places = 0, []
             for p in group:
                 places.append(Place(names[p], p.ds_shape, start, p.partition_numel()))
                 start += p.partition_numel()
-            yield flat, Shard(zero.sub_group_to_group_id[i], places, engine.device)
+            yield flat, Shard(places, engine.device)
     else:
         flats, groups, starts = (
             zero.single_partition_of_fp32_groups,
             zero.round_robin_bit16_groups,
             zero.round_robin_bit16_offsets,
         )
-        for i, (flat, group, begins) in enumerate(zip(flats, groups, starts, strict=True)):
+        for flat, group, begins in zip(flats, groups, starts, strict=True):
             places = [Place(names[p], p.shape, start, None) for p, start in zip(group, begins, strict=True)]
-            yield flat, Shard(i, places, engine.device)
+            yield flat, Shard(places, engine.device)
+
+
+def start_moments(engine: Any) -> None:
+    """Give AdamW the state that its first step would: zeros, which a checkpoint then replaces."""
+    state = optimizer_of(engine).state
+    for stepped, _ in shards(engine):
+        moments = {kind: torch.zeros_like(stepped) for kind in ("exp_avg", "exp_avg_sq")}
+        state[stepped] = {"step": torch.tensor(0.0), **moments}
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
@@ -140,7 +146,7 @@ def optimizer_of(engine: Any) -> torch.optim.Optimizer:
 
 
 def _pieces(engine: Any) -> Iterator[tuple[str, Tensor, Shard | Whole]]:
-    """(kind, this rank's numbers, of which parameters): weights, then the moments that `Muon.prepare` made."""
+    """(kind, this rank's numbers, of which parameters): weights, then the moments that `start_moments` made."""
     state = optimizer_of(engine).state
     for stepped, shard in shards(engine):
         yield "weight", stepped, shard

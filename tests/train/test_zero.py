@@ -19,15 +19,13 @@ def stepped(trainer, steps):
 @pytest.mark.parametrize(
     "options",
     [
-        ["zero=0", "optim=muon"],
-        ["zero=1", "optim=muon"],
-        ["zero=2", "optim=muon"],
-        ["zero=3", "optim=muon"],
-        ["zero=2", "optim=muon", "train.precision=bf16"],
-        ["zero=2", "optim=muon", "zero.offload=true"],
-        ["zero=3", "optim=muon", "zero.offload=true"],
-        ["zero=0", "optim=adamw"],
-        ["zero=3", "optim=adamw"],
+        ["zero=0"],
+        ["zero=1"],
+        ["zero=2"],
+        ["zero=3"],
+        ["zero=2", "train.precision=bf16"],
+        ["zero=2", "zero.offload=true"],
+        ["zero=3", "zero.offload=true"],
     ],
 )
 def test_what_is_restored_is_what_was_saved_and_the_next_steps_are_the_same_bits(small, tmp_path, options):
@@ -45,12 +43,11 @@ def test_what_is_restored_is_what_was_saved_and_the_next_steps_are_the_same_bits
     assert all(torch.equal(value, state_of(again)[name]) for name, value in state_of(trainer).items())
 
 
-@pytest.mark.parametrize("optim", ["muon", "adamw"])
 @pytest.mark.parametrize(("old", "new"), [(0, 3), (3, 0), (1, 2), (2, 3)])
-def test_another_zero_stage_goes_on_with_the_same_state(small, tmp_path, old, new, optim):
-    trainer = stepped(small(tmp_path, f"zero={old}", f"optim={optim}"), 3)
+def test_another_zero_stage_goes_on_with_the_same_state(small, tmp_path, old, new):
+    trainer = stepped(small(tmp_path, f"zero={old}"), 3)
     save_checkpoint(trainer.engine, trainer.checkpoints, trainer.state)
-    again = small(tmp_path, f"zero={new}", f"optim={optim}")
+    again = small(tmp_path, f"zero={new}")
     assert all(torch.equal(value, state_of(again)[name]) for name, value in state_of(trainer).items())
     stepped(trainer, 2)
     stepped(again, 2)
