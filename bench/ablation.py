@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -38,7 +37,6 @@ from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.export import load_head
 from ctcdraft.model.head import head_on, parameters_of
-from ctcdraft.train.engine import build_optimizer
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.task import DraftTask, base_features, head_for
 
@@ -132,7 +130,7 @@ class Study:
             if heads:
                 head.load_state_dict(load_head(heads[name], self.base).state_dict())
             task = DraftTask(head, config.objective, self.base)
-            optimizer = build_optimizer(task, replace(config.optim, lr=1e-9))
+            optimizer = torch.optim.AdamW(task.parameters(), 1e-9)
             sampler = Sampler(
                 corpus,
                 batch=train.batch,

@@ -138,7 +138,7 @@ def build_engine(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": optim.clip,
+        "gradient_clipping": optim.clip if stage else 0.0,  # at stage 0 `step_with_norm` clips
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},  # else NaN would be stepped on
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -179,19 +179,21 @@ def head_state(engine: Any, head: Head) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in head.state_dict().items()}
 
 
-def step_with_norm(engine: Any) -> float:
-    """The optimizer step of the last micro-batch; the gradient's norm over all parameters, before clipping.
+def step_with_norm(engine: Any, clip: float) -> float:
+    """The optimizer step of the last micro-batch; the gradient's norm over all parameters, before clipping to `clip`.
 
     Where the norm is not finite no rank changes a weight or a moment, and only the learning rate goes on: the norm is
     that of all ranks together, so all of them decide alike.
     """
     if engine.zero_optimization_stage() == 0:  # DeepSpeed clips without a word on the norm, and steps whatever it is
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):
+        trained = [p for p in engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+        if norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(trained, clip, norm)
+        else:
             engine.zero_grad()  # a step without gradients changes nothing
         engine.step()
-        return norm
+        return float(norm)
     engine.step()
     if engine.optimizer.overflow:
         engine.lr_scheduler.step()

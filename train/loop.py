@@ -287,7 +287,7 @@ class Trainer:
                 if turn < self.accumulate - 1:
                     self.engine.step()
                 else:
-                    self.grad_norm = ds.step_with_norm(self.engine)
+                    self.grad_norm = ds.step_with_norm(self.engine, self.plan.optim.clip)
             total = sums if total is None else Sums._make(map(torch.add, total, sums))
         assert total is not None
         return _over_ranks(total), self.sampler.tokens(step)
