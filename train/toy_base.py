@@ -164,10 +164,10 @@ def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseCo
     """Train in place: matrices by Muon, a short warmup, then a cosine down to a hundredth."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    decay = {"weight_decay": config.weight_decay}
-    optimizers = [
-        torch.optim.Muon(matrices, config.matrix_lr, adjust_lr_fn="match_rms_adamw", **decay),
-        torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), **decay),
+    decay = config.weight_decay
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, config.matrix_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), weight_decay=decay),
     ]
     schedules = [
         torch.optim.lr_scheduler.OneCycleLR(
@@ -191,8 +191,9 @@ def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseCo
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for step in (*optimizers, *schedules):
-            step.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
