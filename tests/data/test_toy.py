@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from ctcdraft.data.toy import CATEGORIES, TOY, conversations, fingerprint, questions
-from ctcdraft.data.toy_scenarios import COMPARISONS, SCENARIOS, Scenario, Talk
+from ctcdraft.data.toy import CATEGORIES, SCENARIOS, TABLES, TOY, Scenario, conversations, fingerprint, questions
+
+COMPARISONS = {word: (word, *others.values()) for word, others in TABLES["comparisons"].items()}
 
 SAMPLE = list(conversations(2400, seed=3))
 
@@ -40,7 +41,7 @@ def with_math(*scenarios):
 
 def test_fingerprint_follows_the_text():
     assert with_math(*(s for s in SCENARIOS if s.category == "math")).fingerprint() == fingerprint()
-    assert with_math(*(s for s in SCENARIOS if s.name == "math rectangle")).fingerprint() != fingerprint()
+    assert with_math(*(s for s in SCENARIOS if s.name == "rectangle")).fingerprint() != fingerprint()
 
 
 def test_rows_are_sharegpt_conversations_of_one_to_three_exchanges():
@@ -67,22 +68,21 @@ def test_there_are_enough_conversations_for_the_base_and_none_starts_as_one_of_t
     assert not set(train) & {*held_out, *(question["turns"][0] for question in questions())}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_every_opening_mentions_every_slot(scenario):
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: f"{scenario.category} {scenario.name}")
+@pytest.mark.parametrize("opening", [0, 1])
+def test_every_opening_mentions_every_slot(scenario, opening):
     """Otherwise two conversations of different slots, and so of two splits, could start with the same question."""
-    rng = random.Random(0)
+    rng, scenario = random.Random(0), replace(scenario, openings=[scenario.openings[opening]])
     for _ in range(20):
-        slots = ast.literal_eval(scenario.draw(rng).key.removeprefix(f"{scenario.name} "))
+        drawn = scenario.draw(rng)
+        slots = ast.literal_eval(drawn.key.removeprefix(f"{scenario.category} {scenario.name} "))
         assert slots.keys() == scenario.pools.keys()
-        for opening in scenario.write(**slots).openings:
-            assert all(str(value) in opening for value in slots.values() if value not in COMPARISONS), opening
-            assert any(word in opening for more in COMPARISONS.items() for word in (more[0], *more[1])) or all(
-                value not in COMPARISONS for value in slots.values()
-            )
+        for value in slots.values():
+            assert any(word in drawn.turns[0] for word in COMPARISONS.get(value, (str(value),))), drawn.turns[0]
 
 
 def test_an_exhausted_category_says_so():
-    only_one = Scenario("math", "one", {"x": [1]}, lambda x: Talk({"Ask": "Answer"}, {}))
+    only_one = Scenario("math", "one", {"x": [1]}, [("Ask", "Answer")])
     with pytest.raises(ValueError, match="conversations of category 'math'"):
         list(with_math(only_one).conversations(1000))
 
