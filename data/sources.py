@@ -16,9 +16,10 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from io import BufferedReader, FileIO
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 from pyarrow import ipc, parquet
@@ -44,6 +45,7 @@ PACKED: dict[bytes, Callable[[Path], Any]] = {  # how a compressed file begins, 
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 ROWS_AT_ONCE = 64  # of a table's columns made into rows
 MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+MARK = b"\xef\xbb\xbf"  # a byte order mark, in UTF-8
 BLANK = b" \t\r\n\x1e"  # RFC 7464 puts a record separator before each JSON text
 
 
@@ -139,21 +141,11 @@ def _wide_encoding(file: Path) -> str | None:
     return next((name for pattern, name in WIDE.items() if start[:2] and re.match(pattern, start)), None)
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: Path) -> BufferedReader:
     with file.open("rb") as stream:
         magic = stream.read(6)
-    return next((unpack for sign, unpack in PACKED.items() if magic.startswith(sign)), partial(open, mode="rb"))(file)
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    """The file's bytes, without a byte order mark and white space before them."""
-    begun = False
-    with _opened(file) as stream:
-        while chunk := stream.read(CHUNK):
-            found = chunk if begun else chunk.removeprefix(b"\xef\xbb\xbf").lstrip(BLANK)
-            if found:
-                begun = True
-                yield found
+    unpack = next((unpack for sign, unpack in PACKED.items() if magic.startswith(sign)), FileIO)
+    return BufferedReader(unpack(file), CHUNK)
 
 
 def _read_file(file: Path) -> Iterator[Any]:
@@ -172,12 +164,12 @@ def _rows(file: Path) -> Iterator[Any]:
     if magic.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
         yield from _table_rows(file, magic)
         return
-    chunks = _chunks(file)
-    start = next(chunks, None)
-    if start is None:
-        yield RowError(f"{file.name} is empty")
-    else:
-        yield from _json_rows(start, chunks)
+    with _opened(file) as stream:
+        if stream.peek(3).startswith(MARK):
+            stream.read(3)
+        while (start := stream.peek()) and start[0] in BLANK:
+            stream.read(len(start) - len(start.lstrip(BLANK)))
+        yield from _json_rows(stream, start) if start else [RowError(f"{file.name} is empty")]
 
 
 def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
@@ -186,7 +178,7 @@ def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
         batches: Iterable[Any] = parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE)
     elif magic.startswith(ARROW_FILE):
         reader = ipc.open_file(pyarrow.memory_map(str(file)))
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        batches = map(reader.get_batch, range(reader.num_record_batches))
     else:
         batches = ipc.open_stream(pyarrow.memory_map(str(file)))
     for batch in batches:
@@ -194,22 +186,23 @@ def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
             yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
 
 
-def _json_rows(start: bytes, rest: Iterator[bytes]) -> Iterator[Any]:
-    """Rows of JSON text, whose start tells its form."""
-    chunks = chain([start], rest)
+def _json_rows(stream: BufferedReader, start: bytes) -> Iterator[Any]:
+    """Rows of JSON text, whose start, as far as it can be seen, tells its form."""
+    chunks = iter(partial(stream.read1, CHUNK), b"")
     if start.startswith(b"["):
-        return _list_rows(chunks)
+        return _element_rows(chunks)
     line, _, following = start.partition(b"\n")
     if not start.startswith(b"{") or (following.strip() and (_is_json(line) or following.startswith(b"{"))):
-        return _line_rows(chunks)
+        return _line_rows(stream)
     wrapped, values = _outline(start.decode("latin-1"))
     if wrapped:  # {"data": [...]}
-        return _list_rows(chain([start[wrapped:]], rest))
+        stream.read(wrapped)
+        return _element_rows(chunks)
     if len(values) > 1 and all(isinstance(value, dict) for value in values):  # {"0": {...}, "1": {...}}
-        return _member_rows(chunks)
+        return _element_rows(chunks, of="object")
     if _is_json(line) or not following:
-        return _line_rows(chunks)
-    return _list_rows(chain([b"["], chunks, [b"]"]))  # objects of several lines each
+        return _line_rows(stream)
+    return _element_rows(chain([b"["], chunks, [b"]"]))  # objects of several lines each
 
 
 def _is_json(text: bytes) -> bool:
@@ -232,43 +225,30 @@ def _outline(text: str) -> tuple[int, list[Any]]:
     return 0, values
 
 
-def _member_rows(chunks: Iterable[bytes]) -> Iterator[Any]:
-    """The values of an object's members."""
+def _line_rows(stream: BinaryIO) -> Iterator[Any]:
+    for number in count(1):
+        line = end = stream.readline(LONGEST_ROW + 1)
+        if not line:
+            return
+        size = len(line)
+        while size > LONGEST_ROW and end and not end.endswith(b"\n"):
+            end = stream.readline(CHUNK)
+            size += len(end)
+        if size > len(line):
+            yield _parsed(size, f"line {number}")
+        elif line.strip(BLANK):
+            yield _parsed(line.removesuffix(b"\n").lstrip(b"\x1e"), f"line {number}")
+
+
+def _element_rows(chunks: Iterable[bytes], of: str = "list") -> Iterator[Any]:
+    """The elements of a list, or the values of an object's members."""
+    number = 0
     for number, element in enumerate(_elements(chunks), 1):
-        data = b"{" + element + b"}" if isinstance(element, bytes) else element
-        row = data if isinstance(data, RowError) else _parsed(data, f"row {number} of the object")
-        yield from row.values() if isinstance(row, dict) else [row]
-
-
-def _line_rows(chunks: Iterable[bytes]) -> Iterator[Any]:
-    for number, line in enumerate(_lines(chunks), 1):
-        if isinstance(line, int) or line.strip(BLANK):
-            yield _parsed(line if isinstance(line, int) else line.lstrip(b"\x1e"), f"line {number}")
-
-
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes | int]:
-    """Lines without their ends; of one that is too long, its length."""
-    held, size = bytearray(), 0
-    for chunk in chunks:
-        pieces = chunk.split(b"\n")
-        for i, piece in enumerate(pieces):
-            size += len(piece)
-            if size <= LONGEST_ROW:
-                held += piece
-            if i < len(pieces) - 1:
-                yield bytes(held) if size <= LONGEST_ROW else size
-                held.clear()
-                size = 0
-    if size:
-        yield bytes(held) if size <= LONGEST_ROW else size
-
-
-def _list_rows(chunks: Iterable[bytes]) -> Iterator[Any]:
-    empty = True
-    for number, element in enumerate(_elements(chunks), 1):
-        yield element if isinstance(element, RowError) else _parsed(element, f"row {number} of the list")
-        empty = False
-    if empty:
+        if of == "object" and isinstance(element, bytes):
+            element = b"{" + element + b"}"
+        row = element if isinstance(element, RowError) else _parsed(element, f"row {number} of the {of}")
+        yield from row.values() if of == "object" and isinstance(row, dict) else [row]
+    if not number:
         yield RowError("the list is empty")
 
 

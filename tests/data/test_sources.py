@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import tracemalloc
@@ -180,7 +181,7 @@ def test_the_elements_of_a_list_are_found_whatever_the_chunks(rows, chunk, ascii
 def test_no_bytes_make_the_scanner_fail(data, chunk):
     pieces = [b"[", *(data[i : i + chunk] for i in range(0, len(data), chunk))]
     list(sources._elements(pieces))
-    list(sources._line_rows(pieces))
+    list(sources._line_rows(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize(
