@@ -13,31 +13,15 @@ from ctcdraft.data.sources import RowError
 
 Message = dict[str, Any]
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
+NAMES = {
+    "user": ("human", "user", "prompter"),
+    "assistant": ("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "ai", "model"),
+    "system": ("system", "developer"),
+    "tool": ("tool", "function", "observation", "ipython", "tool_response", "function_response"),
 }
-CALLING_ROLES = ("function_call", "tool_call")  # their content is a call, as JSON text
-PLAIN_ROLES = ROLES.keys() - set(CALLING_ROLES)
+CALLING_ROLES = ("function_call", "tool_call")  # an assistant's, whose content is a call, as JSON text
+PLAIN_ROLES = {name: role for role, names in NAMES.items() for name in names}
+ROLES = PLAIN_ROLES | dict.fromkeys(CALLING_ROLES, "assistant")
 ROLE_KEYS = ("from", "role")
 CONTENT_KEYS = ("value", "content")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
