@@ -47,7 +47,7 @@ def rows(schema: type, config: Any, said: dict[str, str], prefix: str = "") -> I
             text = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
             comment = re.search(rf"^    {field.name}: .*?  # (.*)$", inspect.getsource(schema), re.MULTILINE)
             typed = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
-            typed = re.sub(r"Optional\[(\w+)\]", r"\1 | None", typed)
+            typed = re.sub(r"^Optional\[(.+)\]$", r"\1 | None", typed)
             yield f"`{name}`", f"`{typed}`", f"`{text}`", said.get(name) or (comment or said[name])[1]
 
 

@@ -4,8 +4,7 @@ import json
 from contextlib import suppress
 
 from ctcdraft.data.store import read_manifest
-from ctcdraft.train.regenerate import RegenerateConfig
-from ctcdraft.train.shards import DataConfig
+from ctcdraft.train.shards import DataConfig, RegenerateConfig
 
 
 def conversations(count, turns=2):

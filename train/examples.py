@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -58,36 +58,29 @@ class ExampleMaker:
             for row in tokens:
                 self.account.reject(row.id, TOKENS_STAY)
         else:
-            rendered = [*self._given(chats), *((r.id, [Rendered(r.ids, r.mask)]) for r in tokens)]
-            fitting = self._fitting(rendered)
-            labels = self._choices(fitting) if self.config.labels == "argmax" else [found.ids for _, found in fitting]
-            found = {name: [] for name, _ in fitting}
-            for (name, (ids, mask)), chosen in zip(fitting, labels, strict=True):
-                found[name].append(Example(ids, mask, chosen))
+            found = self._labelled([*self._given(chats, tokens)])
         found |= self._continued([r for r in records if isinstance(r, Text)])
         return [example for record in records for example in found.get(record.id, [])]
 
     def _rewritten(self, chats: list[Conversation]) -> dict[str, list[Example]]:
         """Every assistant turn rewritten by the base."""
-        config, rewriting = self.config, self.config.regenerate
-        sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
-        dialogues, turns = rewrite(self.base, chats, rewriting, self.journal, title=self.title, **sizes)  # type: ignore[arg-type]
+        dialogues, turns = rewrite(self.base, chats, self.config, self.journal, seed=self.seed, title=self.title)
         self.account.turns.update(turns)
-        found: dict[str, list[Example]] = {chat.id: [] for chat in chats}
+        found: dict[str, list[Example]] = defaultdict(list)
         for dialogue in dialogues:
-            found[dialogue.conversation.id] += dialogue.examples(config.turns)
+            found[dialogue.conversation.id] += dialogue.examples(self.config.turns)
             self.account.unread.update(dialogue.unread)
             if dialogue.turns["errors"]:
                 self.account.errors.append(dialogue.reason)
         for chat in chats:
             self.account.unread.update(unread_in_prompt(self.base.tokenizer, chat, self.base.template_args))
-        for dialogue in dialogues[:: len(rewriting.temperatures)]:
+        for dialogue in dialogues[:: len(self.config.regenerate.temperatures)]:
             if not found[dialogue.conversation.id]:
                 self.account.reject(dialogue.conversation.id, dialogue.reason)
         return found
 
-    def _given(self, chats: list[Conversation]) -> Iterator[tuple[str, list[Rendered]]]:
-        """The sequences of each conversation, its answers as they are."""
+    def _given(self, chats: list[Conversation], tokens: list[Tokens]) -> Iterator[tuple[str, Rendered]]:
+        """(record, sequence) of those records of which the base can read every one, their answers as they are."""
         answered = []
         for chat in chats:
             if any(m["role"] == "assistant" for m in chat.messages):
@@ -101,26 +94,40 @@ class ExampleMaker:
                 self.account.reject(chat.id, found)
             else:
                 self.account.unread.update(found.unread)
-                yield chat.id, found.sequences
+                yield from self._fitting(chat.id, found.sequences)
+        for row in tokens:
+            yield from self._fitting(row.id, [Rendered(row.ids, row.mask)])
 
-    def _fitting(self, rendered: Sequence[tuple[str, list[Rendered]]]) -> list[tuple[str, Rendered]]:
-        """The sequences of those records of which the base can read every one."""
-        fitting = []
-        for name, sequences in rendered:
-            problem = next(filter(None, (_misfit(sequence, self.base) for sequence in sequences)), None)
-            if problem:
-                self.account.reject(name, problem)
-            else:
-                fitting += [(name, sequence) for sequence in sequences]
-        return fitting
+    def _fitting(self, record: str, sequences: list[Rendered]) -> Iterator[tuple[str, Rendered]]:
+        problem = next(filter(None, map(self._misfit, sequences)), None)
+        if problem:
+            self.account.reject(record, problem)
+        else:
+            yield from ((record, sequence) for sequence in sequences)
 
-    def _choices(self, fitting: list[tuple[str, Rendered]]) -> list[list[int]]:
+    def _labelled(self, given: list[tuple[str, Rendered]]) -> dict[str, list[Example]]:
+        every = [sequence.ids for _, sequence in given]
+        labels = self._choices(every) if self.config.labels == "argmax" else every
+        found: dict[str, list[Example]] = defaultdict(list)
+        for (record, (ids, mask)), chosen in zip(given, labels, strict=True):
+            found[record].append(Example(ids, mask, chosen))
+        return found
+
+    def _misfit(self, found: Rendered) -> str | None:
+        if len(found.ids) > self.base.context_length:
+            return f"{len(found.ids)} tokens, more than the context holds"
+        return self.base.unreadable(found.ids) or (None if any(found.mask) else "no token of an answer")
+
+    @torch.no_grad()
+    def _choices(self, sequences: list[list[int]]) -> list[list[int]]:
         """What the base would have put at each position of each sequence."""
-        chosen: list[list[int]] = [[] for _ in fitting]
-        batches = batches_by_length([found.ids for _, found in fitting], self.config.batch_size)
+        chosen, batches = [[0]] * len(sequences), batches_by_length(sequences, self.config.batch_size)
         for batch in tqdm(batches, self.title, unit="batch", mininterval=1, disable=not batches):
-            for i, labels in zip(batch, _choices(self.base, [fitting[i][1].ids for i in batch]), strict=True):
-                chosen[i] = labels
+            ids = pad_sequence([torch.tensor(sequences[i]) for i in batch], batch_first=True)
+            hidden = self.base.hidden(ids.to(self.base.device))  # padding lies behind: causal attention never sees it
+            for i, row in zip(batch, hidden, strict=True):
+                choices = self.base.logits(row[: len(sequences[i])]).argmax(dim=-1).tolist()
+                chosen[i] = [sequences[i][0], *choices[:-1]]
         return chosen
 
     def _continued(self, texts: list[Text]) -> dict[str, list[Example]]:
@@ -133,7 +140,6 @@ class ExampleMaker:
                 f"data.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens"
             )
         work: list[tuple[str, list[int], float, str]] = []  # whose it is, its prompt, temperature and name
-        temperatures, top_p = config.regenerate.temperatures, config.regenerate.top_p
         for text in texts:
             key = (self.seed, *hashlib.sha256(text.id.encode()).digest()[:4])
             cuts = list(cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, key))
@@ -141,29 +147,14 @@ class ExampleMaker:
             if problem or not cuts:
                 self.account.reject(text.id, problem or f"fewer than {low} tokens")
                 continue
-            samples = enumerate(product(cuts, temperatures))
+            samples = enumerate(product(cuts, config.regenerate.temperatures))
             work += [(text.id, cut, temperature, f"{text.id}#{sample}") for sample, (cut, temperature) in samples]
-        sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
         queue = deque((i, *work[i][1:]) for i in sorted(range(len(work)), key=lambda i: len(work[i][1])))
-        title, answers = f"{self.title} (texts)", continued(base, queue, top_p, self.journal, **sizes)
-        found = dict(tqdm(answers, title, len(work), unit="prompt", mininterval=1, disable=not work))
-        made: dict[str, list[Example]] = {text.id: [] for text in texts}
+        sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": self.seed}
+        answers = continued(base, queue, config.regenerate.top_p, self.journal, **sizes)
+        found = dict(tqdm(answers, f"{self.title} (texts)", len(work), unit="prompt", mininterval=1, disable=not work))
+        made: dict[str, list[Example]] = defaultdict(list)
         for number, (owner, prompt, *_) in enumerate(work):
             ids = [*prompt, *found[number]]
             made[owner].append(Example(ids, [0] * len(prompt) + [1] * len(found[number]), ids))
         return made
-
-
-def _misfit(found: Rendered, base: Base) -> str | None:
-    if len(found.ids) > base.context_length:
-        return f"{len(found.ids)} tokens, more than the context holds"
-    return base.unreadable(found.ids) or (None if any(found.mask) else "no token of an answer")
-
-
-@torch.no_grad()
-def _choices(base: Base, sequences: list[list[int]]) -> list[list[int]]:
-    """At each position of each sequence the token that the base would have put there."""
-    ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
-    hidden = base.hidden(ids.to(base.device))  # padding lies behind: causal attention never sees it
-    chosen = [base.logits(row[: len(s)]).argmax(dim=-1).tolist() for row, s in zip(hidden, sequences, strict=True)]
-    return [[s[0], *c[:-1]] for s, c in zip(sequences, chosen, strict=True)]

@@ -1,14 +1,13 @@
 """Prepared sequences -> the base's hidden states at all of their positions, and the keys and values of the layers that
 a head attends to; stored once per (base, layers, sequences, format).
 
-Shards are shared out like those of preparing: a process claims one, writes it, renames it. Every shard is a function of
-base and sequences alone, so whoever dies leaves nothing but its claim.
+Shards are shared out among processes like those of preparing. Every shard is a function of base and sequences alone, so
+whoever dies leaves nothing but its claim.
 """
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,9 @@ from ctcdraft.data.features import (
 )
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
-from ctcdraft.model.folders import claimed
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.model.layers import Attended
-from ctcdraft.train.files import free_bytes, size_of, write_atomically
+from ctcdraft.train.files import MANIFEST, free_bytes, share_out, size_of, write_atomically
 
 FORMAT = 3
 SPLIT = "train"  # development sequences are few, and read by the base itself at every evaluation
@@ -61,12 +59,11 @@ class FeatureStore:
         self.facts = self._facts(data_folder / f"{SPLIT}.safetensors")
         digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:12]
         self.folder = cache / f"features-{kind}-{digest}"
-        self._work = self.folder.with_name(f"{self.folder.name}.work")
         self._shards = shards_of(self.corpus.lengths, positions)
 
     @property
     def done(self) -> bool:
-        return (self.folder / "manifest.json").is_file()
+        return (self.folder / MANIFEST).is_file()
 
     @property
     def bytes_left(self) -> int:
@@ -93,50 +90,38 @@ class FeatureStore:
     def fill(self) -> None:
         """Store what is missing (long: the base reads every sequence). Any number of processes may do so at once;
         each returns when all is there. Raises ValueError where the disk will not hold it."""
-        if self.done:
-            shutil.rmtree(self._work, ignore_errors=True)  # what a process left that was killed at the very end
-            return
-        self.check_room()
-        with tqdm(total=len(self.corpus.ids), desc="base states", unit="token", unit_scale=True, mininterval=1) as bar:
-            left = list(range(len(self._shards)))
-            for wait in (False, True):  # first what is free, then what another process may have left
-                left = [number for number in left if not self._is_stored(number, bar, wait=wait)]
-        with claimed(self.folder.with_name(f"{self.folder.name}.lock"), wait=True):
-            if not self.done:
-                self._write_manifest()
-            shutil.rmtree(self._work, ignore_errors=True)
+        if not self.done:
+            self.check_room()
+        total = len(self.corpus.ids)
+        with tqdm(total=total, desc="base states", unit="token", unit_scale=True, disable=self.done) as bar:
+            share_out(self.folder, lambda: self._shards, partial(self._store, bar), self._write_manifest)
 
     def open(self) -> Features:
         """The stored hidden states. Raises ValueError where they are damaged, or not this base's on this data."""
         return Features(self.folder, self.corpus.lengths, self.facts)
 
-    def _is_stored(self, number: int, bar: tqdm, *, wait: bool) -> bool:
-        """Store a shard, unless it is there or, without `wait`, another process is at it."""
-        path, shard = self.folder / shard_name(number), self._shards[number]
-        with claimed(self._work / f"{number:05}.lock", wait=wait) as ours:
-            if ours and not path.is_file():
-                found = dict(self._hidden(shard, bar))
-                write_atomically(path, save(shard_tensors([found[sequence] for sequence in shard])))
-            elif ours:
-                bar.update(int(self.corpus.offsets[shard.stop] - self.corpus.offsets[shard.start]))
-            return ours
-
-    def _hidden(self, sequences: range, bar: tqdm) -> Iterator[tuple[int, Hidden]]:
-        """(sequence, its hidden states) of a shard, in batches of like length."""
-        rows = [torch.from_numpy(np.asarray(self.corpus[sequence].ids, np.int64)) for sequence in sequences]
+    def _store(self, bar: tqdm, number: int, shard: range) -> None:
+        """Write a shard, unless it is there: its hidden states, made in batches of like length."""
+        path = self.folder / shard_name(number)
+        rows = [torch.from_numpy(np.asarray(self.corpus[sequence].ids, np.int64)) for sequence in shard]
+        if path.is_file():
+            bar.update(sum(map(len, rows)))
+            return
+        found: dict[int, Hidden] = {}
         for batch in batches_by_length(rows, BATCH):
             ids_BL = pad_sequence([rows[i] for i in batch], batch_first=True)  # padded behind: no effect
             hidden_BLX = self.base.hidden(ids_BL.to(self.base.device), attended=self.attended)
             for b, i in enumerate(batch):
-                yield sequences[i], encoded(hidden_BLX[b, : len(rows[i])], self.kind).cpu()
+                found[i] = encoded(hidden_BLX[b, : len(rows[i])], self.kind).cpu()
                 bar.update(len(rows[i]))
+        write_atomically(path, save(shard_tensors([found[i] for i in range(len(rows))])))
 
     def _write_manifest(self) -> None:
         shards = [
             {"first": shard[0], "bytes": (self.folder / shard_name(number)).stat().st_size}
             for number, shard in enumerate(self._shards)
         ]
-        write_atomically(self.folder / "manifest.json", json.dumps({**self.facts, "shards": shards}, indent=1).encode())
+        write_atomically(self.folder / MANIFEST, json.dumps({**self.facts, "shards": shards}, indent=1).encode())
 
     def _facts(self, corpus: Path) -> dict[str, Any]:
         """What stored hidden states belong to: any other base, layers, tokenizer or sequences have others."""

@@ -1,14 +1,46 @@
-"""Folders that are whole or not there: fsync, checksums in a manifest, one rename; and what a disk has left."""
+"""Folders that are whole or not there: fsync, checksums in a manifest, one rename; made by any number of processes."""
 
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from ctcdraft.model.folders import claimed
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 20
+Piece = TypeVar("Piece")
+
+
+def work_folder(folder: Path) -> Path:
+    """Where what goes into a folder lies until it is done."""
+    return folder.with_name(f"{folder.name}.work")
+
+
+def share_out(
+    folder: Path, pieces: Callable[[], Iterable[Piece]], make: Callable[[int, Piece], None], finish: Callable[[], None]
+) -> None:
+    """Make every piece of a folder, then finish it with its manifest. Any number of processes may do so at once, and
+    may die: a piece is claimed by one of them, which makes it unless it is there. Each returns when all is done."""
+    work, done = work_folder(folder), (folder / MANIFEST).is_file
+    left: set[int] | None = None
+    if not done():
+        for wait in (False, True):  # first what is free, then what another process may have left
+            others = set()
+            for number, piece in enumerate(() if left == set() else pieces()):
+                if left is None or number in left:
+                    with claimed(work / f"{number:05}.lock", wait=wait) as ours:
+                        if not ours:
+                            others.add(number)
+                        elif not done():
+                            make(number, piece)
+            left = others
+        with claimed(folder.with_name(f"{folder.name}.lock"), wait=True):
+            if not done():
+                finish()
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -38,13 +70,10 @@ def sync(path: Path) -> None:
 def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
     """Write `fresh`'s manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of these), force all of it to
     the disk, and rename it to `folder`, which must not hold anything whole: what is there is removed."""
-    files = {str(path.relative_to(fresh)): _described(path) for path in _files(fresh)}
-    for path in _files(fresh):
+    facts = {"files": _contents(fresh), **facts}
+    for path in fresh.rglob("*"):
         sync(path)
-    facts = {"files": files, **facts}
     write_atomically(fresh / MANIFEST, json.dumps({**facts, "sha256": _digest(facts)}, indent=2).encode())
-    for path in {path.parent for path in _files(fresh)}:
-        sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(fresh, folder)
     sync(folder.parent)
@@ -55,30 +84,23 @@ def unsealed(folder: Path) -> str | None:
     facts = read_manifest(folder)
     if facts is None:
         return f"it has no whole {MANIFEST}"
-    there = {str(path.relative_to(folder)): path for path in _files(folder) if path.name != MANIFEST}
-    for name, known in facts["files"].items():
-        if name not in there:
-            return f"{name} is missing"
-        if there[name].is_symlink() or _described(there[name]) != known:
-            return f"{name} is damaged (its checksum differs)"
-    extra = sorted(set(there) - set(facts["files"]))
-    return f"{extra[0]} is no part of it" if extra else None
+    known, there = facts["files"], _contents(folder)
+    wrong = sorted(name for name in known.keys() | there.keys() if known.get(name) != there.get(name))
+    return f"{wrong[0]} is missing, damaged or no part of it (its checksum differs)" if wrong else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The facts that a folder was sealed with, and its `files`; None where there are none, or damaged ones."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return found if found.pop("sha256") == _digest(found) and isinstance(found["files"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
-        return None
-    return found if found.pop("sha256", None) == _digest(found) else None
 
 
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in _files(folder))
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def free_bytes(folder: Path) -> int:
@@ -90,13 +112,15 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-
-
-def _described(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+def _contents(folder: Path) -> dict[str, Any]:
+    """Size and SHA-256 of every file below a folder but its manifest, by name; a link has none."""
+    found: dict[str, Any] = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = "a link"
+        elif path.is_file() and name != MANIFEST:
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            found[name] = {"bytes": path.stat().st_size, "sha256": digest}
+    return found

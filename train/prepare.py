@@ -11,7 +11,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ctcdraft.data.records import Conversation, Record, Text
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import RowError, source_hash
 from ctcdraft.data.store import (
+    Example,
     Journal,
     join_corpora,
     load_corpus,
@@ -36,13 +38,15 @@ from ctcdraft.data.store import (
     write_jsonl,
 )
 from ctcdraft.model.base import Base, warn_if_plain
-from ctcdraft.model.folders import claimed, new_folder
+from ctcdraft.model.folders import new_folder
 from ctcdraft.train.examples import ExampleMaker
+from ctcdraft.train.files import MANIFEST, share_out, work_folder
 from ctcdraft.train.options import decisive
 from ctcdraft.train.regenerate import OUTCOMES
-from ctcdraft.train.shards import GENERATED, SPLITS, Account, DataConfig, Shard, asked_text, read_shards
+from ctcdraft.train.shards import GENERATED, LEARNT, Account, DataConfig, Shard, asked_text, read_shards
 
 FORMAT = 4
+ACCOUNT = "account.json"  # of a shard, in its folder
 
 
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
@@ -65,55 +69,12 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     at some turns: those are asked again by the next call, and no others.
     """
     folder = prepared_folder(base, config, seed, cache)
-    work = folder.with_name(f"{folder.name}.work")
-    if read_manifest(folder) is not None:
-        shutil.rmtree(work, ignore_errors=True)  # what a process left that was killed at the very end
-        return folder
-    if config.kind != "text":
+    if config.kind != "text" and read_manifest(folder) is None:
         warn_if_plain(base)
         warn_if_no_end(base.tokenizer, base.eos_ids, base.name)
-    shards = _prepare_shards(work, folder, base, config, seed)
-    with claimed(folder.with_name(f"{folder.name}.lock"), wait=True):
-        if read_manifest(folder) is None:
-            for left in folder.parent.glob(f"unfinished-{folder.name}-*"):
-                shutil.rmtree(left)
-            with new_folder(folder) as fresh:
-                _join(fresh, folder, shards, base, config)
-        shutil.rmtree(work, ignore_errors=True)
+    made = _Preparation(base, config, seed, folder)
+    share_out(folder, partial(read_shards, config, seed), made.add, made.join)
     return folder
-
-
-def _prepare_shards(work: Path, folder: Path, base: Base, config: DataConfig, seed: int) -> list[Path]:
-    """The folders of all shards, filled. Raises ValueError where a server left turns unanswered."""
-    unanswered: dict[int, Account] = {}
-    for wait in (False, True):  # first what is free, then what another process may have left
-        shards = []
-        for shard in read_shards(config, seed):
-            shards.append(work / f"{shard.number:05}")
-            if shard.number in unanswered or _prepare_shard(shards[-1], folder, shard, base, config, seed, wait=wait):
-                continue
-            unanswered[shard.number] = shard.account
-            if shard.account.turns["errors"] > shard.account.turns["answered"]:  # dead, as the next would find it
-                raise _unanswered(shards, unanswered, config)
-        if all(shard.is_dir() for shard in shards):
-            return shards
-    if unanswered:
-        raise _unanswered(shards, unanswered, config)
-    return shards
-
-
-def _unanswered(shards: list[Path], unanswered: dict[int, Account], config: DataConfig) -> ValueError:
-    """What there is so far, and what to do about the rest."""
-    turns: Counter[str] = Counter()
-    for number, shard in enumerate(shards):
-        account = shard / "account.json"
-        found = read_object(account, "turns")["turns"] if account.is_file() else {}
-        turns.update(unanswered[number].turns if number in unanswered else found)
-    return ValueError(
-        f"data.regenerate.url={config.regenerate.url}: {turns['errors']} turns got no answer (the first: "
-        f"{next(iter(unanswered.values())).errors[0]}); {account_of(turns)} so far; the same command asks for these "
-        "again and keeps the others (data.regenerate.reject_errors=true rejects them)"
-    )
 
 
 def account_of(turns: Mapping[str, int]) -> str:
@@ -122,37 +83,114 @@ def account_of(turns: Mapping[str, int]) -> str:
     return f"{asked} = {' + '.join(parts)}"
 
 
-def _prepare_shard(
-    target: Path, folder: Path, shard: Shard, base: Base, config: DataConfig, seed: int, *, wait: bool
-) -> bool:
-    """Fill the folder of a shard, unless it is there or, without `wait`, another process is at it. False where a server
-    may yet answer what it has not: what it has answered is kept."""
-    if target.is_dir():
-        return True
-    with claimed(target.with_name(f"{target.name}.lock"), wait=wait) as ours:
-        if not ours or target.is_dir() or read_manifest(folder) is not None:
-            return True
-        account, examples = shard.account, {}
+class _Preparation:
+    """Prepared data on its way: shards in folders of their own, then all of them as one."""
+
+    def __init__(self, base: Base, config: DataConfig, seed: int, folder: Path) -> None:
+        self.base, self.config, self.seed, self.folder = base, config, seed, folder
+        self.work = work_folder(folder)
+        self._unanswered: dict[int, Account] = {}
+
+    def add(self, number: int, shard: Shard) -> None:
+        """Fill the folder of a shard, unless it is there, or a server has left turns unanswered that it may yet answer:
+        what it has answered is kept. Raises ValueError where the server is dead."""
+        target, account = self.work / f"{number:05}", shard.account
+        if target.is_dir():
+            return
+        examples: dict[str, list[Example]] = {}
         with closing(Journal(target.with_name(f"{target.name}.journal"))) as journal:
-            for split in SPLITS[:2]:
-                maker = ExampleMaker(
-                    base, config, seed, journal, account, f"shard {shard.number}: base answers {split}"
-                )
+            for split in LEARNT:
+                title = f"shard {number}: base answers {split}"
+                maker = ExampleMaker(self.base, self.config, self.seed, journal, account, title)
                 examples[split] = maker.examples(shard.splits[split])
-        if account.errors and not config.regenerate.reject_errors:
-            return False
+        if account.errors and not self.config.regenerate.reject_errors:
+            self._unanswered[number] = account
+            if account.turns["errors"] > account.turns["answered"]:  # as the next shard would find it
+                raise self._server_failed()
+            return
+        account.heldout += _questions(self.base, shard.splits["heldout"], account)
+        asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
+        account.asked += (row for row in asked if row["asked"])
         with new_folder(target) as fresh:
             for split, found in examples.items():
                 save_corpus(fresh / f"{split}.safetensors", found)
-            write_jsonl(fresh / "heldout.jsonl", list(_questions(base, shard.splits["heldout"], account)))
-            write_jsonl(fresh / "rejects.jsonl", account.rejects)
-            asked = ({"row": record.id, "asked": asked_text(record)} for record in shard.splits["train"])
-            write_jsonl(fresh / "asked.jsonl", (row for row in asked if row["asked"]))
-            counts: dict[str, Any] = {"read": account.read, "rejected": len({row["row"] for row in account.rejects})}
-            counts |= {"turns": dict(account.turns), "unread": dict(account.unread)}
-            (fresh / "account.json").write_text(json.dumps(counts))
+            (fresh / ACCOUNT).write_text(json.dumps(vars(account)))
         journal.path.unlink()
-    return True
+
+    @property
+    def _shards(self) -> list[Path]:
+        """The folders of the shards that are there, in order."""
+        there = (path for path in self.work.iterdir() if path.name.isdecimal())
+        return sorted(there, key=lambda shard: int(shard.name))
+
+    def _accounts(self) -> Iterator[Account]:
+        """Theirs, one in memory at a time."""
+        keys = [field.name for field in fields(Account)]
+        return (Account(**read_object(shard / ACCOUNT, *keys)) for shard in self._shards)
+
+    def _server_failed(self) -> ValueError:
+        """What there is so far, and what to do about the rest."""
+        failed, turns = [*self._unanswered.values()], Counter[str]()
+        for account in (*self._accounts(), *failed):
+            turns.update(account.turns)
+        return ValueError(
+            f"data.regenerate.url={self.config.regenerate.url}: {turns['errors']} turns got no answer (the first: "
+            f"{failed[0].errors[0]}); {account_of(turns)} so far; the same command asks for these again and keeps the "
+            "others (data.regenerate.reject_errors=true rejects them)"
+        )
+
+    def join(self) -> None:
+        """All shards as one folder. Raises ValueError where turns are unanswered, or there is nothing to learn."""
+        if self._unanswered:
+            raise self._server_failed()
+        for left in self.folder.parent.glob(f"unfinished-{self.folder.name}-*"):
+            shutil.rmtree(left)
+        with new_folder(self.folder) as fresh:
+            self._fill(fresh)
+
+    def _fill(self, fresh: Path) -> None:
+        total, rejected, config = Account(), 0, self.config
+        for account in self._accounts():
+            total.read += account.read
+            total.heldout += account.heldout
+            total.turns.update(account.turns)
+            total.unread.update(account.unread)
+            rejected += len({row["row"] for row in account.rejects})
+        write_jsonl(fresh / "rejects.jsonl", (row for account in self._accounts() for row in account.rejects))
+        questions = GENERATED[config.kind].questions() if config.kind in GENERATED else total.heldout
+        write_jsonl(fresh / "heldout.jsonl", questions)
+        for split in LEARNT:
+            name = f"{split}.safetensors"
+            join_corpora(fresh / name, [shard / name for shard in self._shards])
+        _lend_dev(fresh)
+        counts = {split: _counted(fresh, split) for split in LEARNT}
+        for split, count in counts.items():
+            if not count["answer_tokens"]:
+                kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
+                shutil.copy(fresh / "rejects.jsonl", kept)
+                first = next((f" (the first: {row['reason']})" for row in read_jsonl(kept)), "")
+                shutil.rmtree(self.work, ignore_errors=True)
+                raise ValueError(
+                    f"data.path={config.path}: of {total.read} rows none gave a {split} sequence; "
+                    f"{rejected} rejected{first}; see {kept}"
+                )
+        index = NearDuplicates([q["turns"][0] if "turns" in q else q.get("text", "") for q in questions])
+        asked = ((row, index.of(row["asked"])) for account in self._accounts() for row in account.asked)
+        near = [{**row, "question_id": questions[at]["question_id"]} for row, at in asked if at is not None]
+        write_jsonl(fresh / "near_duplicates.jsonl", near)
+        manifest = {
+            "base": self.base.identity,
+            "options": masked(asdict(config)),
+            "read": total.read,
+            "used": total.read - rejected,
+            "rejected": rejected,
+            "heldout": len(total.heldout),
+            "turns": total.turns,
+            "unread": dict(total.unread.most_common()),
+            "near_duplicates": len(near),
+            **counts,
+        }
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[dict[str, Any]]:
@@ -187,58 +225,14 @@ def _asked(chat: Conversation) -> dict[str, Any]:
     return asked | ({"tools": chat.tools} if chat.tools else {})
 
 
-def _join(fresh: Path, folder: Path, shards: list[Path], base: Base, config: DataConfig) -> None:
-    """All shards as one folder; the account is written last."""
-    accounts = [read_object(shard / "account.json", "read", "rejected", "turns", "unread") for shard in shards]
-    read, rejected = (sum(account[key] for account in accounts) for key in ("read", "rejected"))
-    turns, unread = Counter[str](), Counter[str]()
-    for account in accounts:
-        turns.update(account["turns"])
-        unread.update(account["unread"])
-    write_jsonl(fresh / "rejects.jsonl", (row for shard in shards for row in read_jsonl(shard / "rejects.jsonl")))
-    heldout = [row for shard in shards for row in read_jsonl(shard / "heldout.jsonl")]
-    questions = GENERATED[config.kind].questions() if config.kind in GENERATED else heldout
-    write_jsonl(fresh / "heldout.jsonl", questions)
-    for split in SPLITS[:2]:
-        join_corpora(fresh / f"{split}.safetensors", [shard / f"{split}.safetensors" for shard in shards])
-    _lend_dev(fresh)
-    counts = {split: _counted(fresh, split) for split in SPLITS[:2]}
-    for split, count in counts.items():
-        if not count["answer_tokens"]:
-            kept = folder.with_name(f"{folder.name}-rejects.jsonl")
-            shutil.copy(fresh / "rejects.jsonl", kept)
-            first = next((f" (the first: {row['reason']})" for row in read_jsonl(kept)), "")
-            shutil.rmtree(shards[0].parent, ignore_errors=True)
-            raise ValueError(
-                f"data.path={config.path}: of {read} rows none gave a {split} sequence; "
-                f"{rejected} rejected{first}; see {kept}"
-            )
-    near = list(_near_duplicates(shards, questions))
-    write_jsonl(fresh / "near_duplicates.jsonl", near)
-    account = {"read": read, "used": read - rejected, "rejected": rejected, "heldout": len(heldout)}
-    account |= {"turns": dict(turns), "unread": dict(unread.most_common()), "near_duplicates": len(near)}
-    manifest = {"base": base.identity, "options": masked(asdict(config)), **account, **counts}
-    (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-
-
 def _lend_dev(folder: Path) -> None:
     """Where few rows left no development sequence, the last of training becomes one: the best head needs it."""
-    train, dev = (load_corpus(folder, split) for split in SPLITS[:2])
+    train, dev = (load_corpus(folder, split) for split in LEARNT)
     if len(train) > 1 and not len(dev):
         examples = [train[i] for i in range(len(train))]
         for split, part in (("dev", examples[-1:]), ("train", examples[:-1])):
             save_corpus(folder / f"{split}.fresh", part)
             (folder / f"{split}.fresh").replace(folder / f"{split}.safetensors")
-
-
-def _near_duplicates(shards: list[Path], questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Training rows that nearly repeat a question on which the head is evaluated."""
-    index = NearDuplicates([q["turns"][0] if "turns" in q else q.get("text", "") for q in questions])
-    for shard in shards:
-        for row in read_jsonl(shard / "asked.jsonl"):
-            near = index.of(row["asked"])
-            if near is not None:
-                yield {**row, "question_id": questions[near]["question_id"]}
 
 
 def _counted(folder: Path, split: str) -> dict[str, Any]:

@@ -4,64 +4,25 @@ import asyncio
 import os
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from ctcdraft.data.messages import Message
 from ctcdraft.data.records import Conversation
-from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import LOST_THOUGHT, NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import continued, work_key
-from ctcdraft.train.options import MAY_DIFFER
+from ctcdraft.train.shards import DataConfig
 
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 # What becomes of the turns that are asked. errors: a server failed at every try; skipped: nobody was asked, because of
 # what came before.
 OUTCOMES = ("answered", "refused", "errors", "skipped")
-
-
-@dataclass(frozen=True)
-class RegenerateConfig:
-    """temperatures: one rewriting of every conversation per entry, 0 greedy; top_p for those above 0.
-
-    url: an OpenAI-compatible server to ask instead of the base in this process, model: the base's name there
-    (None: the first it lists); concurrency: requests at once; retries after a failure, with doubling waits;
-    timeout: seconds per answer. What failed at every try is asked again by the next command; reject_errors: it is
-    rejected. OPENAI_API_KEY is sent where it is set.
-    """
-
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
-    top_p: float = 1.0
-    url: str | None = field(default=None, metadata=MAY_DIFFER)
-    model: str | None = None
-    concurrency: int = field(default=16, metadata=MAY_DIFFER)
-    retries: int = field(default=12, metadata=MAY_DIFFER)
-    timeout: float = field(default=300.0, metadata=MAY_DIFFER)
-    reject_errors: bool = field(default=False, metadata=MAY_DIFFER)
-
-    def __post_init__(self) -> None:
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(f"data.regenerate.temperatures={self.temperatures}: give one or more, each 0 or above")
-        if not 0 < self.top_p <= 1 or self.concurrency < 1 or self.retries < 0 or not self.timeout > 0:
-            raise ValueError(
-                "data.regenerate: top_p must lie in (0, 1], concurrency be at least 1, retries at least 0, "
-                "timeout above 0"
-            )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
-        if self.url is not None and (urlsplit(self.url).query or urlsplit(self.url).fragment):
-            raise ValueError(
-                f"data.regenerate.url={masked(self.url)}: requests go to <url>/chat/completions, so it cannot end in a "
-                "query; a key belongs into the environment as OPENAI_API_KEY"
-            )
 
 
 class Dialogue:
@@ -203,79 +164,68 @@ class Dialogue:
 
 
 def rewrite(
-    base: Base,
-    conversations: Sequence[Conversation],
-    config: RegenerateConfig,
-    journal: Journal,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-    title: str,
+    base: Base, conversations: Sequence[Conversation], config: DataConfig, journal: Journal, *, seed: int, title: str
 ) -> tuple[list[Dialogue], Counter[str]]:
     """Every conversation at every temperature, its turns answered, in order; and what became of the turns.
 
     What the journal knows is not asked again, so that a killed process that is started again repeats nothing,
     and its outcome is the same to the byte. Raises ValueError when a server refuses more than half of what it is asked.
     """
-    pairs = list(enumerate(config.temperatures))
+    pairs, url = list(enumerate(config.regenerate.temperatures)), config.regenerate.url
     dialogues = [Dialogue(base, c, temperature, sample) for c in conversations for sample, temperature in pairs]
     asked = sum(d.left for d in dialogues)
     with tqdm(total=asked, desc=title, unit="turn", mininterval=1, disable=not asked) as bar:
-        if config.url is None:
-            ready = sorted(
-                (d for d in dialogues if d.next_prompt()), key=lambda d: -d.left
-            )  # long ones do not end last
-            work = deque((d, d.prompt, d.temperature, d.name) for d in ready)
-            tokens_so_far = 0
-            options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
-            for dialogue, tokens in continued(base, work, config.top_p, journal, **options):
-                dialogue.answer(tokens)
-                if dialogue.next_prompt():
-                    work.append((dialogue, dialogue.prompt, dialogue.temperature, dialogue.name))
-                tokens_so_far += len(tokens)
-                bar.set_postfix_str(f"{tokens_so_far / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", False)
-                bar.update()
+        if url is None:
+            _ask_base(base, dialogues, config, journal, seed, bar)
         else:
-            asyncio.run(_ask_server(dialogues, config, journal, max_new_tokens, seed, bar))
+            asyncio.run(_ask_server(url, dialogues, config, journal, seed, bar))
         bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
     turns = Counter({name: sum(d.turns[name] for d in dialogues) for name in ("asked", *OUTCOMES)})
     refused, answered = turns["refused"], turns["answered"]
     if refused > answered:
         first = next(d.reason for d in dialogues if d.turns["refused"])
         raise ValueError(
-            f"data.regenerate.url={config.url}: {refused} of {refused + answered} requests were refused ({first})"
+            f"data.regenerate.url={url}: {refused} of {refused + answered} requests were refused ({first})"
         )
     return dialogues, turns
 
 
-async def _ask_server(
-    dialogues: Iterable[Dialogue],
-    config: RegenerateConfig,
-    journal: Journal,
-    max_new_tokens: int,
-    seed: int,
-    bar: Any,
+def _ask_base(
+    base: Base, dialogues: list[Dialogue], config: DataConfig, journal: Journal, seed: int, bar: tqdm
 ) -> None:
-    assert config.url is not None
-    limits = {"concurrency": config.concurrency, "retries": config.retries, "timeout": config.timeout}
-    key = os.environ.get("OPENAI_API_KEY")
-    async with ChatServer(config.url, config.model, key=key, **limits) as server:  # type: ignore[arg-type]
+    ready = sorted((d for d in dialogues if d.next_prompt()), key=lambda d: -d.left)  # long ones do not end last
+    work = deque((d, d.prompt, d.temperature, d.name) for d in ready)
+    sizes, tokens_so_far = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size}, 0
+    for dialogue, tokens in continued(base, work, config.regenerate.top_p, journal, seed=seed, **sizes):
+        dialogue.answer(tokens)
+        if dialogue.next_prompt():
+            work.append((dialogue, dialogue.prompt, dialogue.temperature, dialogue.name))
+        tokens_so_far += len(tokens)
+        bar.set_postfix_str(f"{tokens_so_far / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", False)
+        bar.update()
+
+
+async def _ask_server(
+    url: str, dialogues: list[Dialogue], config: DataConfig, journal: Journal, seed: int, bar: tqdm
+) -> None:
+    asking, key = config.regenerate, os.environ.get("OPENAI_API_KEY")
+    limits = {"concurrency": asking.concurrency, "retries": asking.retries, "timeout": asking.timeout}
+    async with ChatServer(url, asking.model, key=key, **limits) as server:  # type: ignore[arg-type]
 
         async def converse(dialogue: Dialogue) -> None:
             while dialogue.next_prompt():
-                key, noise = work_key(dialogue.said, dialogue.name, dialogue.temperature, config.top_p, seed)
+                key, noise = work_key(dialogue.said, dialogue.name, dialogue.temperature, asking.top_p, seed)
                 known = journal.get(key)
                 if known is None:
                     room = dialogue.base.context_length - len(dialogue.prompt)
                     options: dict[str, Any] = {
-                        "max_tokens": min(max_new_tokens, room),
+                        "max_tokens": min(config.max_new_tokens, room),
                         "temperature": dialogue.temperature,
                     }
                     if dialogue.base.template_args:
                         options["chat_template_kwargs"] = dialogue.base.template_args
                     if dialogue.temperature:
-                        options |= {"top_p": config.top_p, "seed": noise % 2**31}
+                        options |= {"top_p": asking.top_p, "seed": noise % 2**31}
                     try:
                         known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
                     except ServerError as error:

@@ -4,103 +4,132 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tqdm import tqdm
 
 from ctcdraft.data import questions, toy
 from ctcdraft.data.duplicates import NearDuplicates
-from ctcdraft.data.features import FORMATS
 from ctcdraft.data.records import Conversation, Record, Text, record_of
+from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
-from ctcdraft.data.template import TURNS
 from ctcdraft.train.options import MAY_DIFFER
-from ctcdraft.train.regenerate import RegenerateConfig
 
-KINDS = ("toy", "prompts", "sharegpt", "text", "mixed")
 GENERATED = {"toy": toy, "prompts": questions}
 GENERATED_ROWS = 1800
-LABELS = ("rewrite", "argmax", "given")
-SPLITS = ("train", "dev", "heldout")
+LEARNT = ("train", "dev")
+SPLITS = (*LEARNT, "heldout")
 ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the evaluation questions
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class RegenerateConfig:
+    """temperatures: one rewriting of every conversation per entry, 0 greedy; top_p for those above 0.
+
+    url: an OpenAI-compatible server to ask instead of the base in this process, model: the base's name there
+    (None: the first it lists); concurrency: requests at once; retries after a failure, with doubling waits;
+    timeout: seconds per answer. What failed at every try is asked again by the next command; reject_errors: it is
+    rejected. OPENAI_API_KEY is sent where it is set.
+    """
+
+    temperatures: Annotated[list[NonNegativeFloat], Field(min_length=1)] = field(default_factory=lambda: [0.0])
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    url: str | None = field(default=None, metadata=MAY_DIFFER)
+    model: str | None = None
+    concurrency: PositiveInt = field(default=16, metadata=MAY_DIFFER)
+    retries: NonNegativeInt = field(default=12, metadata=MAY_DIFFER)
+    timeout: PositiveFloat = field(default=300.0, metadata=MAY_DIFFER)
+    reject_errors: bool = field(default=False, metadata=MAY_DIFFER)
+
+    def __post_init__(self) -> None:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
+        if self.url is not None and (urlsplit(self.url).query or urlsplit(self.url).fragment):
+            raise ValueError(
+                f"data.regenerate.url={masked(self.url)}: requests go to <url>/chat/completions, so it cannot end in a "
+                "query; a key belongs into the environment as OPENAI_API_KEY"
+            )
+
+
+@dataclass(frozen=True)
+class SourceConfig:
     """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both);
     path: file, glob or Hub name, or a list of them, with `weights` mixed row by row in these shares until one ends.
 
-    labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with the
-    base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
     limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
     and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
-    turns: `each` answer is learned, or the `last` alone. template_args: what the chat template gets beside the
-    messages, as {"enable_thinking": False}; the trained head keeps it. prompt_tokens and samples_per_text: how texts
-    are cut, which the base always continues. max_new_tokens per answer. shard_rows: rows worked on, and lost by
-    nobody, at a time.
-    features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
-    at each step. show: so many sequences are printed after preparing.
+    shard_rows: rows worked on, and lost by nobody, at a time.
     """
 
-    kind: str = "toy"
+    kind: Literal["toy", "prompts", "sharegpt", "text", "mixed"] = "toy"
     path: str | list[str] | None = None
-    labels: str = "rewrite"
-    weights: list[float] | None = None
-    limit: int | None = None
-    holdout: float = 0.1
+    weights: list[PositiveFloat] | None = None
+    limit: PositiveInt | None = None
+    holdout: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
     dedupe: bool = True
     keep_out: str | None = None
-    turns: str = "each"
-    template_args: dict[str, Any] | None = None
-    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
-    prompt_tokens: list[int] = field(default_factory=lambda: [8, 140])
-    samples_per_text: int = 4
-    max_new_tokens: int = 192
-    batch_size: int = field(default=64, metadata=MAY_DIFFER)
-    shard_rows: int = 2048
-    features: str | None = None
-    show: int = field(default=0, metadata=MAY_DIFFER)
+    shard_rows: PositiveInt = 2048
 
     def __post_init__(self) -> None:
-        low_high = self.prompt_tokens
-        for name, known in (("kind", KINDS), ("labels", LABELS), ("turns", TURNS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"data.{name}={getattr(self, name)!r} is unknown: choose one of {known}")
         if self.kind not in GENERATED and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
-        if self.kind == "text" and self.labels != "rewrite":
-            raise ValueError(
-                f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
-            )
-        if self.weights is not None and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
+        if self.weights is not None and len(self.weights) != len(self.paths):
             raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
-        if len(low_high) != 2 or not 1 <= low_high[0] <= low_high[1]:
-            raise ValueError(f"data.prompt_tokens={low_high}: give [shortest, longest], 1 or more")
-        if not 0.0 < self.holdout < 0.9:
-            raise ValueError(f"data.holdout={self.holdout} must lie between 0 and 0.9")
-        counts = ("samples_per_text", "max_new_tokens", "batch_size", "shard_rows")
-        if min(*(getattr(self, name) for name in counts), 1 if self.limit is None else self.limit) < 1:
-            raise ValueError(f"data.{', '.join(counts)} and limit must be at least 1")
-        if self.features is not None and self.features not in FORMATS:
-            raise ValueError(f"data.features={self.features!r} is unknown: choose one of {tuple(FORMATS)}, or null")
-        if self.show < 0:
-            raise ValueError(f"data.show={self.show} must not be negative")
 
     @property
     def paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
 
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with
+    the base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
+    turns: `each` answer is learned, or the `last` alone. template_args: what the chat template gets beside the
+    messages, as {"enable_thinking": False}; the trained head keeps it. prompt_tokens and samples_per_text: how texts
+    are cut, which the base always continues. max_new_tokens per answer.
+    features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
+    at each step. show: so many sequences are printed after preparing.
+    """
+
+    labels: Literal["rewrite", "argmax", "given"] = "rewrite"
+    turns: Literal["each", "last"] = "each"
+    template_args: dict[str, Any] | None = None
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
+        default_factory=lambda: [8, 140]
+    )
+    samples_per_text: PositiveInt = 4
+    max_new_tokens: PositiveInt = 192
+    batch_size: PositiveInt = field(default=64, metadata=MAY_DIFFER)
+    features: Literal["bf16", "fp8"] | None = None
+    show: NonNegativeInt = field(default=0, metadata=MAY_DIFFER)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "text" and self.labels != "rewrite":
+            raise ValueError(
+                f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
+            )
+        if self.prompt_tokens[0] > self.prompt_tokens[-1]:
+            raise ValueError(f"data.prompt_tokens={self.prompt_tokens}: give [shortest, longest]")
+
+
 @dataclass
 class Account:
     """What became of rows: how many were read, which were rejected and why, what became of the turns that were asked,
-    and how often what rows hold was not read; errors: why turns got no answer that may get one another time."""
+    and how often what rows hold was not read; errors: why turns got no answer that may get one another time; heldout:
+    rows as questions; asked: what the rows for training ask."""
 
     read: int = 0
     rejects: list[dict[str, Any]] = field(default_factory=list)
     turns: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    heldout: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[dict[str, str]] = field(default_factory=list)
 
     def reject(self, row: str, reason: object) -> None:
         self.rejects.append({"row": row, "reason": str(reason)})
@@ -110,23 +139,22 @@ class Account:
 class Shard:
     """Rows that are worked on together: what can be used of them, by split, and their account so far."""
 
-    number: int
     splits: dict[str, list[Record]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     account: Account = field(default_factory=Account)
 
 
-def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
+def read_shards(config: SourceConfig, seed: int) -> Iterator[Shard]:
     """The source as shards. Equal rows are dropped, and the split goes by a hash of the opening: rows that open
     alike land together."""
     seen: dict[bytes, str] = {}
     keep_out = NearDuplicates(_keep_out(config.keep_out)) if config.keep_out else None
-    shard = Shard(0)
+    shard = Shard()
     for index, (name, row) in enumerate(tqdm(_rows(config, seed), "reading", unit="row", mininterval=1)):
         if config.limit is not None and index >= config.limit:
             break
         if shard.account.read == config.shard_rows:
             yield shard
-            shard = Shard(shard.number + 1)
+            shard = Shard()
         shard.account.read += 1
         try:
             record = record_of(row, name, "sharegpt" if config.kind in GENERATED else config.kind)
@@ -143,7 +171,7 @@ def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
     yield shard
 
 
-def _rows(config: DataConfig, seed: int) -> Iterator[tuple[str, Any]]:
+def _rows(config: SourceConfig, seed: int) -> Iterator[tuple[str, Any]]:
     if config.paths:
         return read_mixture(config.paths, config.weights)
     made = GENERATED[config.kind].conversations(config.limit or GENERATED_ROWS, seed)

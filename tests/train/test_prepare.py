@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from bases import tiny_tokenizer, write_base
+from pydantic import TypeAdapter
 from templates import QWEN_3, SWITCHED, SWITCHED_SPECIALS
 
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
@@ -425,17 +426,17 @@ def test_real_files_prepare_with_every_row_accounted_for(stories_base, shared, t
     ("options", "message"),
     [
         ({"kind": "sharegpt", "path": ["a", "b"], "weights": [1.0]}, "one above 0 for each of 2"),
-        ({"kind": "sharegpt", "path": "a", "weights": [0.0]}, "one above 0"),
+        ({"kind": "sharegpt", "path": "a", "weights": [0.0]}, "greater than 0"),
         ({"show": -1}, "show"),
         ({"shard_rows": 0}, "shard_rows"),
         ({"limit": 0}, "limit"),
-        ({"kind": "novel"}, "unknown"),
+        ({"kind": "novel"}, "should be 'toy', 'prompts', 'sharegpt', 'text' or 'mixed'"),
         ({"kind": "text"}, "needs data.path"),
         ({"kind": "text", "path": "x", "prompt_tokens": [9, 3]}, "prompt_tokens"),
         ({"holdout": 1.0}, "holdout"),
-        ({"samples_per_text": 0}, "at least 1"),
+        ({"samples_per_text": 0}, "samples_per_text"),
     ],
 )
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        DataConfig(**options)
+        TypeAdapter(DataConfig).validate_python(options)

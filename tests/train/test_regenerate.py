@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bases import tiny_tokenizer
+from pydantic import TypeAdapter
 from regeneration import all_equal, config_of, files
 from workers import logged_answers, preparing, wait_for
 
@@ -16,7 +17,8 @@ from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus
 from ctcdraft.model import Decoder, generate, load_base
 from ctcdraft.train.prepare import prepare
-from ctcdraft.train.regenerate import Dialogue, RegenerateConfig, rewrite
+from ctcdraft.train.regenerate import Dialogue, rewrite
+from ctcdraft.train.shards import DataConfig, RegenerateConfig
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +133,8 @@ def said(*roles):
 
 def rewritten(base, tmp_path, conversation, **options):
     journal = Journal(tmp_path / "journal")
-    sizes = {"max_new_tokens": 8, "batch_size": 4, "seed": 0, "title": ""}
-    (dialogue,), turns = rewrite(base, [conversation], RegenerateConfig(**options), journal, **sizes)
+    config = DataConfig(regenerate=RegenerateConfig(**options), max_new_tokens=8, batch_size=4)
+    (dialogue,), turns = rewrite(base, [conversation], config, journal, seed=0, title="")
     return dialogue, turns
 
 
@@ -194,4 +196,4 @@ def test_a_template_that_rewrites_history_gives_a_sequence_per_turn(base, tmp_pa
 )
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        RegenerateConfig(**options)
+        TypeAdapter(RegenerateConfig).validate_python(options)
