@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,19 +28,17 @@ from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_checkpoi
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.options import MAY_DIFFER
 from ctcdraft.train.simulate import dev_batches, simulate
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, check_fit, head_for, negatives_for
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, head_for, negatives_for
 from ctcdraft.train.watch import Watch, save_replay
 
 EVAL_ANCHORS = 8  # per development sequence
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class RowsConfig:
     """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
     rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into
-    max_length tokens. anchors: at most so many per sequence. max_minutes counts all sittings. keep: newest
-    checkpoints that stay; max_skips: steps in a row without a finite loss and gradient that end the run;
-    hang_minutes: the same, where no part of a step ends for so long."""
+    max_length tokens. anchors: at most so many per sequence."""
 
     steps: PositiveInt = 800
     batch: PositiveInt = 4
@@ -48,6 +46,24 @@ class TrainConfig:
     anchors: PositiveInt = 32
     max_length: PositiveInt = 2048
     pack: bool = False
+
+    def split(self, world: int) -> tuple[int, int]:
+        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
+        share, rest = divmod(self.batch, world)
+        if rest:
+            raise ValueError(
+                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
+                "or another batch for a new run"
+            )
+        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
+        return micro, share // micro
+
+
+@dataclass(frozen=True)
+class TrainConfig(RowsConfig):
+    """max_minutes counts all sittings. keep: newest checkpoints that stay; max_skips: steps in a row without a finite
+    loss and gradient that end the run; hang_minutes: the same, where no part of a step ends for so long."""
+
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     max_minutes: ds.Positive | None = field(default=None, metadata=MAY_DIFFER)
     log_every: PositiveInt = field(default=10, metadata=MAY_DIFFER)
@@ -63,17 +79,6 @@ class TrainConfig:
         if self.precision == "auto":
             half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             object.__setattr__(self, "precision", "bf16" if half else "fp32")
-
-    def split(self, world: int) -> tuple[int, int]:
-        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
-        share, rest = divmod(self.batch, world)
-        if rest:
-            raise ValueError(
-                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
-                "or another batch for a new run"
-            )
-        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
-        return micro, share // micro
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,6 @@ class Trainer:
     def __init__(
         self, plan: Plan, base: Base, data_folder: Path, run_folder: Path, features: Features | None = None
     ) -> None:
-        check_fit(plan.head, plan.objective)
         self.plan, self.base = plan, base
         self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
         self.micro, self.accumulate = plan.train.split(ds.world_size())
@@ -129,16 +133,14 @@ class Trainer:
             pack=plan.train.pack,
             features=features,
         )
-        self.dev = [
-            *dev_batches(
-                data_folder,
-                sequences=-(-plan.train.eval_anchors // EVAL_ANCHORS),
-                anchors=EVAL_ANCHORS,
-                labels=plan.objective.labels,
-                max_length=plan.train.max_length,
-                seed=0,
-            )
-        ]
+        self.dev = dev_batches(
+            data_folder,
+            sequences=-(-plan.train.eval_anchors // EVAL_ANCHORS),
+            anchors=EVAL_ANCHORS,
+            labels=plan.objective.labels,
+            max_length=plan.train.max_length,
+            seed=0,
+        )
         self.state, self.best = load_checkpoint(self.engine, self.checkpoints)
         self.task.psi_U = self.state.psi_U
         self._saved = (self.state.step, self.state.best) if self.state.step else None
@@ -161,7 +163,7 @@ class Trainer:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
         with self._signals(), pulse.no_longer_than(60 * self.plan.train.hang_minutes):
             self._steps(log)
-            if self.finished() and not self._is_due(self.state.step):  # out of time between two evaluations
+            if self.finished() and not self._is_due():  # out of time between two evaluations
                 self._evaluate()
             if self._saved != (self.state.step, self.state.best):
                 self._save(log)
@@ -203,22 +205,20 @@ class Trainer:
 
     def _one_step(self) -> dict[str, Any] | None:
         """One optimizer step; the row to log, where one is due."""
-        train, start = self.plan.train, time.perf_counter()
-        step = self.state.step
+        state, train, start = self.state, self.plan.train, time.perf_counter()
         lr = self.engine.get_lr()[0]
-        torch.manual_seed((self.plan.seed << 32) + step)  # whatever draws from it resumes exactly
-        sums, tokens = self._accumulated_step(step)
+        torch.manual_seed((self.plan.seed << 32) + state.step)  # whatever draws from it resumes exactly
+        sums, tokens = self._accumulated_step(state.step)
         self.task.observe(sums)
-        step += 1
-        self._count(step)
-        logged = step % train.log_every == 0 or step in (1, train.steps)
-        row = self._row(step, sums, tokens, lr, time.perf_counter() - start) if logged else None
-        self.state = replace(self.state, step=step, tokens=self.state.tokens + tokens, psi_U=self.task.psi_U)
-        if self._is_due(step):
+        state.step, state.tokens, state.psi_U = state.step + 1, state.tokens + tokens, self.task.psi_U
+        self._count()
+        logged = state.step % train.log_every == 0 or state.step in (1, train.steps)
+        row = self._row(sums, tokens, lr, time.perf_counter() - start) if logged else None
+        if self._is_due():
             tau = self._evaluate()
             if row is not None:
                 row["dev/tokens_per_step"] = tau
-        self.state = replace(self.state, seconds=self.state.seconds + time.perf_counter() - start)
+        state.seconds += time.perf_counter() - start
         return row
 
     def _save(self, log: RunLog | None) -> None:
@@ -228,22 +228,22 @@ class Trainer:
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep, self.best)
         self._saved = self.state.step, self.state.best
 
-    def _count(self, step: int) -> None:
+    def _count(self) -> None:
         """Was the step without an update? Keeps its batches, and ends a run that has too many of them in a row.
 
         Raises ValueError then, on all ranks.
         """
+        state, step = self.state, self.state.step
         if math.isfinite(self.grad_norm):
-            self.state = replace(self.state, in_a_row=0)
+            state.in_a_row = 0
             return
-        name = f"step_{step:06d}_rank{ds.rank()}.safetensors"
+        state.skipped, state.in_a_row = state.skipped + 1, state.in_a_row + 1
         batches = [self.sampler.collate(step - 1, self._members(turn)) for turn in range(self.accumulate)]
-        save_replay(self.skips / name, batches, step, self.plan.seed)
-        self.state = replace(self.state, skipped=self.state.skipped + 1, in_a_row=self.state.in_a_row + 1)
+        save_replay(self.skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", batches, step, self.plan.seed)
         self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {self.skips}"])
-        if self.state.in_a_row >= self.plan.train.max_skips:
+        if state.in_a_row >= self.plan.train.max_skips:
             raise ValueError(
-                f"{self.state.in_a_row} steps in a row, up to step {step}, gave a loss or gradient that is not finite: "
+                f"{state.in_a_row} steps in a row, up to step {step}, gave a loss or gradient that is not finite: "
                 f"lower optim.lr (now {self.plan.optim.lr}); their batches are in {self.skips}, and the checkpoint "
                 f"before, if there is one, is in {self.checkpoints}"
             )
@@ -253,9 +253,9 @@ class Trainer:
             for sentence in sentences:
                 tqdm.write(f"warning: {sentence}", file=sys.stderr)
 
-    def _is_due(self, step: int) -> bool:
-        """Is the head evaluated after this step?"""
-        return step % self.plan.train.eval_every == 0 or step == self.plan.train.steps
+    def _is_due(self) -> bool:
+        """Is the head evaluated after the step that is done?"""
+        return self.state.step % self.plan.train.eval_every == 0 or self.state.step == self.plan.train.steps
 
     def _evaluate(self) -> float:
         """Simulated tokens per step on the development sequences; the best head is kept. Collective."""
@@ -264,15 +264,15 @@ class Trainer:
             tau = simulate(self.base, self.plan.head, weights, self.plan.draft, self.dev)
         if tau > self.state.best:
             self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}
-            self.state = replace(self.state, best=tau, best_step=self.state.step)
+            self.state.best, self.state.best_step = tau, self.state.step
         return tau
 
     def _accumulated_step(self, step: int) -> tuple[Sums, int]:
         """Forward and backward of the step's micro-batches, then the optimizer. Sums and tokens of all ranks."""
-        world, total = ds.world_size(), None
+        parts: list[Sums] = []
         anchors = int(self.sampler.anchor_counts(step).sum())
         # DeepSpeed averages gradients over ranks and micro-batches: this makes it a mean over all anchors.
-        scale = world * self.accumulate / max(1, anchors)
+        scale = ds.world_size() * self.accumulate / max(1, anchors)
         for turn in range(self.accumulate):
             with self._timed("data"):
                 batch = self.sampler.collate(step, self._members(turn)).to(self.base.device)
@@ -288,24 +288,24 @@ class Trainer:
                     self.engine.step()
                 else:
                     self.grad_norm = ds.step_with_norm(self.engine, self.plan.optim.clip)
-            total = sums if total is None else Sums._make(map(torch.add, total, sums))
-        assert total is not None
-        return _over_ranks(total), self.sampler.tokens(step)
+            parts.append(sums)
+        every = [ds.sum_over_ranks(torch.stack(figures).sum(dim=0)) for figures in zip(*parts, strict=True)]
+        return Sums(*every), self.sampler.tokens(step)
 
     def _members(self, turn: int) -> slice:
         """Which of a step's sequences this rank has in its micro-batch of that number."""
         at = (turn * ds.world_size() + ds.rank()) * self.micro
         return slice(at, at + self.micro)
 
-    def _row(self, step: int, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
+    def _row(self, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
         """The figures of a step, those left out that are not finite; shares of `seconds` since the last row."""
         loss, anchors, feasible = float(sums.loss), float(sums.anchors), float(sums.feasible)
         busy = sum(self.seconds.values()) or 1.0
         row = {
-            "step": step,
+            "step": self.state.step,
             "train/loss": loss / max(1.0, feasible),
             "train/infeasible": 1 - feasible / max(1.0, anchors),
-            "train/tokens": self.state.tokens + tokens,
+            "train/tokens": self.state.tokens,
             "train/skipped": self.state.skipped,
             "optim/lr": lr,
             "optim/grad_norm": self.grad_norm,
@@ -335,7 +335,7 @@ class Trainer:
         mine = torch.tensor([self._stop_asked, self.state.seconds], dtype=torch.float64, device=self.base.device)
         asked, seconds = ds.sum_over_ranks(mine).tolist()
         # Ranks go by their mean clock: the time limit ends all at once.
-        self.state = replace(self.state, seconds=seconds / ds.world_size())
+        self.state.seconds = seconds / ds.world_size()
         return asked > 0 or self.finished()
 
     @contextmanager
@@ -350,12 +350,6 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _over_ranks(sums: Sums) -> Sums:
-    flat = ds.sum_over_ranks(torch.cat([value.reshape(-1).float() for value in sums]))
-    parts = flat.split([value.numel() for value in sums])
-    return Sums._make(part.view_as(value) for part, value in zip(parts, sums, strict=True))
 
 
 def _peak_gigabytes(device: torch.device) -> float:
