@@ -26,7 +26,7 @@ BEST = "best/"  # begins the names of the best head's weights in it
 SPARE_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainState:
     """step: optimizer steps done (also the data position); tokens: sequence tokens seen; seconds: spent
     training, all sittings together; best, best_step: highest simulated tokens per step so far; skipped: steps without
@@ -75,24 +75,21 @@ def load_checkpoint(engine: Any, folder: Path) -> tuple[TrainState, dict[str, Te
 
     Raises ValueError as `read_checkpoint` does, or where it is of another head.
     """
-    wanted, read = shapes_of(engine), [Checkpoint(folder, TrainState(), {}, {}, 0)]
+    wanted, found = shapes_of(engine), Checkpoint(folder, TrainState(), {}, {}, 0)
 
     def facts() -> tuple[TrainState, int]:
-        found = read_checkpoint(folder)
-        if found is not None:
-            if {name: value.shape for name, value in found.tensors.items()} != wanted:
-                raise _unusable(found.path, ValueError("it is the state of another head"))
-            read.append(found)
-        return read[-1].state, read[-1].ranks
+        nonlocal found
+        found = read_checkpoint(folder) or found
+        if found.ranks and {name: value.shape for name, value in found.tensors.items()} != wanted:
+            raise _unusable(found.path, ValueError("it is the state of another head"))
+        return found.state, found.ranks
 
     state, ranks = from_rank_zero(facts)
     if ranks:
-        restore_state(engine, read[-1].tensors, state.step)
+        restore_state(engine, found.tensors, state.step)
     if rank() == 0 and ranks not in (0, world_size()):
-        print(
-            f"{read[-1].path.name} was saved by {ranks} ranks, {world_size()} go on with the same batches", flush=True
-        )
-    return state, read[-1].best
+        print(f"{found.path.name} was saved by {ranks} ranks, {world_size()} go on with the same batches", flush=True)
+    return state, found.best
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
@@ -119,21 +116,19 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
     for dead in folder.glob("tmp_step_*"):  # a save that was killed
         shutil.rmtree(dead, ignore_errors=True)
     needed, free = sum(value.nbytes for value in tensors.values()) + SPARE_BYTES, free_bytes(folder)
-    if free < needed:
-        raise ValueError(
-            f"{folder / tag} needs {needed / 2**30:.2f} GB and the disk has {free / 2**30:.2f} GB left: "
-            f"make room and give the same command again; {_before(folder)}"
-        )
     try:
+        if free < needed:
+            raise OSError(f"it needs {needed / 2**30:.2f} GB and the disk has {free / 2**30:.2f} GB left")
         fresh.mkdir()
         save_file(tensors, fresh / STATE)
         seal(fresh, folder / tag, facts)
         write_atomically(folder / "latest", tag.encode())
     except (OSError, SafetensorError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
+        before = "".join(f"; the checkpoint before, {path.name}, is untouched" for path in _newest_first(folder)[:1])
         raise ValueError(
             f"{folder / tag} could not be written ({_reason(error)}): make room or check the disk and give the same "
-            f"command again; {_before(folder)}"
+            f"command again{before}"
         ) from error
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
@@ -160,11 +155,6 @@ def _unusable(path: Path, error: Exception) -> ValueError:
 
 def _reason(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:200]
-
-
-def _before(folder: Path) -> str:
-    before = _newest_first(folder)
-    return f"the checkpoint before, {before[0].name}, is untouched" if before else "there is no checkpoint before it"
 
 
 def _newest_first(folder: Path) -> list[Path]:
