@@ -27,13 +27,13 @@ from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_o
 from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
-from ctcdraft.train.calibrate import calibrate, copy_rates
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
 from ctcdraft.train.options import decisive
 from ctcdraft.train.prepare import account_of, prepare, prepared_folder
+from ctcdraft.train.simulate import calibrate, copy_rates
 from ctcdraft.train.toy_base import toy_base
 
 LONGEST_NAME = 200

@@ -1,6 +1,7 @@
-"""Tokens per step without decoding: draft trees at anchors whose continuation by the base is known."""
+"""What a head is worth on held-out text whose continuation by the base is known, without decoding: draft trees at its
+anchors give tokens per step, and how far psi, and copied tokens, can be believed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,17 @@ from torch import Tensor
 from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
+from ctcdraft.model.budget import Calibration, fit_calibration
 from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig, head_on
+from ctcdraft.model.head import Head, HeadConfig, head_on
+from ctcdraft.model.prompt_lookup import CopyRates, fit_rates
 from ctcdraft.model.tree import Tree
 from ctcdraft.train import engine as ds
 from ctcdraft.train.task import base_features, document_sight, read_at, roots_of
+
+NODES = 64  # of the trees that psi is calibrated on
+SEQUENCES = 64
+ANCHORS_PER_SEQUENCE = 16
 
 
 def simulate(
@@ -36,12 +43,13 @@ def simulate(
 
 def dev_batches(
     data_folder: Path, *, sequences: int, anchors: int, labels: int, max_length: int, seed: int
-) -> Iterator[Batch]:
+) -> list[Batch]:
     """The same development sequences every time, one by one, each with at most so many anchors."""
     dev = load_corpus(data_folder, "dev")
-    if len(dev):
-        sampler = Sampler(dev, batch=len(dev), anchors=anchors, labels=labels, max_length=max_length, seed=seed)
-        yield from (sampler.collate(0, row) for row in some_rows(sampler, sequences))
+    if not len(dev):
+        return []
+    sampler = Sampler(dev, batch=len(dev), anchors=anchors, labels=labels, max_length=max_length, seed=seed)
+    return [sampler.collate(0, row) for row in some_rows(sampler, sequences)]
 
 
 def some_rows(sampler: Sampler, most: int) -> list[slice]:
@@ -61,3 +69,35 @@ def known_drafts(decoder: Decoder, batch: Batch) -> list[tuple[Tree, list[int]]]
     drafted = head.drafts_at(hidden, roots_of(batch), *anchors, decoder.vocabulary)
     found = zip(drafted, read_at(batch), batch.labels_NU.tolist(), batch.lengths_N.tolist(), strict=True)
     return [(decoder.tree_of(one, read), row[:length]) for one, read, row, length in found]
+
+
+def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length: int) -> Calibration | None:
+    """Fit acceptance to psi per depth on development sequences, as the best head was chosen by.
+
+    None where there are none, or the prepared data is gone.
+    """
+    if not data_folder.is_dir():
+        return None
+    decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
+    sizes = {"sequences": SEQUENCES, "anchors": ANCHORS_PER_SEQUENCE, "labels": labels, "max_length": max_length}
+    psi, depth, accepted = [], [], []
+    for batch in dev_batches(data_folder, **sizes, seed=1):
+        for tree, continuation in known_drafts(decoder, batch):
+            right = np.zeros(len(tree), bool)
+            right[tree.path_of(continuation)] = True
+            seen = tree.depths <= len(continuation)  # what would follow the labels is not known
+            psi.append(tree.psi[seen].astype(np.float64))
+            depth.append(tree.depths[seen])
+            accepted.append(right[seen])
+    if not psi:
+        return None
+    return fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
+
+
+def copy_rates(data_folder: Path) -> CopyRates | None:
+    """How likely copied tokens are on the development sequences; None where the prepared data is gone."""
+    if not data_folder.is_dir():
+        return None
+    dev = load_corpus(data_folder, "dev")
+    rows = (dev[i] for i in range(len(dev)))
+    return fit_rates((np.asarray(row.ids, np.int64), np.asarray(row.mask, bool)) for row in rows)
