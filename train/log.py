@@ -5,6 +5,7 @@ import netrc
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,7 +41,7 @@ class RunLog:
         self.path = folder / "metrics.jsonl"
         _cut_after(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
-        self.wandb: Any = None if config.mode == "none" else _wandb_run(folder, folder.name, config, settings)
+        self.wandb = _wandb_run(folder, folder.name, config, settings)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One step's figures; the row has `step`."""
@@ -73,7 +74,7 @@ class RunLog:
 
 def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
     """A W&B run of its own, inside the evaluation's folder."""
-    run = None if config.mode == "none" else _wandb_run(folder, name, config, settings)
+    run = _wandb_run(folder, name, config, settings)
     if run is not None:
         _summarise(run, media)
         run.finish()
@@ -86,7 +87,7 @@ def _summarise(run: Any, media: Media) -> None:
     logged: dict[str, Any] = {f"plots/{name}": wandb.Image(str(path)) for name, path in media.plots.items()}
     for name, rows in media.tables.items():
         columns: list[str | int] = list(rows[0])
-        logged[name] = wandb.Table(columns, [[row[str(c)] for c in columns] for row in rows])
+        logged[name] = wandb.Table(columns, [[*row.values()] for row in rows])
     run.log(logged)
 
 
@@ -96,24 +97,18 @@ def _cut_after(path: Path, step: int) -> None:
         return
     kept, last = [], 0
     for line in path.read_bytes().splitlines(keepends=True):
-        found = _step_of(line)
-        if found is not None and last < found <= step:
-            kept.append(line)
-            last = found
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # what a kill left of one
+            found = json.loads(line)["step"]
+            if isinstance(found, int) and line.endswith(b"\n") and last < found <= step:
+                kept.append(line)
+                last = found
     write_atomically(path, b"".join(kept))
 
 
-def _step_of(line: bytes) -> int | None:
-    """The step of a row; None for what a kill left of one."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
-
-
 def _wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
-    """A run, online or offline; None where W&B cannot even log offline."""
+    """A run, online or offline; None where none is wanted, or W&B cannot even log offline."""
+    if config.mode == "none":
+        return None
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ctcdraft.data.batches import Batch
 
@@ -25,37 +24,32 @@ class Watch:
     """
 
     def __init__(self, *, blanks: bool = True) -> None:
-        self._may_be_blank = blanks
+        self._checks = (self._spike, self._blanks) if blanks else (self._spike,)
+        self._told: set[Any] = set()  # the checks that found something wrong in the row before
         self._losses: deque[float] = deque(maxlen=WINDOW + LASTING)
-        self._spiking = self._blank = False
 
     def warnings(self, row: dict[str, Any]) -> list[str]:
         """Sentences about this row: what is wrong, and what to try."""
-        found = [self._spike(row), self._blanks(row) if self._may_be_blank else None]
-        return [sentence for sentence in found if sentence]
+        found = {check: sentence for check in self._checks if (sentence := check(row))}
+        new = [sentence for check, sentence in found.items() if check not in self._told]
+        self._told = {*found}
+        return new
 
     def _spike(self, row: dict[str, Any]) -> str | None:
-        loss = row.get("train/loss")
-        if loss is None:
-            return None
-        self._losses.append(loss)
+        if "train/loss" in row:
+            self._losses.append(row["train/loss"])
         before, last = [*self._losses][:-LASTING], [*self._losses][-LASTING:]
-        usual = statistics.median(before) if len(before) >= FEWEST else float("inf")
-        high = min(last) > SPIKE * usual and max(last) > max(before)
-        new, self._spiking = high and not self._spiking, high
-        if not new:
+        if len(before) < FEWEST or min(last) <= SPIKE * statistics.median(before) or max(last) <= max(before):
             return None
         return (
             f"the loss jumped to {min(last):.3f} and stayed there for {LASTING} logged steps, up to step {row['step']} "
-            f"(before: about {usual:.3f}): lower optim.lr or optim.clip, or lengthen optim.warmup"
+            f"(before: about {statistics.median(before):.3f}): lower optim.lr or optim.clip, or lengthen optim.warmup"
         )
 
     def _blanks(self, row: dict[str, Any]) -> str | None:
         rates = [rate for key, rate in row.items() if key.startswith("draft/blank_rate/")]
         mean = sum(rates) / max(1, len(rates))
-        new = mean > BLANK_HIGH and not self._blank
-        self._blank = mean > BLANK_HIGH or (self._blank and mean > BLANK_LOW)
-        if not new:
+        if mean <= (BLANK_LOW if self._blanks in self._told else BLANK_HIGH):
             return None
         return (
             f"the head writes blanks into {mean:.0%} of its slots at step {row['step']}, so it drafts nothing: lower "
@@ -66,16 +60,13 @@ class Watch:
 def save_replay(path: Path, batches: list[Batch], step: int, seed: int) -> None:
     """Keep what a rank saw in a skipped step, its micro-batches in order, as safetensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for turn, batch in enumerate(batches):
-        values = batch._asdict().items()
-        tensors |= {f"{turn}.{k}": v.cpu().contiguous() for k, v in values if isinstance(v, torch.Tensor)}
+    named = ((f"{turn}.{name}", value) for turn, batch in enumerate(batches) for name, value in batch._asdict().items())
+    tensors = {name: value.cpu().contiguous() for name, value in named if isinstance(value, torch.Tensor)}
     save_file(tensors, path, metadata={"step": str(step), "seed": str(seed)})
 
 
 def load_replay(path: Path) -> list[Batch]:
     """The micro-batches of a skipped step, to be run through the head again."""
     tensors = load_file(path)
-    turns = 1 + max(int(name.split(".")[0]) for name in tensors)
-    fields = [{n.split(".")[1]: t for n, t in tensors.items() if n.startswith(f"{i}.")} for i in range(turns)]
-    return [Batch(**{name: found.get(name) for name in Batch._fields}) for found in fields]  # type: ignore[arg-type]
+    turns = sorted({int(name.split(".")[0]) for name in tensors})
+    return [Batch(*(tensors.get(f"{turn}.{name}") for name in Batch._fields)) for turn in turns]  # type: ignore[arg-type]
