@@ -84,7 +84,7 @@ def together() -> Iterator[None]:
     first (pulse.py)."""
     init_distributed()
     several = world_size() > 1
-    beating = pulse.begin(rank(), world_size(), socket.gethostname(), _shared_store() if several else None)
+    beating = pulse.begin(rank(), world_size(), socket.gethostname(), _shared_store())
     barrier()
     try:
         yield
@@ -99,8 +99,10 @@ def together() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _shared_store() -> dist.TCPStore:
+def _shared_store() -> dist.Store:
     """A store on rank 0, for the pulse alone: another thread uses it while this one is in a collective."""
+    if world_size() == 1:
+        return dist.HashStore()
     host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=pulse.DEAD_SECONDS)
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
     port = agreed(mine.port if mine else None)

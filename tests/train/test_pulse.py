@@ -206,14 +206,14 @@ def three_ranks(monkeypatch):
     store = Store()
     ranks = [pulse.Pulse(number, 3, f"host{number}", store) for number in range(3)]
     for rank in ranks:
-        rank._publish()
+        rank.publish()
     return clock, ranks
 
 
 def test_a_rank_that_says_nothing_new_for_a_minute_is_dead_and_one_that_works_long_is_not(monkeypatch):
     clock, ranks = three_ranks(monkeypatch)
     ranks[2].moved("head of step 9")
-    ranks[2]._publish()
+    ranks[2].publish()
     last = pulse.DEAD_SECONDS
     found = None
     while found is None:
@@ -231,7 +231,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_got_least_far_hangs(monk
         rank.moved("data of step 4")
     for rank in (ranks[0], ranks[2]):
         rank.moved("backward of step 4")
-        rank._publish()
+        rank.publish()
     clock[0] = 59.0
     assert [rank._checked() for rank in ranks] == [None, None, None]
     clock[0] = 61.0
