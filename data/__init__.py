@@ -2,7 +2,8 @@
 
 sources                      raw rows of files and the Hub; generated, with toy and questions: rows that are drawn
 messages, records            their conversations, texts or tokens; duplicates: what repeats an evaluation question
-rendering, template          tokens and loss mask by the chat template; end_of_turn, prompts: what is asked of a base
+template, unshown            tokens and loss mask by the chat template, and what it leaves out
+end_of_turn, prompts         what is asked of a base
 server                       answers of a base behind one (train/: shards, regenerate, examples, prepare)
 store, features              sequences on disk, and the base's hidden states of them
 packing, batches             what a step sees

@@ -11,21 +11,23 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from jinja2 import Template
 from jinja2.defaults import DEFAULT_NAMESPACE
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
+from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
 from ctcdraft.data.messages import THOUGHT_KEYS, Message
 from ctcdraft.data.records import Conversation
-from ctcdraft.data.rendering import RenderedText, compiled, render_text, unshown
 from ctcdraft.data.sources import RowError
+from ctcdraft.data.unshown import unshown
 
 Messages = Sequence[Message]
+Span = tuple[int, int]  # characters [start, end)
 TemplateArgs = Mapping[str, Any]  # of JSON values
 NO_ARGS: TemplateArgs = {}
 GIVEN = {  # to a template by rendering, beside the special tokens
@@ -49,6 +51,7 @@ LOST_THOUGHT = "the thought of an answer that is learned (the template drops it)
 PAST_THOUGHT = "the thought of another turn (the template drops it)"
 NO_THOUGHT = "the thought of a turn (the template shows none)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
+AT_ONCE = 128  # conversations whose texts are tokenised together
 
 
 class Family(NamedTuple):
@@ -71,9 +74,6 @@ FAMILIES = (  # the first that fits
 )
 
 
-AT_ONCE = 128
-
-
 class Rendered(NamedTuple):
     """A sequence of tokens and its loss mask: 1 on the assistant's tokens, each end of turn included."""
 
@@ -92,10 +92,10 @@ class Rendering:
 
 @dataclass(frozen=True)
 class _Text:
-    """A rendered text, and the characters [start, end) of the answers in it that are learned."""
+    """A rendered text, and where the answers in it lie that are learned."""
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[Span]
 
     def shows(self, words: str) -> bool:
         """Are they in one of its answers?"""
@@ -103,7 +103,7 @@ class _Text:
 
     def leads(self, text: str) -> bool:
         """Does `text` begin with all of this up to the end of its answers?"""
-        return text is self.text or text.startswith(self.text[: max((stop for _, stop in self.spans), default=0)])
+        return text.startswith(self.text[: max((stop for _, stop in self.spans), default=0)])
 
 
 def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
@@ -128,7 +128,15 @@ def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
 
 def _names(template: str) -> set[str]:
     """Those that it reads and does not set."""
-    return find_undeclared_variables(compiled(template).environment.parse(template))
+    return find_undeclared_variables(_compiled(template).environment.parse(template))
+
+
+def _compiled(template: str) -> Template:
+    """The template as transformers compiles it. Raises ValueError where the text is none."""
+    try:
+        return _compile_jinja_template(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template cannot be read: {error}") from error
 
 
 def prompt_ids(
@@ -163,7 +171,7 @@ def answer_message(
     before = template.prompt(messages)
     for message in (parted, {"role": "assistant", "content": whole}, plain):
         try:
-            text = template.render([*messages, message]).text
+            text, _ = template.render([*messages, message])
         except RowError:
             continue
         if whole.strip() in (text.removeprefix(before) if text.startswith(before) else text):
@@ -277,11 +285,15 @@ class _Template:
         known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
         self._ends = tuple({end: None for end in (*known, self.eos) if end})
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> RenderedText:
-        """Raises RowError where the template refuses the messages."""
-        variables = {"tools": self.tools, "add_generation_prompt": add_generation_prompt, **self._specials, **self.args}
+    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        """The text, and what the template's {% generation %} marks cover. Raises RowError where the template refuses
+        the messages."""
+        readable = [self._readable(message) for message in messages]
+        variables = {"add_generation_prompt": add_generation_prompt, **self._specials, **self.args}
         try:
-            return render_text(self.text, [self._readable(message) for message in messages], variables)
+            return _render_with_assistant_indices(
+                _compiled(self.text), readable, tools=self.tools, documents=None, **variables
+            )
         except TemplateError as error:
             raise RowError(f"the chat template refuses it: {error}") from error
         except (TypeError, KeyError, AttributeError) as error:  # a template that takes other fields for granted
@@ -289,7 +301,7 @@ class _Template:
 
     def prompt(self, messages: Messages) -> str:
         """The text up to where the next answer starts."""
-        return self.render(messages, add_generation_prompt=True).text
+        return self.render(messages, add_generation_prompt=True)[0]
 
     def _readable(self, message: Message) -> Message:
         """The message with its thought under the key that the template reads, where it reads any, and under those that
@@ -314,24 +326,24 @@ class _Template:
                 "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
                 f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
             )
-        whole = self.render(messages)
-        if whole.marks and sum(stop - start for start, stop in whole.marks) >= len(whole.text):
+        whole, marks = self.render(messages)
+        if marks and sum(stop - start for start, stop in marks) >= len(whole):
             raise ValueError(f"the chat template's generation marks cover all: {ADVICE}")
         learned = _learned(messages, turns)
-        answers = {i: self._answer(messages, i, whole) for i in learned}
+        answers = {i: self._answer(messages, i) for i in learned}
         texts: list[_Text] = []
         left = learned
         while left:
             last = answers[left[-1]]
-            text = whole.text if not texts and last.leads(whole.text) else last.text
+            text = whole if not texts and last.leads(whole) else last.text
             here = [i for i in left if answers[i].leads(text)]
             texts.append(_Text(text, [span for i in here for span in answers[i].spans]))
             left = [i for i in left if i not in here]
         if not any(each.spans for each in texts):
-            if not any(stop > start for start, stop in whole.marks):
+            if not any(stop > start for start, stop in marks):
                 raise ValueError(f"the chat template's generation marks cover nothing: {ADVICE}")
             raise RowError(NO_MARK)
-        rendered = messages if texts[0].text is whole.text else messages[: learned[-1] + 1]
+        rendered = messages if texts[0].text is whole else messages[: learned[-1] + 1]
         unread = [LOST_TURN] * (len(messages) - len(rendered))
         unread += unshown(rendered, self.tools, [each.text for each in texts])
         for i, message in enumerate(messages):
@@ -351,30 +363,16 @@ class _Template:
             found.append(message["content"].split(THOUGHT_END)[0].split(THOUGHT_START)[-1])
         return [thought.strip() for thought in found]
 
-    def _answer(self, messages: Messages, index: int, whole: RenderedText) -> _Text:
-        """What is rendered up to the answer messages[index] while no turn follows it, and where that is in it: in the
-        whole conversation's text where it is settled there, else in a rendering of its own."""
-        settled = whole.text[: whole.settled[index + 1]]
-        roles = [message["role"] for message in messages]
-        before = roles[:index].count("assistant")
-        if self.marked:
-            if len(whole.marks) == roles.count("assistant"):  # most templates have one for each
-                spans = self._behind_ends(settled, whole.marks[before : before + 1])
-                if any(stop <= len(settled) and settled.endswith(self._ends, 0, stop) for _, stop in spans):
-                    return _Text(whole.text, spans)
-            found = self.render(messages[: index + 1])
-            if len(found.marks) != before + 1:
-                before = len(self.render(messages[:index], add_generation_prompt=True).marks)
-            return _Text(found.text, self._behind_ends(found.text, found.marks[before:]))
-        prompt = self.prompt(messages[:index])
-        if self._end(messages[index]) not in str(messages[index]):
-            with suppress(RowError):  # the end of it, or all, may not be settled
-                return _Text(whole.text, [self._found(messages, index, prompt, settled)])
-        text = self.render(messages[: index + 1]).text
-        return _Text(text, [self._found(messages, index, prompt, text)])
-
-    def _behind_ends(self, text: str, marks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(start, _behind_end(text, stop, self._ends)) for start, stop in marks if stop > start]
+    def _answer(self, messages: Messages, index: int) -> _Text:
+        """What is rendered up to the answer messages[index] while no turn follows it, and where that is in it."""
+        text, marks = self.render(messages[: index + 1])
+        if not self.marked:
+            return _Text(text, [self._found(messages, index, self.prompt(messages[:index]), text)])
+        earlier = sum(message["role"] == "assistant" for message in messages[:index])
+        if len(marks) != earlier + 1:  # most templates have one for each answer
+            earlier = len(self.render(messages[:index], add_generation_prompt=True)[1])
+        spans = [(start, stop) for start, stop in marks[earlier:] if stop > start]
+        return _Text(text, [(start, _behind_end(text, stop, self._ends)) for start, stop in spans])
 
     def _found(self, messages: Messages, index: int, before: str, text: str) -> tuple[int, int]:
         """Where the answer messages[index] lies in `text`, whose last message it is: behind the prompt `before`, and up

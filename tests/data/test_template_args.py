@@ -74,3 +74,10 @@ def test_of_several_templates_any_may_read_it():
     several = base()
     several.tokenizer.chat_template = {"default": TEMPLATE, "tool_use": SWITCHED}
     assert with_template_args(several, {"enable_thinking": True}).template_args
+
+
+def test_what_is_no_template_is_a_sentence():
+    broken = base("{% for m in messages %}{% generation %}")
+    for work in (lambda: render(broken.tokenizer, SAID), lambda: with_template_args(broken, {"style": 1})):
+        with pytest.raises(ValueError, match="the chat template cannot be read: "):
+            work()

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import shown
 
-from ctcdraft.data import template
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.template import LOST_THOUGHT, LOST_TURN, NO_THOUGHT, PAST_THOUGHT, prompt_ids, render_all
@@ -196,14 +195,6 @@ def test_a_template_that_keeps_the_past_gives_one_sequence(name):
     assert len(sequences) == 1
     assert sequences[0].count("[[") == 3
     assert unread == ([NO_THOUGHT] * 2 if name == "keeps" else [])
-
-
-@pytest.mark.parametrize(("name", "renderings"), [("keeps", 1), ("keeps thoughts", 4), ("forgets, marked", 3)])
-def test_a_template_that_does_not_look_ahead_needs_no_rendering_of_each_answer(name, renderings, monkeypatch):
-    honest, asked = template.render_text, []
-    monkeypatch.setattr(template, "render_text", lambda *given: asked.append(given) or honest(*given))
-    found(name, [*TWO, user("s"), answer("ef")])
-    assert len(asked) == renderings
 
 
 THOUGHTS = st.one_of(st.none(), st.text("xyz", min_size=1, max_size=3))

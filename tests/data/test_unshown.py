@@ -6,8 +6,8 @@ import pytest
 from bases import tiny_tokenizer
 
 from ctcdraft.data.records import Conversation, conversation_of
-from ctcdraft.data.rendering import unshown
 from ctcdraft.data.template import render_all, unread_in_prompt
+from ctcdraft.data.unshown import unshown
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": {"zone": ["UTC", "CET"]}}}
 CHAT = [

@@ -1,0 +1,62 @@
+"""What a chat template leaves out of messages and tools, by name."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ctcdraft.data.messages import Message
+
+NO_TOOLS = "tools (the template shows none)"
+SOME_TOOLS = "tools (the template shows a part of them)"
+
+
+def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequence[str]) -> list[str]:
+    """A name for each value of the messages, but for thoughts, that none of the texts shows; and one for the tools."""
+    found = [
+        f"turn.{name} (the template does not show it)"
+        for message in messages
+        for name, value in _values(message)
+        if not any(_shows(text, value) for text in texts)
+    ]
+    schemas = [any(_shows(text, value) for text in texts) for value in _words_of(tools or [])]
+    return found + ([] if all(schemas) else [SOME_TOOLS if any(schemas) else NO_TOOLS])
+
+
+def _values(message: Message) -> Iterator[tuple[str, str]]:
+    for name in ("content", "name", "tool_call_id"):
+        if name in message:
+            yield name, message[name]
+    for call in message.get("tool_calls", ()):
+        yield "tool_calls.id", call.get("id", "")
+        yield "tool_calls.function.name", call["function"]["name"]
+        for word in _strings(call["function"]["arguments"]):
+            yield "tool_calls.function.arguments", word
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in it, keys too."""
+    if isinstance(value, str):
+        yield value
+    for inner in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(inner)
+
+
+def _words_of(schema: Any) -> Iterator[str]:
+    """The names and descriptions in schemas of tools: templates have ways of their own to write types."""
+    if isinstance(schema, list):
+        for inner in schema:
+            yield from _words_of(inner)
+    elif isinstance(schema, dict):
+        for key, inner in schema.items():
+            if key in ("name", "description") and isinstance(inner, str):
+                yield inner
+            if key == "properties" and isinstance(inner, dict):
+                yield from inner
+                yield from _words_of(list(inner.values()))
+            else:
+                yield from _words_of(inner)
+
+
+def _shows(text: str, value: str) -> bool:
+    """Is the value in it, as it is, or trimmed, or escaped in some way?"""
+    return value in text or value.strip() in text or all(run in text for run in re.findall(r"\w+", value))
