@@ -8,13 +8,12 @@ same slot has one value throughout a question, `{name2}` another one of the same
 import itertools
 import json
 import random
-import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from string import digits
 
 from ctcdraft.data.generated import Drawn, Generator, texts_beside
 
-SLOT = re.compile(r"\{([a-z_]+)(\d?)\}")
 TEXTS = texts_beside(__file__)
 
 
@@ -62,31 +61,28 @@ WORDS: dict[str, Sequence[str | int] | Callable[[random.Random], str]] = TEXTS["
 }
 
 
-def _word(name: str, rng: random.Random) -> str:
-    source = WORDS[name]
-    return source(rng) if callable(source) else str(rng.choice(source))
+class _Slots(dict[str, str]):
+    """The words in slots, drawn when a text first asks for one."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def __missing__(self, slot: str) -> str:
+        source, value = WORDS[slot.rstrip(digits)], None
+        while value is None or value in self.values():
+            value = source(self.rng) if callable(source) else str(self.rng.choice(source))
+        self[slot] = value
+        return value
 
 
 def _draw(category: str, template: str, rng: random.Random) -> Drawn:
     """Three turns; what decides their split is the first without its ending."""
-    values: dict[str, str] = {}
-
-    def fill(match: re.Match[str]) -> str:
-        slot = match[0]
-        if slot not in values:
-            value = _word(match[1], rng)
-            while value in values.values():
-                value = _word(match[1], rng)
-            values[slot] = value
-        return values[slot]
-
-    first = SLOT.sub(fill, template)
-    ending = SLOT.sub(fill, rng.choice(TEXTS["endings"]))
-    key = template + json.dumps(values, sort_keys=True)
-    values = {}  # a follow-up names things of its own
+    slots, later_slots = _Slots(rng), _Slots(rng)  # a follow-up names things of its own
+    first = template.format_map(slots) + rng.choice(TEXTS["endings"]).format_map(slots)
     later = [rng.choice(TEXTS["own_follow_ups"][category] if rng.random() < 0.5 else TEXTS["follow_ups"])]
     later.append(rng.choice([turn for turn in TEXTS["follow_ups"] if turn not in later]))
-    return Drawn([first + ending, *(SLOT.sub(fill, turn) for turn in later)], [], key)
+    key = template + json.dumps({f"{{{slot}}}": word for slot, word in slots.items()}, sort_keys=True)
+    return Drawn([first, *(turn.format_map(later_slots) for turn in later)], [], key)
 
 
 CATEGORIES = tuple(TEXTS["first"])
