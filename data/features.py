@@ -7,10 +7,8 @@ behind it the keys and values of the layers that the head attends to (`Base.hidd
 """
 
 import bisect
-import json
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from ctcdraft.data.store import read_object
 
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -95,23 +95,24 @@ class Features:
 
     def __init__(self, folder: Path, lengths: NDArray[np.int64], facts: dict[str, Any]) -> None:
         self.folder = folder
-        manifest = self._manifest()
+        manifest = read_object(folder / "manifest.json", "shards")
         for key, wanted in facts.items():
             if manifest.get(key) != wanted:
                 raise ValueError(f"{folder} holds hidden states of another {key}: delete it and run the command again")
         self.kind, self.size = facts["kind"], facts["size"]
-        self._shards: list[dict[str, Any]] = manifest["shards"]
-        self._firsts = [shard["first"] for shard in self._shards]
-        ends = [*self._firsts[1:], len(lengths)]
+        self._firsts = [shard.get("first", -1) for shard in manifest["shards"]]
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self._open: dict[int, Any] = {}
-        for number, (shard, end) in enumerate(zip(self._shards, ends, strict=True)):
+        self.bytes = 0  # what the shards take on the disk
+        ends = [*self._firsts[1:], len(lengths)]
+        for number, (shard, first, end) in enumerate(zip(manifest["shards"], self._firsts, ends, strict=True)):
             path = folder / shard_name(number)
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise self._damage(
-                    number, "has another size than its manifest says" if path.is_file() else "is missing"
-                )
-            if not 0 <= shard["first"] < end:
+            if not path.is_file():
+                raise self._damage(number, "is missing")
+            self.bytes += path.stat().st_size
+            if path.stat().st_size != shard.get("bytes"):
+                raise self._damage(number, "has another size than its manifest says")
+            if not 0 <= first < end:
                 raise self._damage(number, "is listed wrongly in manifest.json")
 
     def __len__(self) -> int:
@@ -145,25 +146,10 @@ class Features:
         scales = [torch.cat([piece.scale[:longest] for piece in row if piece.scale is not None]) for row in pieces]
         return Hidden(padded, pad_sequence(scales, batch_first=True))
 
-    @cached_property
-    def bytes(self) -> int:
-        """What the shards take on the disk."""
-        return sum(shard["bytes"] for shard in self._shards)
-
     def _shard(self, number: int) -> Any:
         if number not in self._open:
             self._open[number] = safe_open(self.folder / shard_name(number), "pt")
         return self._open[number]
-
-    def _manifest(self) -> dict[str, Any]:
-        path = self.folder / "manifest.json"
-        try:
-            found = json.loads(path.read_bytes())
-            if all(isinstance(shard[key], int) for shard in found["shards"] for key in ("first", "bytes")):
-                return found
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass
-        raise ValueError(f"{path} is missing or damaged: delete it and run the command again")
 
     def _damage(self, number: int, what: str) -> ValueError:
         path = self.folder / shard_name(number)

@@ -133,7 +133,7 @@ def read_object(path: Path, *keys: str) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict) and set(keys) <= set(found):
             return found
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise ValueError(f"{path} is damaged: delete it and run the command again")
 
