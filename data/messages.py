@@ -230,10 +230,12 @@ def _read_call(call: Any, where: str, unread: list[str]) -> dict[str, Any]:
 
 def _is_label(left: dict[str, Any], role: str, unread: list[str]) -> bool:
     """Nothing says that this turn is none. A weight between 0 and 1, or one on a turn that is no answer, is unread."""
-    found = {key: left.pop(key) for key in LABEL_KEYS if key in left}
-    for key, value in found.items():
-        if isinstance(value, (int, float)) and value and (role != "assistant" or value != 1):
-            unread.append(f"turn.{key}={value}")
-        elif not isinstance(value, (int, float)):
-            left[key] = value
-    return not any(isinstance(value, (int, float)) and not value for value in found.values())
+    is_label = True
+    for key in LABEL_KEYS:
+        weight = left.get(key)
+        if isinstance(weight, (int, float)):
+            del left[key]
+            is_label &= bool(weight)
+            if weight and (role != "assistant" or weight != 1):
+                unread.append(f"turn.{key}={weight}")
+    return is_label
