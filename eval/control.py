@@ -60,10 +60,10 @@ class Flips:
     turns: int = 0
     largest_gap: float = 0.0
 
-    def add(self, other: "Flips") -> None:
-        for key in ("positions", "near", "flips", "turns"):
-            setattr(self, key, getattr(self, key) + getattr(other, key))
-        self.largest_gap = max(self.largest_gap, other.largest_gap)
+    def with_(self, other: "Flips") -> "Flips":
+        """Of both, taken together."""
+        counts = {key: getattr(self, key) + getattr(other, key) for key in ("positions", "near", "flips", "turns")}
+        return Flips(**counts, largest_gap=max(self.largest_gap, other.largest_gap))
 
 
 class Control:

@@ -4,11 +4,33 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ctcdraft.data.store import read_object
-from ctcdraft.model.export import replace_folder
+from ctcdraft.eval.report import short_table
+from ctcdraft.eval.results import beyond_bound, blocks_by_name
+from ctcdraft.model.folders import new_folder
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What results.json holds, the folder that it lies in, and whether it was there already."""
+
+    results: dict[str, Any]
+    folder: Path
+    reused: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """1 where an output is not the base's own and rounding cannot explain it; 0 otherwise."""
+        return int(any(beyond_bound(block) for block in blocks_by_name(self.results).values()))
+
+    @property
+    def table(self) -> str:
+        """The short table that ends a command."""
+        return short_table(self.results, f"{self.folder}{' (reused)' if self.reused else ''}")
 
 
 def digest_of(setting: dict[str, Any]) -> str:
@@ -16,33 +38,31 @@ def digest_of(setting: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def take(folder: Path, setting: dict[str, Any]) -> dict[str, Any] | None:
-    """Results of the very same setting, if they are there; they become the latest."""
+def kept(folder: Path, setting: dict[str, Any], measure: Callable[[Path], dict[str, Any]]) -> Evaluated:
+    """The evaluation of this very setting, which becomes the latest: found, or else what `measure` gives and writes
+    into a new folder, all of it or nothing."""
     digest = digest_of(setting)
     for place in (folder, _beside(folder, digest)):
         found = _results(place)
         if found and found.get("setting") == digest:
             if place != folder:
-                _keep(folder)
-                replace_folder(place, folder)
-            return found
-    return None
+                _set_aside(folder)
+                place.rename(folder)
+            return Evaluated(found, folder, reused=True)
+    with new_folder(folder) as fresh:
+        results = {"setting": digest, **setting, **measure(fresh)}
+        (fresh / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        _set_aside(folder)
+    return Evaluated(results, folder)
 
 
-def put(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a new folder that then becomes the latest: all of it, or nothing."""
-    fresh = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    fill(fresh)
-    _keep(folder)
-    replace_folder(fresh, folder)
-
-
-def _keep(folder: Path) -> None:
+def _set_aside(folder: Path) -> None:
+    """Make room for another evaluation; what is none is removed."""
     found = _results(folder)
     if found and found.get("setting"):
-        replace_folder(folder, _beside(folder, found["setting"]))
+        folder.rename(_beside(folder, found["setting"]))
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _beside(folder: Path, digest: str) -> Path:

@@ -5,8 +5,8 @@ follow from the answer. The base reads each sequence once, several at a time; th
 What is counted along the walk is what `Decoder.generate` would count at temperature 0 (tests/eval/test_replay.py).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ctcdraft.data.sources import read_rows
+from ctcdraft.data.records import tokens_of
+from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.model import tree as trees
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, Generation
 from ctcdraft.model.generate import batches_by_length
-from ctcdraft.model.head import Head, candidates
+from ctcdraft.model.head import candidates
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.layers import Anchors, Attended, Sight
 from ctcdraft.model.tree import Tree
 
 SEQUENCES = 8  # that the base reads together
 ANCHORS = 64  # that a head drafts for together
-Drafts = Callable[[Tensor, Tensor], Sequence[Lattice | Tree]]  # of anchors (batch_N, position_N)
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,17 @@ class Replayed:
     @property
     def generations(self) -> list[Generation]:
         """What decoding would count of each answer: the next root lies behind what was accepted."""
-        return [_generation(tokens, list(_walked(drafts))) for tokens, drafts in self.answers]
+        return [_generation(tokens, drafts) for tokens, drafts in self.answers]
 
 
 def known_rows(path: str) -> Iterator[Known]:
     """Rows of a file with `input_ids` and `loss_mask`. Raises ValueError on a row that has not both."""
     for number, row in enumerate(read_rows(path)):
         try:
-            known = Known(np.array(row["input_ids"], np.int64), np.array(row["loss_mask"], bool))
-            good = known.tokens.ndim == 1 and known.tokens.shape == known.said.shape
-        except (KeyError, TypeError, ValueError):
-            good = False
-        if not good:
-            raise ValueError(f"{path}: row {number} has no input_ids with a loss_mask as long: give tokenised answers")
-        yield known
+            found = tokens_of(row, number)
+        except RowError as error:
+            raise ValueError(f"{path}: row {number}: {error}: give tokenised answers") from error
+        yield Known(np.array(found.ids, np.int64), np.array(found.mask, bool))
 
 
 @torch.no_grad()
@@ -92,66 +89,54 @@ def replay(
 ) -> dict[str, list[Replayed]]:
     """Per decoder of that base, what it makes of each sequence. Decoders with the same head share its drafts."""
     found = {label: [_undrafted(known) for known in sequences] for label in decoders}
+    drafters: dict[tuple[int, int], list[str]] = defaultdict(list)  # decoders of the same candidates
+    for label, decoder in decoders.items():
+        drafters[id(decoder.head), decoder.draft.top_k].append(label)
     batches = batches_by_length([known.tokens for known in sequences], SEQUENCES)
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
-        several = [sequences[i] for i in batch]
-        ids_BL = pad_sequence([torch.from_numpy(known.tokens) for known in several], True).to(base.device)
+        tokens = [sequences[i].tokens for i in batch]
+        ids_BL = pad_sequence([torch.from_numpy(ids) for ids in tokens], True).to(base.device)
+        roots = [
+            (row, number, root, end)
+            for row, i in enumerate(batch)
+            for number, (start, end) in enumerate(sequences[i].answers())
+            for root in range(start, end - 1)
+        ]
+        anchors_N2 = torch.tensor([(row, root - 1) for row, _, root, _ in roots], device=base.device).view(-1, 2)
         hidden: dict[Attended | None, Tensor] = {}
-        for drafter, labels in _by_drafter(decoders).items():
-            drafts = None
-            if drafter.head is not None:
-                attended = drafter.head.attended
-                if attended not in hidden:
-                    hidden[attended] = base.hidden(ids_BL, attended=attended)
-                drafts = _drafts_of(drafter.head, drafter, hidden[attended], ids_BL.roll(-1, dims=1))
-            for row, answer, draft in _along(drafts, [decoders[label] for label in labels], several):
-                for label, one in zip(labels, draft, strict=True):
-                    found[label][batch[row]].answers[answer][1].append(one)
+        for labels in drafters.values():
+            drafted: Iterator[Lattice | Tree] = iter([trees.EMPTY] * len(roots))
+            first = decoders[labels[0]]
+            if first.head is not None:
+                if first.head.attended not in hidden:
+                    hidden[first.head.attended] = base.hidden(ids_BL, attended=first.head.attended)
+                drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2)
+            for (row, number, root, end), one in zip(roots, drafted, strict=True):
+                for label in labels:
+                    _, drafts = found[label][batch[row]].answers[number]
+                    drafts.append(_draft(decoders[label], one, tokens[row], root, end))
     return found
 
 
-def _by_drafter(decoders: Mapping[str, Decoder]) -> dict[Decoder, list[str]]:
-    """Labels of the decoders whose candidates are the same, under one of them."""
-    groups: dict[tuple[int, int], list[str]] = {}
-    for label, decoder in decoders.items():
-        groups.setdefault((id(decoder.head), decoder.draft.top_k), []).append(label)
-    return {decoders[labels[0]]: labels for labels in groups.values()}
+def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: Tensor) -> Iterator[Lattice | Tree]:
+    """What the decoder's head drafts for each anchor (sequence, position)."""
+    head, vocabulary = decoder.head, decoder.vocabulary
+    assert head is not None
+    hidden_BLD = hidden_BLD.to(next(head.parameters()).dtype)
+    if head.one_pass:
+        sight = Sight.one_document(hidden_BLD)
+        context = head.encode(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), sight)
+    for part in anchors_N2.split(ANCHORS):
+        batch_N, position_N = part.unbind(1)
+        if head.one_pass:
+            slots = head.fill(context, Anchors.of(batch_N, position_N), sight)
+            yield from candidates(slots, root_BL[batch_N, position_N], head, vocabulary).lattices()
+        else:
+            yield from head.drafts_at(hidden_BLD, root_BL, batch_N, position_N, None, vocabulary)
 
 
-def _drafts_of(head: Head, decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor) -> Drafts:
-    hidden_BLD, vocabulary = hidden_BLD.to(next(head.parameters()).dtype), decoder.vocabulary
-    if not head.one_pass:
-        return lambda b_N, p_N: head.drafts_at(hidden_BLD, root_BL, b_N, p_N, None, vocabulary)
-    sight = Sight.one_document(hidden_BLD)
-    context = head.encode(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), sight)
-
-    def drafts(batch_N: Tensor, position_N: Tensor) -> list[Lattice | Tree]:
-        slots = head.fill(context, Anchors.of(batch_N, position_N), sight)
-        return [*candidates(slots, root_BL[batch_N, position_N], head, vocabulary).lattices()]
-
-    return drafts
-
-
-def _along(
-    drafts: Drafts | None, decoders: Sequence[Decoder], sequences: Sequence[Known]
-) -> Iterator[tuple[int, int, list[Draft]]]:
-    """(sequence, answer, what each decoder drafts) behind every root of the answers, in order."""
-    device = decoders[0].base.device
-    places = [
-        (row, number, root, end)
-        for row, known in enumerate(sequences)
-        for number, (start, end) in enumerate(known.answers())
-        for root in range(start, end - 1)
-    ]
-    for first in range(0, len(places), ANCHORS):
-        part = places[first : first + ANCHORS]
-        drafted: Sequence[Lattice | Tree] = [trees.EMPTY] * len(part)
-        if drafts is not None:
-            anchors = torch.tensor([(row, root - 1) for row, _, root, _ in part], device=device)
-            drafted = drafts(anchors[:, 0], anchors[:, 1])
-        for (row, number, root, end), one in zip(part, drafted, strict=True):
-            tokens = sequences[row].tokens
-            yield row, number, [_draft(decoder, one, tokens, root, end) for decoder in decoders]
+def _undrafted(known: Known) -> Replayed:
+    return Replayed([(known.tokens[start:end].tolist(), []) for start, end in known.answers()])
 
 
 def _draft(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: int, end: int) -> Draft:
@@ -163,18 +148,11 @@ def _draft(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64],
     return Draft(tuple(tree.sources(path)), float(tree.psi.sum()))
 
 
-def _undrafted(known: Known) -> Replayed:
-    return Replayed([(known.tokens[start:end].tolist(), []) for start, end in known.answers()])
-
-
-def _walked(drafts: list[Draft]) -> Iterator[Draft]:
-    at = 0
+def _generation(tokens: list[int], drafts: list[Draft]) -> Generation:
+    steps, at = [], 0
     while at < len(drafts):
-        yield drafts[at]
+        steps.append(drafts[at])
         at += drafts[at].accepted + 1
-
-
-def _generation(tokens: list[int], steps: list[Draft]) -> Generation:
     return Generation(
         tokens,
         steps=len(steps),

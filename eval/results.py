@@ -1,8 +1,9 @@
 """Answers -> results.json: the figures of DESIGN-stable names, with bootstrap intervals over questions."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,10 @@ from ctcdraft.model.tree import SOURCES
 
 RESAMPLES = 2000
 PARTS = ("verify", "draft", "tree")
+COMPARED = (
+    *("tokens_per_step", "tokens_per_step_ci95", "nodes_per_step", "tokens_per_second", "speedup", "seeds"),
+    *("accepted_by_depth", "accepted_by_source"),
+)
 Figure = Callable[[NDArray[np.int64]], float]  # of questions, by index
 Key = TypeVar("Key", bound=Hashable)
 
@@ -33,6 +38,24 @@ def blocks_of(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [results, *results["other_temperatures"]]
 
 
+def blocks_by_name(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The decoded figures of any results.json, of each head at each temperature, by the names that they are logged
+    under."""
+    if "temperatures" in results:
+        heads = ((f"temperature_{b['temperature']:g}", b["heads"].items()) for b in results["temperatures"])
+        return {f"eval/{name}/{label}": head for name, several in heads for label, head in several}
+    others = results.get("other_temperatures")
+    if others is None:  # counted, not decoded
+        return {}
+    return {"eval": results} | {f"eval/temperature_{block['temperature']:g}": block for block in others}
+
+
+def beyond_bound(block: Mapping[str, Any]) -> int:
+    """Outputs that are not the base's own and differ by more than rounding explains."""
+    same = block["identical"]
+    return same.get("beyond_bound", sum(not d["within_bound"] for d in same.get("divergences", ())))
+
+
 def by_temperature(answers: Sequence[Answered]) -> dict[float, list[Answered]]:
     return _grouped(answers, lambda answer: answer.setting.temperature)
 
@@ -49,6 +72,7 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
     whole = pooled(answers)
     used = [a for a in whole if a.turns]
     divergences = [d for a in used for d in a.divergences]
+    flips = [turn.flips for a in used for turn in a.turns if turn.flips]
     compared = sum(len(a.turns) for a in used)
     return {
         "questions": len(used),
@@ -67,7 +91,7 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
             "compared": compared,
             "identical": compared - len(divergences),
             "divergences": [{**asdict(d), "within_bound": d.within_bound} for d in divergences],
-            "same_shape": _same_shape(used),
+            "same_shape": asdict(reduce(Flips.with_, flips)) if flips else None,
         },
         "accepted_by_depth": shares_by_depth(_per_step(used, "accepted")),
         "accepted_by_source": accepted_by_source(used),
@@ -83,14 +107,10 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
 def pooled(answers: Sequence[Answered]) -> list[Answered]:
     """One Answered per question, the turns of all its seeds: the bootstrap draws questions, and takes all their
     seeds."""
+    groups = _grouped(answers, lambda answer: id(answer.question)).values()
     return [
-        Answered(
-            group[0].question,
-            group[0].setting,
-            [turn for answer in group for turn in answer.turns],
-            next((answer.skipped for answer in group if answer.skipped), ""),
-        )
-        for group in _grouped(answers, lambda answer: id(answer.question)).values()
+        Answered(some[0].question, some[0].setting, [t for a in some for t in a.turns], max(a.skipped for a in some))
+        for some in groups
     ]
 
 
@@ -99,19 +119,21 @@ def by_category(answers: Sequence[Answered]) -> dict[str, list[Answered]]:
 
 
 def tokens_per_step_of(used: Sequence[Answered]) -> Figure:
-    grown = np.array([a.grown for a in used], float)
-    steps = np.array([a.steps for a in used], float)
-    return lambda i: float(grown[i].sum() / steps[i].sum()) if steps[i].any() else 1.0
+    return _ratio([a.grown for a in used], [a.steps for a in used])
 
 
 def speedup_of(used: Sequence[Answered]) -> Figure:
     """Mean over questions of tokens per second, divided by the same of plain decoding."""
-    fast = np.array([a.tokens / a.seconds for a in used])
-    plain = np.array([a.tokens / a.plain_seconds for a in used])
-    return lambda i: float(fast[i].mean() / plain[i].mean())
+    return _ratio([a.tokens / a.seconds for a in used], [a.tokens / a.plain_seconds for a in used])
 
 
 FIGURES = {"tokens_per_step": tokens_per_step_of, "speedup": speedup_of}
+
+
+def _ratio(over: Sequence[float], under: Sequence[float]) -> Figure:
+    """The sum of the one over questions, divided by that of the other; 1 where there is none of it."""
+    a, b = np.array(over, float), np.array(under, float)
+    return lambda i: float(a[i].sum() / b[i].sum()) if b[i].any() else 1.0
 
 
 def bootstrap(figure: Figure, count: int, seed: int) -> list[float]:
@@ -146,14 +168,6 @@ def _by_seed(answers: Sequence[Answered]) -> dict[str, Any]:
         rows.append({"seed": seed, **{name: of(used)(np.arange(len(used))) for name, of in FIGURES.items()}})
     std = {key: float(np.std([row[key] for row in rows], ddof=1)) for key in FIGURES} if len(rows) > 1 else None
     return {"each": rows, "std": std}
-
-
-def _same_shape(used: Sequence[Answered]) -> dict[str, Any] | None:
-    whole = [turn.flips for a in used for turn in a.turns if turn.flips]
-    found = Flips()
-    for flips in whole:
-        found.add(flips)
-    return asdict(found) if whole else None
 
 
 def _per_step(used: Sequence[Answered], key: str) -> list[Any]:
@@ -195,3 +209,39 @@ def _time_share(used: Sequence[Answered]) -> dict[str, float]:
     whole = sum(a.seconds for a in used)
     shares = {part: sum(t.drafted.seconds.get(part, 0.0) for a in used for t in a.turns) / whole for part in PARTS}
     return {**shares, "other": 1 - sum(shares.values())}
+
+
+def compared(
+    figures: Mapping[str, dict[str, Any]], answers: Mapping[str, Sequence[Answered]], seed: int
+) -> list[dict[str, Any]]:
+    """Per temperature: each head's figures, and its `difference` from the first head, with an interval over the same
+    resampled questions for both (all heads answered the same ones)."""
+    first, *others = figures
+    found = []
+    for place, (temperature, group) in enumerate(by_temperature(answers[first]).items()):
+        heads = {}
+        for label, results in figures.items():
+            block = blocks_of(results)[place]
+            same = {key: block["identical"][key] for key in ("compared", "identical")}
+            heads[label] = {key: block[key] for key in COMPARED} | {
+                "identical": {**same, "beyond_bound": beyond_bound(block)},
+                "difference": difference(group, by_temperature(answers[label])[temperature], seed)
+                if label in others
+                else None,
+            }
+        found.append({"temperature": temperature, "heads": heads})
+    return found
+
+
+def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:
+    """other - first, with a paired bootstrap interval over questions."""
+    a, b = ([answer for answer in pooled(side) if answer.turns] for side in (first, other))
+    changes = {name: _minus(of(b), of(a)) for name, of in FIGURES.items()}
+    return {
+        name: {"value": change(np.arange(len(a))), "ci95": bootstrap(change, len(a), seed)}
+        for name, change in changes.items()
+    }
+
+
+def _minus(after: Figure, before: Figure) -> Figure:
+    return lambda i: after(i) - before(i)

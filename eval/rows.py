@@ -1,32 +1,87 @@
-"""Rows of a benchmark, from local files or the Hub, and what the user says in them.
+"""Rows of a benchmark, from local files or the Hub, and the questions in them.
 
 Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
 instruction and no examples before it, and follow-up turns come after the model's own answer. Files with `turns`, as
 those projects write them for every benchmark, are taken everywhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ctcdraft.data.messages import encodable, filled, read_tools, taken
+from ctcdraft.data.prompts import question_ids
 from ctcdraft.data.records import SYSTEM, TOOLS, turns_of_text
 from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
+from ctcdraft.data.template import answer_message, prompt_ids
+from ctcdraft.model.base import Base
 
 FIELDS = {
     "mt_bench": ("turns", "prompt"),
     "gsm8k": ("question", "messages", "turns"),
     "humaneval": ("prompt", "turns"),
 }
+IDS = ("question_id", "task_id", "prompt_id", "id")
 ONE_TURN = ("gsm8k", "humaneval")
 HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Either user turns to be answered in order, behind a system turn and with tools where there are such, or one
+    prompt of tokens; `stop` are strings that end an answer."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...] = ()
+    prompt: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    system: str | None = None
+    tools: list[Any] | None = field(default=None, hash=False)
+
+    @property
+    def asks(self) -> int:
+        """How many prompts it has."""
+        return len(self.turns) or 1
+
+    def prompt_after(self, base: Base, answers: Sequence[list[int]] = ()) -> list[int]:
+        """The tokens that ask its next turn, behind the answers (tokens) to those before."""
+        if self.prompt:
+            return list(self.prompt)
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        shown = self.tools, base.template_args
+        for turn, answer in zip(self.turns, answers, strict=False):
+            messages.append({"role": "user", "content": turn})
+            messages.append(answer_message(base.tokenizer, base.eos_ids, messages, answer, *shown))
+        messages.append({"role": "user", "content": self.turns[len(answers)]})
+        return prompt_ids(base.tokenizer, messages, *shown)
+
+    def problem(self, base: Base) -> str | None:
+        """Why it cannot be asked."""
+        try:
+            asked = self.turns, self.system, self.tools, base.template_args
+            return base.unreadable(self.prompt or question_ids(base.tokenizer, *asked))
+        except RowError as error:
+            return str(error)
 
 
 def benchmark_rows(kind: str, path: str) -> Iterator[Any]:
     """Raw rows of local files (JSON, JSONL, .gz of them, globs), or of a Hub dataset's test split (its only split where
     there is no test). Raises ValueError, in one sentence, where neither is there."""
     check_source("bench.path", path)
-    yield from read_rows(path) if _is_local(path) else _hub_rows(kind, path)
+    if _is_local(path):
+        yield from read_rows(path)
+        return
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(path, HUB_CONFIGS.get(kind))
+        split = splits["test"] if "test" in splits else next(iter(splits.values()))
+    except Exception as error:  # whatever the Hub or the network answers
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"bench.path={path}: no such file, and the Hub gave no dataset ({reason})") from error
+    yield from split
 
 
 def questions_hash(path: str | None) -> str | None:
@@ -38,53 +93,29 @@ def _is_local(path: str) -> bool:
     return any(file.is_file() for file in local_files(path))
 
 
-def _hub_rows(kind: str, name: str) -> Iterator[Any]:
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(name, HUB_CONFIGS.get(kind))
-        split = splits["test"] if "test" in splits else next(iter(splits.values()))
-    except Exception as error:  # whatever the Hub or the network answers
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(f"bench.path={name}: no such file, and the Hub gave no dataset ({reason})") from error
-    yield from split
-
-
-def user_turns(kind: str, row: Any) -> tuple[str, ...]:
-    """What the user says, turn by turn. Raises RowError where the row holds no such thing."""
+def question_of(kind: str, row: Any, number: int) -> Question:
+    """What a row asks; without a name of its own it is called by its number. Raises RowError where it holds no text, or
+    its other columns are no text and no list of tools."""
     if isinstance(row, RowError):
         raise row
-    fields = FIELDS.get(kind, ("turns",))
-    row = filled(row) if isinstance(row, dict) else {}
-    found = next((row[key] for key in fields if key in row), None)
-    if isinstance(found, list) and found and all(isinstance(m, dict) for m in found):  # messages: the first question
-        found = next((m.get("content") for m in found if m.get("role") == "user"), None)
-    turns = [found] if isinstance(found, str) else found
-    if "turns" in fields and found is row.get("turns") and isinstance(found, str):
-        turns = turns_of_text(found)
+    left, fields = filled(row) if isinstance(row, dict) else {}, FIELDS.get(kind, ("turns",))
+    column, turns = next(((key, left[key]) for key in fields if key in left), ("", None))
+    if isinstance(turns, list) and turns and all(isinstance(m, dict) for m in turns):  # messages: the first question
+        turns = next((m.get("content") for m in turns if m.get("role") == "user"), None)
+    if isinstance(turns, str):
+        turns = turns_of_text(turns) if column == "turns" else [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise RowError(f"no text under {' or '.join(repr(key) for key in fields)}")
     if kind in ONE_TURN and len(turns) > 1:
         raise RowError(f"{len(turns)} turns, where {kind} asks one question")
-    return tuple(encodable(turn, "a turn") for turn in turns)
-
-
-def system_and_tools(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
-    """What stands before the user's turns. Raises RowError where it is no text, or no list of tools."""
-    left = filled(row)
-    system = taken(left, SYSTEM)
+    system, tools = taken(left, SYSTEM), read_tools(taken(left, TOOLS))
     if not isinstance(system, str | None):
         raise RowError(f"the system column holds no text but a {type(system).__name__}")
-    return encodable(system or "", "the system column") or None, read_tools(taken(left, TOOLS))
-
-
-def row_id(row: dict[str, Any], number: int) -> str:
-    """What the benchmark calls this question, else its number. Raises RowError where that is no text."""
-    name = next((row[key] for key in ("question_id", "task_id", "prompt_id", "id") if key in row), number)
-    return encodable(str(name), "its id")
-
-
-def category_of(kind: str, row: dict[str, Any]) -> str:
-    """Spec-Bench counts MT-Bench's eight categories as one of its six tasks. Raises RowError where it is no text."""
-    category = encodable(str(row.get("category", kind if kind in FIELDS else "chat")), "its category")
-    return "mt_bench" if kind == "spec_bench" and category in MT_BENCH else category
+    category = encodable(str(left.get("category", kind if kind in FIELDS else "chat")), "its category")
+    return Question(
+        encodable(str(next((left[key] for key in IDS if key in left), number)), "its id"),
+        "mt_bench" if kind == "spec_bench" and category in MT_BENCH else category,  # one of Spec-Bench's six tasks
+        tuple(encodable(turn, "a turn") for turn in turns),
+        system=encodable(system or "", "the system column") or None,
+        tools=tools,
+    )

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 from tqdm import tqdm
-from transformers import GenerationConfig
 
-from ctcdraft.eval.bench import BenchConfig, Question, Setting
+from ctcdraft.eval.bench import BenchConfig, Setting
 from ctcdraft.eval.control import Control, Divergence, Flips
+from ctcdraft.eval.rows import Question
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, Generation
 
@@ -79,23 +79,40 @@ def run(
     A turn whose prompt leaves no room in the context is skipped, with the reason in `skipped`. Raises ValueError when
     that leaves nothing.
     """
-    plain = Decoder(base)
-    sides = [plain, *heads.values()]
+    sides: dict[str | None, Decoder] = {None: Decoder(base)}  # plain decoding
+    sides.update(heads.items())
     control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
     for decoder in heads.values():
         decoder.prepare()
-    _warm_up(base, sides, questions, config)
+    _warm_up(base, [*sides.values()], questions, config)
     done: dict[str, list[Answered]] = {label: [] for label in heads}
-    orders = balanced_orders(sides)
+    orders = balanced_orders([*sides])
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
     for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
+        answers = {label: Answered(question, setting) for label in heads}
         order = orders[(number + place) % len(orders)]
-        answers = [Answered(question, setting) for _ in heads]
-        _answer(base, plain, dict(zip(heads.values(), answers, strict=True)), order, control, config)
-        for label, answer in zip(heads, answers, strict=True):
+        told: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
+        skipped = ""
+        for turn in range(question.asks):
+            prompt = question.prompt_after(base, told)
+            if len(prompt) >= base.context_length:
+                skipped = f"turn {turn + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+                break
+            results = {label: _timed(sides[label], prompt, question, setting, config.max_new_tokens) for label in order}
+            plain, plain_seconds = results[None]
+            flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
+            for label, answer in answers.items():
+                drafted, seconds = results[label]
+                divergence = None
+                if drafted.tokens != plain.tokens:
+                    divergence = control.explain(question.id, turn, setting, prompt, plain.tokens, drafted.tokens)
+                answer.turns.append(Turn(drafted, seconds, plain_seconds, plain.text, divergence, flips))
+            told.append(plain.tokens)
+        for label, answer in answers.items():
+            answer.skipped = skipped
             done[label].append(answer)
-    if not any(answer.turns for answers in done.values() for answer in answers):
-        raise ValueError(f"no question could be decoded: {answers[0].skipped}")
+    if not any(answer.turns for several in done.values() for answer in several):
+        raise ValueError(f"no question could be decoded: {skipped}")
     return done
 
 
@@ -114,19 +131,15 @@ def balanced_orders(sides: Sequence[Side]) -> list[list[Side]]:
 def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig) -> float:
     """Tokens per second of transformers' own `generate`, greedy, on the first few questions' first turns."""
     tokens, seconds = 0, 0.0
-    settings = GenerationConfig(
-        do_sample=False, eos_token_id=list(base.eos_ids) or None, pad_token_id=(*base.eos_ids, 0)[0]
-    )
     few = [questions[0], *questions[:GENERATE_TURNS]]
     for number, question in enumerate(tqdm(few, "transformers' generate", unit="question", mininterval=1)):
-        prompt = next(question.prompts(base))
+        prompt = question.prompt_after(base)
         room = min(config.max_new_tokens, base.context_length - len(prompt))
         if room < 1:
             continue
         ids = torch.tensor([prompt], device=base.device)
-        settings.max_new_tokens = room
         start = time.perf_counter()
-        out = base.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        out = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
         if number:  # the very first is a warm-up
             seconds += time.perf_counter() - start
             tokens += out.shape[1] - len(prompt)
@@ -135,47 +148,11 @@ def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig
 
 def _warm_up(base: Base, sides: Sequence[Decoder], questions: Sequence[Question], config: BenchConfig) -> None:
     for number in range(config.warmups):
-        prompt = next(questions[number % len(questions)].prompts(base))
+        prompt = questions[number % len(questions)].prompt_after(base)
         if len(prompt) < base.context_length:
             temperature = config.temperatures[number % len(config.temperatures)]
             for decoder in sides:
                 decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
-
-
-def _answer(
-    base: Base,
-    plain: Decoder,
-    answers: Mapping[Decoder, Answered],
-    order: Sequence[Decoder],
-    control: Control,
-    config: BenchConfig,
-) -> None:
-    """Fill in the answers of one question under one setting: every turn on top of plain decoding's own answers."""
-    some = next(iter(answers.values()))
-    question, setting = some.question, some.setting
-    prompts = question.prompts(base)
-    prompt = next(prompts)
-    while True:
-        if len(prompt) >= base.context_length:
-            for out in answers.values():
-                out.skipped = (
-                    f"turn {len(out.turns) + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
-                )
-            return
-        results = {side: _timed(side, prompt, question, setting, config.max_new_tokens) for side in order}
-        told, told_seconds = results[plain]
-        flips = control.flips(prompt, told.tokens, setting) if control.below_float32 else None
-        for decoder, out in answers.items():
-            drafted, seconds = results[decoder]
-            divergence = None
-            if drafted.tokens != told.tokens:
-                tokens = told.tokens, drafted.tokens
-                divergence = control.explain(question.id, len(out.turns), setting, prompt, *tokens)
-            out.turns.append(Turn(drafted, seconds, told_seconds, told.text, divergence, flips))
-        try:
-            prompt = prompts.send(told.tokens)
-        except StopIteration:
-            return
 
 
 def _timed(

@@ -6,6 +6,7 @@ python launch/chat.py head.path=<exported head> base.path=<model>
 
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.launch import stages
@@ -33,16 +34,7 @@ def main(config: ChatEntry) -> int:
 def answer(decoder: Decoder, prompt: list[int], config: ChatEntry, seed: int) -> Generation:
     """Stream one answer to the terminal, and say what drafting was worth."""
     tinted = sys.stdout.isatty()
-    stream = decoder.stream(
-        prompt,
-        config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        repetition_penalty=config.repetition_penalty,
-        seed=seed,
-    )
-    for event in stream:
+    for event in decoder.stream(prompt, config.max_new_tokens, seed=seed, **asdict(config.sampling())):
         if isinstance(event, Generation):
             rate = f"{event.tokens_per_step:.2f} tokens per step (plain decoding: 1.00)"
             print(f"\n[{len(event.tokens)} tokens in {event.steps + 1} base forwards, {rate}]", flush=True)

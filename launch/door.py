@@ -11,11 +11,10 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import is_dataclass
 from importlib import resources
-from typing import Any, TextIO, TypeVar, get_args, get_type_hints
+from typing import Any, TextIO, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -38,20 +37,21 @@ Entry = TypeVar("Entry")
 def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> None:
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
-    sys.argv[1:] = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
+    words = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {masked(str(message))}", file=sys.stderr)
-    if any(word.startswith("-") for word in sys.argv[1:]):
-        codes = [0]
+    sys.argv[1:] = masked(words)  # W&B writes down the command
+    if not any(word.startswith("-") for word in words):
+        sys.exit(_guarded(lambda: task(typed(compose(config_name, words), schema))))
+    codes = [0]
 
-        def run(config: DictConfig) -> None:
-            sys.argv[1:] = masked(sys.argv[1:])
-            codes.append(_guarded(lambda: task(typed(config, schema))))
+    def run(config: DictConfig) -> None:
+        sys.argv[1:] = masked(words)
+        codes.append(_guarded(lambda: task(typed(config, schema))))
 
-        with redirect_stdout(_Masking(sys.stdout)):  # --cfg prints the options that were given
-            hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
-        sys.exit(max(codes))
-    words, sys.argv[1:] = sys.argv[1:], masked(sys.argv[1:])  # W&B writes down the command
-    sys.exit(_guarded(lambda: task(typed(compose(config_name, words), schema))))
+    sys.argv[1:] = words
+    with redirect_stdout(_Masking(sys.stdout)):  # --cfg prints the options that were given
+        hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
+    sys.exit(max(codes))
 
 
 class _Masking(io.TextIOBase):
@@ -84,22 +84,26 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 def typed(config: DictConfig, schema: type[Entry]) -> Entry:
     """The configuration as frozen dataclasses. Raises ValueError, in one sentence, on a wrong type."""
     try:
-        plain: Any = OmegaConf.to_container(config, resolve=True)
+        return TypeAdapter(schema).validate_python(OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ValueError(_short(error)) from error
-    unknown = _unknown(plain, schema)
-    if unknown:
-        raise ValueError(f"{unknown}: there is no such option")
-    try:
-        return TypeAdapter(schema).validate_python(plain)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "value_error":
             raise ValueError(str(first["ctx"]["error"])) from error
-        raise ValueError(
-            f"{where}={_short(first['input'], 80)}: {first['msg'][0].lower()}{first['msg'][1:]}"
-        ) from error
+        if first["type"] == "unexpected_keyword_argument":
+            raise ValueError(f"{where}: there is no such option") from error
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise ValueError(f"{where}={_short(first['input'], 80)}: {message}") from error
+
+
+def options_in(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a configuration and of all within it."""
+    for name, value in config.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from options_in(value, f"{prefix}{name}.")
 
 
 def _quoted(word: str) -> str:
@@ -153,7 +157,8 @@ def _override_sentence(config_name: str, error: Exception) -> str:
     if key:
         if key[1] in RENAMED:
             return f"{key[1]}: there is no such option any more; use {RENAMED[key[1]]}"
-        known = _leaves(config_name)
+        default: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
+        known = dict(options_in(default))
         if key[1] in known:
             return f"{key[1]}: what else was chosen has no such option (--cfg job shows those it has)"
         close = difflib.get_close_matches(key[1], known, n=1)
@@ -170,30 +175,3 @@ def _short(said: Any, longest: int = 300) -> str:
     """One line of what was said, not too long; for an error that says nothing, its name."""
     line = " ".join(str(said).split()) or type(said).__name__
     return line if len(line) <= longest else f"{line[:longest]} ..."
-
-
-def _unknown(plain: dict[str, Any], schema: Any, prefix: str = "") -> str | None:
-    """The first option that no dataclass field stands for."""
-    types = get_type_hints(schema)
-    for key, value in plain.items():
-        if key not in types:
-            return f"{prefix}{key}"
-        inner = next((t for t in (types[key], *get_args(types[key])) if is_dataclass(t)), None)
-        if isinstance(value, dict) and inner:
-            found = _unknown(value, inner, f"{prefix}{key}.")
-            if found:
-                return found
-    return None
-
-
-def _leaves(config_name: str) -> list[str]:
-    found: list[str] = []
-
-    def walk(node: Any, prefix: str) -> None:
-        for name, value in node.items():
-            found.append(f"{prefix}{name}")
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-
-    walk(OmegaConf.to_container(hydra.compose(config_name), resolve=False), "")
-    return found

@@ -11,23 +11,32 @@ eval/<bench>-count/.
 """
 
 from dataclasses import asdict
+from pathlib import Path
 
 from ctcdraft.data.sources import check_source
+from ctcdraft.eval.count import count
+from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
-from ctcdraft.launch.evaluation import count, evaluate_chosen, media_of
+from ctcdraft.launch.media import media_of
 from ctcdraft.launch.schema import EvalEntry
 from ctcdraft.train.log import log_evaluation
 
 
 def main(config: EvalEntry) -> int:
     check_source("bench.path", config.bench.path)
+    base, heads, data_folder = stages.chosen_heads(config)
+    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
+    first = next(iter(heads.values()))
+    folder = first.parent / "eval" / config.bench.kind
     if config.count:
-        stages.say(count(config))
-        return 0
-    found = evaluate_chosen(config)
-    if not found.reused:
-        name = f"{found.folder.parent.parent.name}-{found.folder.name}"
+        found = count(measurement, heads, folder.with_name(f"{folder.name}-count"), Path(config.cache_dir))
+    elif config.heads:
+        found = evaluate(measurement, heads, folder.with_name(f"{folder.name}-heads"))
+    else:
+        found = evaluate(measurement, {"": first}, folder)
+    if not config.count and not found.reused:
+        name = f"{folder.parent.parent.name}-{found.folder.name}"
         log_evaluation(found.folder, name, config.logger, asdict(config), media_of(found))
     stages.say(found.table)
     return found.exit_code

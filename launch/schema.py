@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base import TEMPLATES, check_dtype
@@ -17,6 +17,8 @@ from ctcdraft.train.options import MAY_DIFFER
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
+
+NO_OTHERS = ConfigDict(extra="forbid")  # options than those of an entry and of what is in it
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def check_regenerate(data: Any) -> Any:
     return data
 
 
+@with_config(NO_OTHERS)
 @dataclass(frozen=True, kw_only=True)
 class TrainEntry(Plan):
     """launch/train.py and launch/prepare.py (conf/train.yaml)."""
@@ -98,6 +101,7 @@ class ChatOptions:
     template_args: dict[str, Any] | None = None
 
 
+@with_config(NO_OTHERS)
 @dataclass(frozen=True, kw_only=True)
 class HeadChoice:
     """A run's head and base, or an exported head with a base of its own."""
@@ -142,9 +146,14 @@ class ChatEntry(HeadChoice):
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
+        self.sampling()
+
+    def sampling(self) -> Sampling:
+        """Raises ValueError on values outside their range."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
 
 
+@with_config(NO_OTHERS)
 @dataclass(frozen=True)
 class ExportEntry:
     """launch/export.py (conf/export.yaml)."""

@@ -18,6 +18,7 @@ from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import load_corpus, read_manifest, read_object
 from ctcdraft.data.template import with_template_args
+from ctcdraft.launch.door import options_in
 from ctcdraft.launch.schema import BaseConfig, BasePath, EvalEntry, HeadChoice, TrainEntry
 from ctcdraft.model.base import Base, load_base
 from ctcdraft.model.export import export_head, read_config
@@ -34,24 +35,17 @@ from ctcdraft.train.loop import finished
 from ctcdraft.train.options import decisive
 from ctcdraft.train.prepare import account_of, prepare, prepared_folder
 from ctcdraft.train.simulate import calibrate, copy_rates
-from ctcdraft.train.toy_base import toy_base
+from ctcdraft.train.toy_base import toy_base, toy_folder
 
 LONGEST_NAME = 200
 UNREAD_SHOWN = 12
+RECORDED = ("dtype", "template", "eos", "date")  # of base, in a run's paths.json
 
 
 def say(text: str) -> None:
     """Tell the user, once."""
     if ds.rank() == 0:
         print(text, flush=True)
-
-
-def on_rank_zero_first(make: Callable[[], Path]) -> Path:
-    """Rank 0 makes what is not there, the others wait and then find it."""
-    if ds.rank() == 0:
-        make()
-    ds.barrier()
-    return make()
 
 
 def with_resolved_dtype(config: TrainEntry) -> TrainEntry:
@@ -78,15 +72,8 @@ def load_configured(config: TrainEntry) -> tuple[Base, str]:
 def load(choice: BasePath, cache: str = ".cache") -> Base:
     """The base that lies at a path."""
     assert choice.path is not None
-    return load_base(
-        choice.path,
-        choice.dtype or "fp32",
-        template=choice.template,
-        trust_remote_code=choice.trust_remote_code,
-        cache=cache,
-        eos=choice.eos,
-        date=choice.date,
-    )
+    told = {name: getattr(choice, name) for name in ("template", "eos", "date", "trust_remote_code")}
+    return load_base(choice.path, choice.dtype or "fp32", cache=cache, **told)
 
 
 def _base_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
@@ -94,15 +81,22 @@ def _base_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
         file = Path(config.path).expanduser()
         if not is_gguf(config.path):
             return config.path, ""
-        return str(on_rank_zero_first(lambda: convert_gguf(file, cache))), f"dequantised from {file}; "
+        return str(_rank_zero_first(convert_gguf, file, cache)), f"dequantised from {file}; "
     if config.kind == "smollm2":
-        folder = on_rank_zero_first(lambda: smollm2_folder(cache))
+        folder = _rank_zero_first(smollm2_folder, cache)
         return str(folder), f"{describe_smollm2(folder)}; "
-    before = set(cache.glob("toy-*"))
-    folder = on_rank_zero_first(lambda: toy_base(cache, config.training))
+    made = "reused" if toy_folder(cache, config.training).exists() else "trained"
+    folder = _rank_zero_first(toy_base, cache, config.training)
     figures = json.loads((folder / "training.json").read_text())["held_out"]
-    made = "reused" if folder in before else "trained"
     return str(folder), f"{made}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token; "
+
+
+def _rank_zero_first(make: Callable[..., Path], *options: Any) -> Path:
+    """Rank 0 makes what is not there, the others wait and then find it."""
+    if ds.rank() == 0:
+        make(*options)
+    ds.barrier()
+    return make(*options)
 
 
 def get_data(config: TrainEntry, base: Base) -> Path:
@@ -121,9 +115,9 @@ def get_data(config: TrainEntry, base: Base) -> Path:
     if any(turns.values()) and not there:
         say(f"turns: {account_of(turns)}")
     if count.get("unread") and not there:
-        most = [f"{repr(name)[1:-1][:60]} ({times:,})" for name, times in list(count["unread"].items())[:UNREAD_SHOWN]]
-        more = len(count["unread"]) - len(most)
-        say(f"not read: {', '.join(most)}{f' and {more} more, in {folder}/manifest.json' if more else ''}")
+        named = [f"{repr(name)[1:-1][:60]} ({times:,})" for name, times in count["unread"].items()]
+        more = f" and {len(named) - UNREAD_SHOWN} more, in {folder}/manifest.json" if named[UNREAD_SHOWN:] else ""
+        say(f"not read: {', '.join(named[:UNREAD_SHOWN])}{more}")
     if count["near_duplicates"]:
         say(
             f"data: {count['near_duplicates']} training rows nearly repeat an evaluation question; they are in "
@@ -169,26 +163,17 @@ def check_inputs(config: TrainEntry) -> Path:
     source = Path(config.base.path or config.base.kind).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}"
     folder = run_folder(name, config.runs_dir)
-    record = folder / "config.yaml"
-    if record.is_file():
-        other = difference(_recorded(folder)["run"], settings)
-        if other:
-            key, before, now = other
-            was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in (before, now))
-            raise ValueError(
-                f"{folder} is a run {was}, this one is {would}: give it another name=, or delete that folder"
-            )
+    if (folder / "config.yaml").is_file() and (other := difference(_recorded(folder), settings)):
+        key, *values = other
+        was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in values)
+        raise ValueError(f"{folder} is a run {was}, this one is {would}: give it another name=, or delete that folder")
     return folder
 
 
 def run_folder(name: str, runs_dir: str) -> Path:
     """Where the run of that name lies. Raises ValueError where the name is more, or less, than a folder's."""
-    if (
-        Path(name).name != name
-        or name in ("", ".", "..")
-        or not name.isprintable()
-        or len(name.encode()) > LONGEST_NAME
-    ):
+    plain = Path(name).name == name and name not in ("", ".", "..") and name.isprintable()
+    if not plain or len(name.encode()) > LONGEST_NAME:
         raise ValueError(
             f"name={name[:LONGEST_NAME]!r}: a run's name is one folder name, without slashes or control characters, of "
             f"at most {LONGEST_NAME} bytes"
@@ -201,15 +186,6 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
 
     Raises ValueError when the folder's run had another base or other data under the same names.
     """
-    paths: dict[str, Any] = {
-        "base": base.path,
-        "dtype": config.base.dtype,
-        "template": base.template,
-        "eos": config.base.eos,
-        "date": config.base.date,
-        "data": str(data_folder),
-        "identity": base.identity,
-    }
     if (folder / "paths.json").is_file():
         before = run_paths(folder)
         if before["identity"] != base.identity or Path(before["data"]).name != data_folder.name:
@@ -220,6 +196,8 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
     elif ds.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         record = {"run": _settings(config), "all": masked(asdict(config))}
+        paths = {"base": base.path, "data": str(data_folder), "identity": base.identity}
+        paths |= {name: getattr(config.base, name) for name in RECORDED}
         write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
         write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
     ds.barrier()
@@ -240,32 +218,27 @@ def _settings(config: TrainEntry) -> dict[str, Any]:
     return json.loads(json.dumps(decisive(config)))
 
 
-def difference(before: Any, now: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
+def difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
     """The first option (dotted key, old value, new value) in which two configurations differ."""
-    for key in [*before, *(k for k in now if k not in before)]:
-        a, b = before.get(key), now.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found = difference(a, b, f"{prefix}{key}.")
-            if found:
-                return found
-        elif a != b:
-            return f"{prefix}{key}", a, b
+    were, are = dict(options_in(before)), dict(options_in(now))
+    for key in were | are:
+        pair = were.get(key), are.get(key)
+        if pair[0] != pair[1] and not all(isinstance(value, dict) for value in pair):
+            return (key, *pair)
     return None
 
 
 def find_run(name: str | None, runs_dir: str) -> Path:
     """The run folder of that name, or the newest. Raises ValueError where there is none."""
     runs = Path(runs_dir)
-    if name is not None:
-        folder = run_folder(name, runs_dir)
-        if not (folder / "config.yaml").is_file():
-            there = ", ".join(sorted(p.parent.name for p in runs.glob("*/config.yaml"))) or "none"
-            raise ValueError(f"name={name}: no such run in {runs}/ (there: {there})")
-        return folder
     found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    if name is None and not found:
         raise ValueError(f"there is no run in {runs}/: start with `make train`")
-    return found[-1].parent
+    folder = found[-1].parent if name is None else run_folder(name, runs_dir)
+    if not (folder / "config.yaml").is_file():
+        there = ", ".join(sorted(path.parent.name for path in found)) or "none"
+        raise ValueError(f"name={name}: no such run in {runs}/ (there: {there})")
+    return folder
 
 
 def run_paths(folder: Path) -> dict[str, Any]:
@@ -274,8 +247,8 @@ def run_paths(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
     found = read_object(path, "base", "dtype", "template", "data", "identity")
-    good = all(isinstance(found[key], str) for key in ("base", "dtype", "data"))
-    if not good or not isinstance(found["identity"], dict) or "name" not in found["identity"]:
+    texts = all(isinstance(found[key], str) for key in ("base", "dtype", "data"))
+    if not texts or not isinstance(found["identity"], dict) or "name" not in found["identity"]:
         raise ValueError(f"{path} is damaged: delete {folder} and train again")
     return found
 
@@ -283,7 +256,7 @@ def run_paths(folder: Path) -> dict[str, Any]:
 def run_base(folder: Path, choice: BasePath) -> Base:
     """The base of a run (or another path, precision or template). Code that it brings along is asked for anew."""
     paths = run_paths(folder)
-    known = {"path": paths["base"]} | {name: paths.get(name) for name in ("dtype", "template", "eos", "date")}
+    known = {"path": paths["base"]} | {name: paths.get(name) for name in RECORDED}
     return load(replace(choice, **{name: value for name, value in known.items() if getattr(choice, name) is None}))
 
 
@@ -293,11 +266,10 @@ def chosen_heads(choice: HeadChoice) -> tuple[Base, dict[str, Path], Path | None
     Raises ValueError where two heads have one label, the base is not said, or bench=heldout would ask one of several
     heads what it was trained on.
     """
-    several = choice.heads if isinstance(choice, EvalEntry) else []
+    several: Sequence[str | None] = choice.heads if isinstance(choice, EvalEntry) else []
     heads: dict[str, Path] = {}
     runs: list[Path] = []
-    entries: Sequence[str | None] = several or [choice.head.path]
-    for entry in entries:
+    for entry in several or [choice.head.path]:
         folder = Path(entry or "")
         if entry is None or (several and not (folder / "config.json").is_file()):
             runs.append(find_run(choice.name if entry is None else entry, choice.runs_dir))
@@ -326,28 +298,28 @@ def _as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any]
     Warns where a head was trained under others. Raises ValueError where the heads were trained under several and none
     are asked for.
     """
-    trained = [read_config(folder).get("template_args", {}) for folder in heads]
-    if template_args is None and any(own != trained[0] for own in trained):
-        several = ", ".join(f"{folder}: {json.dumps(own)}" for folder, own in zip(heads, trained, strict=True))
+    trained = {folder: read_config(folder).get("template_args", {}) for folder in heads}
+    args = trained[heads[0]] if template_args is None else template_args
+    others = {folder: own for folder, own in trained.items() if own != args}
+    if template_args is None and others:
+        several = ", ".join(f"{folder}: {json.dumps(own)}" for folder, own in trained.items())
         raise ValueError(f"heads=[...] were trained under several data.template_args ({several}): say which to use")
-    args = trained[0] if template_args is None else template_args
-    for folder, own in zip(heads, trained, strict=True):
-        if own != args:
-            warnings.warn(
-                f"the head in {folder} was trained with data.template_args={json.dumps(own)} and drafts here for chats "
-                f"with {json.dumps(args)}, which it may fit less well",
-                stacklevel=2,
-            )
+    for folder, own in others.items():
+        warnings.warn(
+            f"the head in {folder} was trained with data.template_args={json.dumps(own)} and drafts here for chats "
+            f"with {json.dumps(args)}, which it may fit less well",
+            stacklevel=2,
+        )
     return with_template_args(base, args)
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """config.yaml of a run. Raises ValueError when it is damaged."""
+    """What decided a run, out of its config.yaml. Raises ValueError when that is damaged."""
     path = folder / "config.yaml"
     try:
         found = yaml.safe_load(path.read_text())
-        if isinstance(found, dict) and {"run", "all"} <= set(found):
-            return found
+        if isinstance(found, dict) and isinstance(found.get("run"), dict) and "all" in found:
+            return found["run"]
     except yaml.YAMLError:
         pass
     raise ValueError(f"{path} is damaged: delete {folder} and train again")
@@ -367,18 +339,17 @@ def describe_head(config: HeadConfig, base: Base) -> str:
     """Parameters and cost of a head, in a sentence."""
     head = head_on(base, config)
     body, lm_head = flops_per_draft(head, base)
-    whole = sum(p.numel() for p in base.model.parameters())
     return (
         f"head: {config.kind}, {config.slots} slots, {parameters_of(head):,} parameters; a draft costs "
         f"{(body + lm_head) / 1e6:.1f}M multiply-adds ({body / 1e6:.1f}M body, {lm_head / 1e6:.1f}M LM head); "
-        f"the base has {whole:,} parameters"
+        f"the base has {parameters_of(base.model):,} parameters"
     )
 
 
 def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     """Export the best head of a run."""
-    record = _recorded(folder)["run"]
-    if run_paths(folder)["identity"] != base.identity:
+    record, paths = _recorded(folder), run_paths(folder)
+    if paths["identity"] != base.identity:
         raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
     trained = read_checkpoint(folder / "checkpoints")
     if trained is None or not trained.best:
@@ -387,19 +358,13 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     head = head_on(base, HeadConfig(**record["head"]))
     head.load_state_dict(trained.best)
     head = head.to(base.device).eval()
-    data_folder = Path(run_paths(folder)["data"])
-    labels, longest = record["objective"]["labels"], record["train"]["max_length"]
-    head.calibration = calibrate(head, base, data_folder, labels, longest)
+    data_folder, objective = Path(paths["data"]), record["objective"]
+    head.calibration = calibrate(head, base, data_folder, objective["labels"], record["train"]["max_length"])
     head.copy_rates = copy_rates(data_folder)
-    target = output or folder / "head"
-    training = {
-        "objective": record["objective"]["kind"],
-        "step": trained.state.best_step,
-        "tokens": trained.state.tokens,
-        "simulated": trained.state.best,
-    }
-    export_head(head, base, target, training)
-    return target
+    state = trained.state
+    training = {"objective": objective["kind"], "step": state.best_step, "tokens": state.tokens}
+    export_head(head, base, output or folder / "head", {**training, "simulated": state.best})
+    return output or folder / "head"
 
 
 def summarise(folder: Path, config: TrainEntry, state: TrainState, results: dict[str, Any]) -> None:

@@ -7,12 +7,11 @@ deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
-from ctcdraft.eval.bench import load_questions
+from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
-from ctcdraft.launch.evaluation import evaluate_run, media_of
+from ctcdraft.launch.media import media_of
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState
@@ -27,61 +26,41 @@ def main(config: TrainEntry) -> int:
     folder = stages.check_inputs(config)
     if config.train.deterministic:
         ds.make_deterministic(config.seed)
+    log = None
     with ExitStack() as held:
         with ds.together():
             base = stages.get_base(config)
             data_folder = stages.get_data(config, base)
-            load_questions(config.bench, base, data_folder, config.seed)  # a bench that cannot be run ends it here
+            measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
+            measurement.questions()  # a bench that cannot be run ends it here
             stages.open_run(folder, config, base, data_folder)
             held.enter_context(stages.held(folder))
             stages.say(stages.describe_head(config.head, base))
-            sitting = train(config, folder, base, data_folder)
-        if sitting.exit_code is None and ds.rank() == 0:
+            state = stages.already_trained(folder, config)
+            if state:
+                stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
+            else:
+                trainer = Trainer(config, base, data_folder, folder, stages.get_features(config, base, data_folder))
+                stages.say(trainer.rows())
+                log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
+                state = trainer.run(log)
+                if not trainer.finished():
+                    if log:
+                        log.close()
+                    stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
+                    return INTERRUPTED if trainer.interrupted else 0
+                stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
+                del trainer
+        if ds.rank() == 0:
             ds.take_threads_of_all()
-            return finish(config, folder, base, data_folder, sitting)
-    return sitting.exit_code or 0
+            return finish(config, folder, measurement, state, log)
+    return 0
 
 
-class Sitting(NamedTuple):
-    """What training came to; exit_code is set where it stopped before its end."""
-
-    state: TrainState
-    log: RunLog | None = None
-    exit_code: int | None = None
-
-
-def train(config: TrainEntry, folder: Path, base: stages.Base, data_folder: Path) -> Sitting:
-    """All ranks train, unless that was done before."""
-    state = stages.already_trained(folder, config)
-    if state:
-        stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
-        return Sitting(state)
-    features = stages.get_features(config, base, data_folder)
-    trainer = Trainer(config, base, data_folder, folder, features)
-    stages.say(trainer.rows())
-    log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
-    state = trainer.run(log)
-    if trainer.finished():
-        stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
-        return Sitting(state, log)
-    if log:
-        log.close()
-    stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
-    return Sitting(state, exit_code=INTERRUPTED if trainer.interrupted else 0)
-
-
-def finish(
-    config: TrainEntry,
-    folder: Path,
-    base: stages.Base,
-    data_folder: Path,
-    sitting: Sitting,
-) -> int:
+def finish(config: TrainEntry, folder: Path, measurement: Measurement, state: TrainState, log: RunLog | None) -> int:
     """Rank 0 exports and evaluates; the other ranks are done."""
-    state, log = sitting.state, sitting.log
-    head_folder = stages.export_best(folder, base)
-    eval_folder = folder / "eval" / config.bench.kind
-    found = evaluate_run(base, head_folder, config, eval_folder, data_folder)
+    head_folder = stages.export_best(folder, measurement.base)
+    found = evaluate(measurement, {"": head_folder}, folder / "eval" / config.bench.kind)
     stages.summarise(folder, config, state, found.results)
     if log is None and not found.reused:  # trained before, evaluated now
         log = RunLog(folder, config.logger, asdict(config), state.step)
@@ -91,7 +70,7 @@ def finish(
     stages.say(found.table)
     stages.say(
         'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.layers=3"`, the report in '
-        f"{eval_folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt data.path=<file>"
+        f"{found.folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt data.path=<file>"
     )
     return found.exit_code
 

@@ -237,7 +237,7 @@ class Edges:
         path.write_bytes(broken_bytes(data, rng) if rng.random() < 0.3 else data)
         config = BenchConfig(kind=kind, path=str(path), prompt_tokens=[4, 20])
         for question in load_questions(config, self.base, None, 0):
-            prompt = next(question.prompts(self.base))
+            prompt = question.prompt_after(self.base)
             if not prompt or max(prompt) >= self.base.vocab_size:
                 raise Wrong(f"question {question.id} has the prompt {prompt}")
 

@@ -15,10 +15,10 @@ import torch
 from conditionals import LayersBase, PeerHead
 from drafters import load_drafter
 
-from ctcdraft.eval.bench import Question
-from ctcdraft.eval.count import DEPTHS, figures_of
+from ctcdraft.eval.count import figures_of
 from ctcdraft.eval.replay import Known, known_rows, replay
-from ctcdraft.eval.report import markdown_table
+from ctcdraft.eval.report import drafts_table
+from ctcdraft.eval.rows import Question
 from ctcdraft.model import Decoder, DraftConfig, load_base
 
 COPIES = DraftConfig.prompt_lookup
@@ -36,17 +36,6 @@ def decoders_of(base, heads, nodes):
     for n in nodes:
         decoders[f"prompt lookup alone, tree of {n}"] = Decoder(base, None, DraftConfig("tree", n, budget="fixed"))
     return decoders
-
-
-def table(found):
-    rows = []
-    for label, one in found.items():
-        low, high = one["tokens_per_step_ci95"]
-        right = " ".join(f"{share:.2f}" for share in one["right_at_depth"])
-        calibration = f"{one['expected']:.2f} / {one['accepted']:.2f}"
-        rows.append((label, f"{one['tokens_per_step']:.2f} [{low:.2f}, {high:.2f}]", calibration, right))
-    depths = ", ".join(map(str, DEPTHS))
-    return markdown_table(("draft", "tokens per step", "psi / accepted", f"right at depth {depths}"), rows)
 
 
 def answers_of(path, rows, longest):
@@ -93,7 +82,7 @@ def main():
     found = replay(base, decoders_of(base, heads, options.nodes), answers)
     rows = [Question(str(number), "answers") for number in range(len(answers))]
     figures = {label: figures_of(replayed, rows, seed=0) for label, replayed in found.items()}
-    print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{table(figures)}")
+    print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{drafts_table(figures)}")
     if options.out:
         options.out.write_text(json.dumps({"answers": len(answers), "drafts": figures}, indent=1) + "\n")
 

@@ -8,9 +8,8 @@ from bases import write_base
 from drafting import random_head
 
 from ctcdraft.eval.bench import BenchConfig, Question, Setting
-from ctcdraft.eval.compare import difference
-from ctcdraft.eval.evaluate import Measurement, evaluate_heads
-from ctcdraft.eval.results import bootstrap
+from ctcdraft.eval.evaluate import Measurement, evaluate
+from ctcdraft.eval.results import bootstrap, difference
 from ctcdraft.eval.run import Answered, Turn
 from ctcdraft.model import DraftConfig, HeadConfig, export_head, load_base
 from ctcdraft.model.decoder import Generation
@@ -75,7 +74,7 @@ def heads(base, tmp_path_factory):
 def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_path):
     bench = BenchConfig("toy", questions=3, max_new_tokens=6, temperatures=[0.0, 1.0], seeds=2)
     folder = tmp_path / "eval" / "toy-heads"
-    found = evaluate_heads(Measurement(base, DraftConfig("tree", 4, budget="fixed"), bench), heads, folder)
+    found = evaluate(Measurement(base, DraftConfig("tree", 4, budget="fixed"), bench), heads, folder).results
     assert found == json.loads((folder / "results.json").read_text())
     assert list(found["heads"]) == ["one", "two", "three"]
     assert [block["temperature"] for block in found["temperatures"]] == [0.0, 1.0]

@@ -9,8 +9,9 @@ from bases import write_base
 from drafting import random_head
 
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
-from ctcdraft.eval.count import count_heads, count_table, own_answers
+from ctcdraft.eval.count import count, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
+from ctcdraft.eval.report import count_table
 from ctcdraft.model import DraftConfig, HeadConfig, export_head, generate, load_base
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -35,9 +36,9 @@ def heads(base, tmp_path_factory):
 
 def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
     measurement = Measurement(base, DRAFT, BENCH)
-    counted = count_heads(measurement, heads, tmp_path / "count", tmp_path / "cache")
+    counted = count(measurement, heads, tmp_path / "count", tmp_path / "cache").results
     for name, folder in heads.items():
-        decoded = evaluate(measurement, folder, tmp_path / name)
+        decoded = evaluate(measurement, {"": folder}, tmp_path / name).results
         for one, other in (
             (counted["drafts"][name], decoded),
             (counted["drafts"][LOOKUP_ALONE], decoded["prompt_lookup_alone"]),
@@ -50,9 +51,9 @@ def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
         assert shown["accepted_by_source"] == pytest.approx(decoded["accepted_by_source"])
         bare = evaluate(
             Measurement(base, DraftConfig("chain", 6, budget="fixed", prompt_lookup=0), BENCH),
-            folder,
-            tmp_path / "bare",
-        )
+            {"": folder},
+            tmp_path / "bare" / name,
+        ).results
         assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare["tokens_per_step"]
     assert counted["drafts"][LOOKUP_ALONE]["accepted"] > 0
     assert json.loads((tmp_path / "count" / "results.json").read_text())["drafts"] == counted["drafts"]
@@ -63,19 +64,16 @@ def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_pa
     questions = load_questions(BENCH, base, None, 0)
     told = own_answers(base, questions, 24, tmp_path)
     for question, turns in zip(questions, told, strict=True):
-        prompts = question.prompts(base)
-        prompt = next(prompts)
+        answers = []
         for known in turns:
+            prompt = question.prompt_after(base, answers)
             ids = torch.tensor([prompt])
             want = base.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[1]
             )[0]
             assert known.tokens.tolist() == want.tolist()
             assert known.said.sum() == len(want) - len(prompt)
-            try:
-                prompt = prompts.send(want[len(prompt) :].tolist())
-            except StopIteration:
-                break
+            answers.append(want[len(prompt) :].tolist())
         assert len(turns) == len(question.turns)
     monkeypatch.setattr(generate, "continue_all", lambda base, waiting, rows: iter(()))  # asked nothing more
     again = own_answers(base, questions, 24, tmp_path)
@@ -92,5 +90,5 @@ def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
 def test_samples_are_not_counted(base, heads, tmp_path):
     bench = BenchConfig("toy", temperatures=[0.0, 1.0])
     with pytest.raises(ValueError, match=r"count=true counts greedy tokens: leave out bench.temperatures"):
-        count_heads(Measurement(base, DRAFT, bench), heads, tmp_path / "c", tmp_path)
+        count(Measurement(base, DRAFT, bench), heads, tmp_path / "c", tmp_path)
     assert not (tmp_path / "c").exists()

@@ -1,20 +1,21 @@
 import itertools
 import json
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
 from bases import write_base
 
+from ctcdraft.eval import evaluate as evaluation
 from ctcdraft.eval import run as runner
 from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
-from ctcdraft.eval.evaluate import Measurement, evaluate, setting_of
-from ctcdraft.eval.place import take
+from ctcdraft.eval.evaluate import Measurement, evaluate
+from ctcdraft.eval.place import Evaluated
 from ctcdraft.eval.report import headline, report
 from ctcdraft.eval.results import aggregate, measured
 from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
-from ctcdraft.launch.evaluation import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, export_head, load_base, load_head
 from ctcdraft.model.decoder import Generation
 from ctcdraft.model.head import head_on
@@ -47,7 +48,7 @@ def questions(tmp_path):
 def test_results_hold_every_field_of_the_design(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, max_new_tokens=12)
     folder = tmp_path / "eval" / "mt_bench"
-    results = evaluate(Measurement(chat_base, DRAFT, bench), head_folder, folder)
+    results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, folder).results
     assert results == json.loads((folder / "results.json").read_text())
     fields = "bench base head decoder temperature seed device versions lossless questions tokens steps tokens_per_step"
     fields += " tokens_per_second speedup identical accepted_by_depth calibration time_share per_category"
@@ -73,36 +74,49 @@ def test_results_hold_every_field_of_the_design(chat_base, head_folder, question
 
 def test_the_first_answer_is_fed_back(chat_base):
     question = Question("1", "chat", ("ask", "again"))
-    prompts = question.prompts(chat_base)
-    first = next(prompts)
+    first = question.prompt_after(chat_base)
     answer = chat_base.tokenizer("xyz").input_ids
-    second = prompts.send([*answer, 1])
+    second = question.prompt_after(chat_base, [[*answer, 1]])
     assert chat_base.tokenizer.decode(second) == "<u>ask<a>xyz</s><u>again<a>"
     assert second[: len(first)] == first
+    assert question.asks == 2
 
 
-def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(chat_base, head_folder, questions, tmp_path):
+def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(
+    chat_base, head_folder, questions, tmp_path, monkeypatch
+):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
     folder = tmp_path / "eval" / "mt_bench"
     chain = DraftConfig("chain", 4, budget="fixed")
 
-    def known(draft, seed=0):
-        return take(folder, setting_of(Measurement(chat_base, draft, bench, seed=seed), head_folder))
+    def found(draft, seed=0):
+        return evaluate(Measurement(chat_base, draft, bench, seed=seed), {"": head_folder}, folder)
 
-    first = evaluate(Measurement(chat_base, DRAFT, bench), head_folder, folder)
-    assert known(DRAFT) == first
-    assert known(chain) is None
-    assert known(DRAFT, seed=1) is None
-    second = evaluate(Measurement(chat_base, chain, bench), head_folder, folder)
+    def is_known(draft, seed=0):
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluation, "run", Mock(side_effect=ValueError("it is decoded")))
+            try:
+                return found(draft, seed).reused
+            except ValueError:
+                return False
+
+    first = found(DRAFT)
+    assert not first.reused
+    assert found(DRAFT) == Evaluated(first.results, folder, reused=True)
+    assert not is_known(chain)
+    assert not is_known(DRAFT, seed=1)
+    second = found(chain).results
     assert json.loads((folder / "results.json").read_text()) == second
-    assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{first['setting']}"}
-    assert known(DRAFT) == first  # and is the latest again
-    assert json.loads((folder / "results.json").read_text()) == first
+    assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{first.results['setting']}"}
+    assert found(DRAFT).results == first.results  # and is the latest again
+    assert json.loads((folder / "results.json").read_text()) == first.results
     assert {path.name for path in folder.parent.iterdir()} == {"mt_bench", f"mt_bench-{second['setting']}"}
     changed = tmp_path / "questions.jsonl"
     changed.write_text(json.dumps({"turns": ["another question"]}))
     assert str(changed) == questions
-    assert known(DRAFT) is None
+    assert not is_known(DRAFT)
+    assert json.loads((folder / "results.json").read_text()) == first.results  # what failed has left nothing
+    assert len([*folder.parent.iterdir()]) == 2
 
 
 def shifting(base, place=3):
@@ -225,7 +239,7 @@ def test_temperatures_and_seeds_are_told_apart_and_pooled_by_question():
 def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[1.0, 0.0])
     folder = tmp_path / "e"
-    results = evaluate(Measurement(chat_base, DRAFT, bench, seed=4), head_folder, folder)
+    results = evaluate(Measurement(chat_base, DRAFT, bench, seed=4), {"": head_folder}, folder).results
     assert (results["temperature"], results["seed"]) == (1.0, 4)
     assert results["identical"]["compared"] == results["identical"]["identical"] == 30
     assert [row["seed"] for row in results["seeds"]["each"]] == [4, 5, 6]
@@ -314,7 +328,7 @@ def test_each_side_is_equally_often_in_each_place_and_behind_each_other(count):
 
 def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
-    results = evaluate(Measurement(chat_base, DRAFT, bench), head_folder, tmp_path / "e")
+    results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
     known = {"question": "81", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0, "top2_gap": 0.25}
     gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "same_shape_gap": 0.25, "float32_gap": None}
     results["identical"]["divergences"] = [{**known, **gaps, "within_bound": False}]
@@ -328,7 +342,7 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
 def test_below_float32_the_report_has_the_control(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=8)
     base = load_base(chat_base.path, "bf16")
-    results = evaluate(Measurement(base, DRAFT, bench), head_folder, tmp_path / "e")
+    results = evaluate(Measurement(base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
     assert results["rounding_bound"] == "8 spacings of bfloat16 at the largest logit"
     control = results["identical"]["same_shape"]
     assert control["positions"] == results["tokens"] == 32

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import templates
 from bases import write_base
+from pydantic import TypeAdapter
 
 from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions
 from ctcdraft.eval.rows import questions_hash
@@ -63,14 +64,13 @@ def test_a_question_keeps_its_system_turn_and_its_tools(tmp_path):
     tool = {"type": "function", "function": {"name": "clock"}}
     rows = [{"question_id": 1, "system": "be kind", "tools": json.dumps([tool]), "turns": ["a", "b"]}]
     (question,) = load(base, "mt_bench", written(tmp_path / "q.jsonl", rows))
-    prompts = question.prompts(base)
-    first = base.tokenizer.decode(next(prompts))
+    first = base.tokenizer.decode(question.prompt_after(base))
     want = (
         f"<|im_start|>tools\n{json.dumps([tool])}<|im_end|>\n<|im_start|>system\nbe kind<|im_end|>\n"
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     )
     assert first == want
-    second = base.tokenizer.decode(prompts.send(base.tokenizer("c").input_ids))
+    second = base.tokenizer.decode(question.prompt_after(base, [base.tokenizer("c").input_ids]))
     assert second == f"{want}c<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     assert hash(question) == hash(question)
 
@@ -108,9 +108,9 @@ def test_a_chat_model_is_asked_for_humanevals_code_and_another_base_continues_it
     path.write_bytes(gzip.compress(json.dumps({"task_id": "HumanEval/0", "prompt": CODE, "test": "x"}).encode()))
     (chat,) = load(chat_base, "humaneval", path)
     assert asked(chat) == ("HumanEval/0", "humaneval", (CODE,))
-    assert chat_base.tokenizer.decode(next(chat.prompts(chat_base))).startswith("<u>def add")
+    assert chat_base.tokenizer.decode(chat.prompt_after(chat_base)).startswith("<u>def add")
     (plain,) = load(plain_base, "humaneval", path)
-    assert next(plain.prompts(plain_base)) == plain_base.tokenizer(CODE).input_ids
+    assert plain.prompt_after(plain_base) == plain_base.tokenizer(CODE).input_ids
     assert plain.stop == FUNCTION_ENDS
 
 
@@ -184,15 +184,22 @@ def test_a_missing_file_is_named_under_its_option(chat_base):
     ("options", "message"),
     [
         ({"kind": "spec_bench"}, "bench=spec_bench needs bench.path"),
-        ({"temperatures": []}, "give one or more"),
+        ({"kind": "arena"}, "kind\n.*input should be 'heldout', 'toy'"),
+        ({"questions": 0}, "questions\n.*greater than 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens\n.*greater than 0"),
+        ({"warmups": -1}, "warmups\n.*greater than or equal to 0"),
+        ({"prompt_tokens": [5]}, "prompt_tokens\n.*at least 2 items"),
+        ({"prompt_tokens": [0, 5]}, "prompt_tokens.0\n.*greater than 0"),
+        ({"prompt_tokens": [6, 5]}, "give .shortest, longest."),
+        ({"temperatures": []}, "temperatures\n.*at least 1 item"),
         ({"temperatures": [1.0, 1]}, "each once"),
         ({"temperatures": [-1.0]}, "temperature=-1.0"),
-        ({"seeds": 0}, "bench.seeds=0"),
+        ({"seeds": 0}, "seeds\n.*greater than 0"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        BenchConfig(**options)
+    with pytest.raises(ValueError, match=f"(?i){message}"):
+        TypeAdapter(BenchConfig).validate_python(options)
 
 
 def test_greedy_decoding_needs_one_seed_and_sampling_several():

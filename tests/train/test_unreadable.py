@@ -53,7 +53,7 @@ def test_in_conversations_and_the_questions_held_out_from_them(base, tmp_path, l
     folder, reasons = prepared(base, tmp_path, rows, labels=labels)
     assert reasons == [REASON] * 20
     for question in load_questions(BenchConfig("heldout", questions=None), base, folder, 0):
-        assert Decoder(base).generate(next(question.prompts(base)), 2).tokens
+        assert Decoder(base).generate(question.prompt_after(base), 2).tokens
 
 
 def test_in_answers_and_in_later_questions(base, tmp_path):
