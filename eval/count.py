@@ -18,11 +18,18 @@ import numpy as np
 from tqdm import tqdm
 
 from ctcdraft.data.store import Journal
-from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement
+from ctcdraft.eval.evaluate import Measurement
 from ctcdraft.eval.place import Evaluated, kept
 from ctcdraft.eval.replay import Known, Replayed, replay
 from ctcdraft.eval.report import DEPTHS, count_table
-from ctcdraft.eval.results import accepted_by_source, by_category, calibration, pooled, tokens_per_step
+from ctcdraft.eval.results import (
+    LOOKUP_ALONE,
+    accepted_by_source,
+    by_category,
+    calibration,
+    pooled,
+    tokens_per_step,
+)
 from ctcdraft.eval.rows import Question
 from ctcdraft.eval.run import Answered, Turn
 from ctcdraft.model.base import Base

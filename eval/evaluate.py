@@ -16,15 +16,12 @@ from ctcdraft.eval.control import bound_in_words
 from ctcdraft.eval.place import Evaluated, digest_of, kept
 from ctcdraft.eval.plots import draw, draw_heads
 from ctcdraft.eval.report import heads_report, report
-from ctcdraft.eval.results import blocks_of, compared, measured
+from ctcdraft.eval.results import LOOKUP_ALONE, blocks_of, compact, compared, measured
 from ctcdraft.eval.rows import Question, questions_hash
 from ctcdraft.eval.run import Answered, generate_rate, run
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, DraftConfig
 from ctcdraft.model.export import load_head, read_config
-
-LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no training
-LOOKUP_SHOWN = ("tokens_per_step", "tokens_per_step_ci95", "tokens_per_second", "speedup", "identical")
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,11 @@ class Measurement:
         heads = {label: {**c["head"], "sha256": c["sha256"], "training": c["training"]} for label, c in configs.items()}
         on_cuda, threads = base.device.type == "cuda", torch.get_num_threads()
         return {
-            "format": 2,  # of results.json: what was measured in another is measured anew
+            "format": 3,  # of results.json: what was measured in another is measured anew
             "bench": bench.kind,
             "bench_path": bench.path,
             "bench_options": asdict(bench),
             "bench_hash": questions_hash(bench.path),
-            "bench_rows": "evenly spread",  # until 2026-11-24: the first ones
             "base": base.identity,
             "template_args": base.template_args,
             "decoder": asdict(self.draft),
@@ -100,7 +96,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
             found = figures[label]
             found["tokens_per_second"]["generate"] = rate
             for block, lookup in zip(blocks_of(found), blocks_of(figures[LOOKUP_ALONE]), strict=True):
-                block["prompt_lookup_alone"] = {key: lookup[key] for key in LOOKUP_SHOWN}
+                block["prompt_lookup_alone"] = compact(lookup)
             own = measurement.setting({"": head})
             _write(fresh / label, {"setting": digest_of(own), **own, **found}, answers[label])
         if "" in head_folders:

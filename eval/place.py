@@ -10,7 +10,7 @@ from typing import Any
 
 from ctcdraft.data.store import read_object
 from ctcdraft.eval.report import short_table
-from ctcdraft.eval.results import beyond_bound, blocks_by_name
+from ctcdraft.eval.results import heads_at
 from ctcdraft.model.folders import new_folder
 
 
@@ -25,7 +25,8 @@ class Evaluated:
     @property
     def exit_code(self) -> int:
         """1 where an output is not the base's own and rounding cannot explain it; 0 otherwise."""
-        return int(any(beyond_bound(block) for block in blocks_by_name(self.results).values()))
+        decoded = {} if "drafts" in self.results else heads_at(self.results)
+        return int(any(head["identical"]["beyond_bound"] for heads in decoded.values() for head in heads.values()))
 
     @property
     def table(self) -> str:

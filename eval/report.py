@@ -1,10 +1,10 @@
-"""results.json -> report.md, and the short table that ends a command on the terminal."""
+"""results.json -> report.md, and the tables that end a command on the terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ctcdraft.eval.results import beyond_bound, blocks_of
+from ctcdraft.eval.results import blocks_of, heads_at
 from ctcdraft.model.tree import SOURCES
 
 Block = Mapping[str, Any]  # the figures of a head at one temperature
@@ -24,89 +24,44 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
-# -- figures as text ----------------------------------------------------------------------------------------
+def figures(block: Block) -> dict[str, str]:
+    """What every table and log says of a head at one temperature."""
+    rate, same = block["tokens_per_second"], block["identical"]
+    kept = block["speedup"]["ratio_of_means"] / block["tokens_per_step"]
+    within = same["compared"] - same["identical"] - same["beyond_bound"]
+    verdict = f"{same['identical']} of {same['compared']}"
+    verdict += f", {within} differ within rounding" if within else ""
+    verdict += f", {same['beyond_bound']} DIFFER" if same["beyond_bound"] else ""
+    std = block["seeds"]["std"]
+    apart = {name: f"{d['value']:+.2f} {_interval(d['ci95'])}" for name, d in (block.get("difference") or {}).items()}
+    return {
+        "tokens per step (plain = 1.00)": _tau(block),
+        "speedup over plain decoding": f"{_speedup(block)}; {kept:.2f} of the tokens per step",
+        "std of both over seeds": f"{std['tokens_per_step']:.3f}, {std['speedup']:.3f}" if std else "-",
+        "both less the first head's": "; ".join(apart.values()) or "-",
+        "draft nodes per step": f"{block['nodes_per_step']:.1f}",
+        "accepted from head / lookup / both": " / ".join(f"{s:.0%}" for s in block["accepted_by_source"].values()),
+        "tokens per second": f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})",
+        "identical to plain decoding": verdict,
+    }
 
 
-def verdict(block: Block) -> str:
-    """How many answers equal plain decoding's; the others as rounding may explain them, or not."""
-    same, beyond = block["identical"], beyond_bound(block)
-    within = same["compared"] - same["identical"] - beyond
-    text = f"{same['identical']} of {same['compared']}"
-    return text + f", {within} differ within rounding" * (within > 0) + f", {beyond} DIFFER" * (beyond > 0)
-
-
-def _tau(block: Block) -> str:
-    return f"{block['tokens_per_step']:.2f} {_interval(block['tokens_per_step_ci95'])}"
-
-
-def _speedup(block: Block) -> str:
-    return f"{block['speedup']['ratio_of_means']:.2f}x {_interval(block['speedup']['ci95'])}"
-
-
-def _interval(bounds: Sequence[float]) -> str:
-    return f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
-
-
-def _brief(block: Block) -> str:
-    return f"{_tau(block)} tokens per step, {_speedup(block)}, identical: {verdict(block)}"
-
-
-# -- tables -------------------------------------------------------------------------------------------------
+def tables(results: dict[str, Any]) -> list[str]:
+    """The figures of any decoded evaluation, heads side by side: a table per temperature."""
+    found = []
+    for temperature, heads in heads_at(results).items():
+        columns = [figures(block) for block in heads.values()]
+        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+        shown = [row for row in rows if {*row[1:]} != {"-"}]
+        found.append(markdown_table((f"temperature {temperature:g}", *heads), shown))
+    return found
 
 
 def short_table(results: dict[str, Any], place: str) -> str:
     """What ends a command: the figures of any results.json, which lies in `place`."""
-    title = f"on {results['base']['name']}, bench={results['bench']}"
-    if "head" in results:
-        header = f"{results['head']['kind']} {title}", ""
-        return f"\n{markdown_table(header, [*headline(results), ('lies in', place)])}\n"
-    tables = [count_table(results)] if "drafts" in results else []
-    for block in results.get("temperatures", ()):
-        tables.append(f"{title}, temperature {block['temperature']:g}:\n{heads_table(block)}")
-    return "\n" + "\n\n".join([*tables, f"lies in {place}"]) + "\n"
-
-
-def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures of a run in a few rows (name, value)."""
-    rate, shares = results["tokens_per_second"], results["accepted_by_source"]
-    kept = results["speedup"]["ratio_of_means"] / results["tokens_per_step"]
-    rows = [
-        ("tokens per step", f"{_tau(results)} (plain = 1.00)"),
-        ("draft nodes per step", f"{results['nodes_per_step']:.1f}"),
-        ("speedup", f"{_speedup(results)} over plain decoding; {kept:.2f} of the tokens per step"),
-        ("tokens per second", f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})"),
-        (f"identical to plain {'sampling' if results['temperature'] else 'greedy'}", verdict(results)),
-    ]
-    if any(shares.values()):
-        parts = f"the head {shares['head']:.0%}, prompt lookup {shares['lookup']:.0%}, both {shares['both']:.0%}"
-        rows.append(("accepted tokens are from", parts))
-    if "prompt_lookup_alone" in results:
-        rows.append(("prompt lookup alone", _brief(results["prompt_lookup_alone"])))
-    return rows + [(f"temperature {block['temperature']:g}", _brief(block)) for block in results["other_temperatures"]]
-
-
-def heads_table(block: Block) -> str:
-    """The figures of each head at one temperature."""
-    rows = head_rows(block)
-    return markdown_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
-
-
-def head_rows(block: Block) -> list[dict[str, str]]:
-    """A row per head; differences are those from the first."""
-    rows = []
-    for label, head in block["heads"].items():
-        apart = (head["difference"] or {}).items()
-        change = {name: f"{found['value']:+.2f} {_interval(found['ci95'])}" for name, found in apart}
-        rows.append({
-            "head": label,
-            "tokens per step": _tau(head),
-            "tokens per step, difference": change.get("tokens_per_step", ""),
-            "draft nodes per step": f"{head['nodes_per_step']:.1f}",
-            "speedup": _speedup(head),
-            "speedup, difference": change.get("speedup", ""),
-            "identical to plain": verdict(head),
-        })  # fmt: skip
-    return rows
+    title = f"{results['bench']} on {results['base']['name']}"
+    parts = [count_table(results)] if "drafts" in results else tables(results)
+    return "\n" + "\n\n".join([title, *parts, f"lies in {place}"]) + "\n"
 
 
 def count_table(results: Mapping[str, Any]) -> str:
@@ -127,15 +82,6 @@ def drafts_table(drafts: Mapping[str, Block]) -> str:
     return markdown_table(header, rows)
 
 
-def _depths(blocks: Mapping[str, Block]) -> str:
-    columns = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
-    rows = [(d, *(f"{value:.3f}" for value in values)) for d, values in enumerate(columns, 1)]
-    return markdown_table(("draft tokens", *blocks), rows)
-
-
-# -- reports ------------------------------------------------------------------------------------------------
-
-
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
     blocks = {f"temperature {block['temperature']:g}": block for block in blocks_of(results)}
@@ -148,11 +94,10 @@ def report(results: dict[str, Any]) -> str:
     shares = [(label, *(f"{v:.1%}" for v in block["time_share"].values())) for label, block in blocks.items()]
     parts = [
         f"# {results['bench']}: `{results['head']['kind']}` on {results['base']['name']}",
-        markdown_table(("figure", "value"), headline(results)),
+        *tables(results),
         f"{results['tokens']} tokens in {results['steps']} steps after each prompt's own forward. {_how(results)} "
         f"transformers' own `generate` made {results['tokens_per_second']['generate']:.0f} tokens/s, greedy, on the "
         "first few questions.",
-        *_temperatures(results),
         "## By category",
         markdown_table(("category", "temperature", "questions", "tokens per step", "speedup"), categories),
         "![by category](by_category.png)",
@@ -177,16 +122,35 @@ def report(results: dict[str, Any]) -> str:
 def heads_report(comparison: dict[str, Any]) -> str:
     """report.md of several heads: their figures side by side, and what sets them apart from the first."""
     labels = list(comparison["heads"])
-    parts = [f"# {comparison['bench']}: {', '.join(f'`{label}`' for label in labels)} on {comparison['base']['name']}"]
-    for block in comparison["temperatures"]:
-        parts += [f"## Temperature {block['temperature']:g}", heads_table(block)]
-        parts += ["Share of steps that accept at least so many draft tokens:", _depths(block["heads"])]
-    parts += [
+    depths = [_depths(heads) for heads in heads_at(comparison).values()]
+    parts = [
+        f"# {comparison['bench']}: {', '.join(f'`{label}`' for label in labels)} on {comparison['base']['name']}",
+        *tables(comparison),
         "![heads](heads.png)",
+        "Share of steps that accept at least so many draft tokens, at each temperature:",
+        *depths,
         f"{_how(comparison)} A difference is that from `{labels[0]}`, on the same resampled questions. Each head's own "
         "report: " + ", ".join(f"[{label}]({label}/report.md)" for label in labels) + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _tau(block: Block) -> str:
+    return f"{block['tokens_per_step']:.2f} {_interval(block['tokens_per_step_ci95'])}"
+
+
+def _speedup(block: Block) -> str:
+    return f"{block['speedup']['ratio_of_means']:.2f}x {_interval(block['speedup']['ci95'])}"
+
+
+def _interval(bounds: Sequence[float]) -> str:
+    return f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
+
+
+def _depths(blocks: Mapping[str, Block]) -> str:
+    columns = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
+    rows = [(d, *(f"{value:.3f}" for value in values)) for d, values in enumerate(columns, 1)]
+    return markdown_table(("draft tokens", *blocks), rows)
 
 
 def _how(results: dict[str, Any]) -> str:
@@ -200,21 +164,6 @@ def _how(results: dict[str, Any]) -> str:
         "plain and speculative interleaved in the same runner; brackets are 95% bootstrap intervals over questions. "
         f"Lossless: {str(results['lossless']).lower()}. Versions: {versions}."
     )
-
-
-def _temperatures(results: dict[str, Any]) -> list[str]:
-    """A table of all temperatures, where there is more than a greedy one."""
-    blocks = blocks_of(results)
-    if len(blocks) == 1 and not results["seeds"]["std"]:
-        return []
-    rows = []
-    for block in blocks:
-        each, std = block["seeds"]["each"], block["seeds"]["std"]
-        spread = f"{std['tokens_per_step']:.3f}, {std['speedup']:.3f}" if std else "-"
-        seeds = ", ".join(str(row["seed"]) for row in each) if block["temperature"] else "-"
-        rows.append((f"{block['temperature']:g}", seeds, _tau(block), _speedup(block), spread, verdict(block)))
-    header = ("temperature", "seeds", "tokens per step", "speedup", "std of both over seeds", "identical to plain")
-    return ["## By temperature", markdown_table(header, rows)]
 
 
 def _divergences(results: dict[str, Any]) -> list[str]:

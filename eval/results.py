@@ -13,6 +13,7 @@ from ctcdraft.eval.control import Flips
 from ctcdraft.eval.run import Answered
 from ctcdraft.model.tree import SOURCES
 
+LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no training
 RESAMPLES = 2000
 PARTS = ("verify", "draft", "tree")
 COMPARED = (
@@ -38,22 +39,14 @@ def blocks_of(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [results, *results["other_temperatures"]]
 
 
-def blocks_by_name(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The decoded figures of any results.json, of each head at each temperature, by the names that they are logged
-    under."""
+def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Any]]:
+    """Of any decoded results.json, by temperature: the figures of each head, or of one beside prompt lookup alone."""
     if "temperatures" in results:
-        heads = ((f"temperature_{b['temperature']:g}", b["heads"].items()) for b in results["temperatures"])
-        return {f"eval/{name}/{label}": head for name, several in heads for label, head in several}
-    others = results.get("other_temperatures")
-    if others is None:  # counted, not decoded
-        return {}
-    return {"eval": results} | {f"eval/temperature_{block['temperature']:g}": block for block in others}
-
-
-def beyond_bound(block: Mapping[str, Any]) -> int:
-    """Outputs that are not the base's own and differ by more than rounding explains."""
-    same = block["identical"]
-    return same.get("beyond_bound", sum(not d["within_bound"] for d in same.get("divergences", ())))
+        return {block["temperature"]: block["heads"] for block in results["temperatures"]}
+    kind = results["head"]["kind"]
+    return {
+        block["temperature"]: {kind: block, LOOKUP_ALONE: block["prompt_lookup_alone"]} for block in blocks_of(results)
+    }
 
 
 def by_temperature(answers: Sequence[Answered]) -> dict[float, list[Answered]]:
@@ -90,6 +83,7 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
         "identical": {
             "compared": compared,
             "identical": compared - len(divergences),
+            "beyond_bound": sum(not d.within_bound for d in divergences),
             "divergences": [{**asdict(d), "within_bound": d.within_bound} for d in divergences],
             "same_shape": asdict(reduce(Flips.with_, flips)) if flips else None,
         },
@@ -216,21 +210,21 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Per temperature: each head's figures, and its `difference` from the first head, with an interval over the same
     resampled questions for both (all heads answered the same ones)."""
-    first, *others = figures
+    first = next(iter(figures))
     found = []
     for place, (temperature, group) in enumerate(by_temperature(answers[first]).items()):
-        heads = {}
-        for label, results in figures.items():
-            block = blocks_of(results)[place]
-            same = {key: block["identical"][key] for key in ("compared", "identical")}
-            heads[label] = {key: block[key] for key in COMPARED} | {
-                "identical": {**same, "beyond_bound": beyond_bound(block)},
-                "difference": difference(group, by_temperature(answers[label])[temperature], seed)
-                if label in others
-                else None,
-            }
+        heads = {label: compact(blocks_of(results)[place]) for label, results in figures.items()}
+        for label, head in heads.items():
+            other = by_temperature(answers[label])[temperature]
+            head["difference"] = None if label == first else difference(group, other, seed)
         found.append({"temperature": temperature, "heads": heads})
     return found
+
+
+def compact(block: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands of one head beside others."""
+    same = {key: block["identical"][key] for key in ("compared", "identical", "beyond_bound")}
+    return {key: block[key] for key in COMPARED} | {"identical": same}
 
 
 def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:

@@ -95,5 +95,5 @@ def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_p
     report = (folder / "report.md").read_text()
     assert "| three" in report
     assert "| prompt lookup alone" in report
-    assert "## Temperature 1" in report
+    assert "| temperature 1" in report
     assert (folder / "two" / "report.md").is_file()

@@ -1,6 +1,7 @@
 import itertools
 import json
 from collections import Counter
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -13,8 +14,8 @@ from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.eval.place import Evaluated
-from ctcdraft.eval.report import headline, report
-from ctcdraft.eval.results import aggregate, measured
+from ctcdraft.eval.report import figures, report
+from ctcdraft.eval.results import aggregate, blocks_of, compact, measured
 from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
 from ctcdraft.model import Decoder, DraftConfig, HeadConfig, export_head, load_base, load_head
 from ctcdraft.model.decoder import Generation
@@ -55,7 +56,13 @@ def test_results_hold_every_field_of_the_design(chat_base, head_folder, question
     assert set(fields.split()) <= set(results)
     assert set(results["tokens_per_second"]) >= {"speculative", "vanilla"}
     assert set(results["speedup"]) == {"ratio_of_means", "ci95"}
-    assert results["identical"] == {"compared": 10, "identical": 10, "divergences": [], "same_shape": None}
+    assert results["identical"] == {
+        "compared": 10,
+        "identical": 10,
+        "beyond_bound": 0,
+        "divergences": [],
+        "same_shape": None,
+    }
     assert set(results["time_share"]) == {"verify", "draft", "tree", "other"}
     assert abs(sum(results["time_share"].values()) - 1) < 1e-9
     assert set(results["per_category"]) == {"cat0", "cat1"}
@@ -133,6 +140,13 @@ def shifting(base, place=3):
     return broken
 
 
+def exit_code(results):
+    """Of an evaluation of one head that has these figures, beside itself as its control."""
+    blocks = [{**block, "prompt_lookup_alone": compact(block)} for block in blocks_of(results)]
+    whole = {**blocks[0], "other_temperatures": blocks[1:], "head": {"kind": "ctc"}}
+    return Evaluated(whole, Path()).exit_code
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dtype):
     base = load_base(chat_base.path, dtype)
@@ -147,9 +161,9 @@ def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dt
             assert 0 <= found["top2_gap"] <= found["other_gap"]
             assert found["within_bound"] == (found["other_gap"] <= found["bound"])
         assert not all(found["within_bound"] for found in block["identical"]["divergences"])
-    assert Evaluated(results, questions, False).exit_code == 1
+    assert exit_code(results) == 1
     honest = measured(run(base, {"": Decoder(base)}, loaded, config)[""], 0)
-    assert Evaluated(honest, questions, False).exit_code == 0
+    assert exit_code(honest) == 0
 
 
 def test_samples_of_another_seed_are_seen(chat_base, questions):
@@ -161,7 +175,7 @@ def test_samples_of_another_seed_are_seen(chat_base, questions):
     assert results["identical"]["divergences"] == []  # greedy decoding knows no seed
     (warm,) = results["other_temperatures"]
     assert warm["identical"]["identical"] == 0
-    assert Evaluated(results, questions, False).exit_code == 1
+    assert exit_code(results) == 1
 
 
 def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, questions):
@@ -171,7 +185,7 @@ def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, question
     broken.generate = lambda prompt, limit, **settings: honest(prompt, limit - 2, **settings)
     results = measured(run(chat_base, {"": broken}, load_questions(config, chat_base, None, 0), config)[""], 0)
     assert {d["other_gap"] for d in results["identical"]["divergences"]} == {None}
-    assert Evaluated(results, questions, False).exit_code == 1
+    assert exit_code(results) == 1
 
 
 def test_what_rounding_explains_is_listed_and_does_not_fail():
@@ -183,7 +197,7 @@ def test_what_rounding_explains_is_listed_and_does_not_fail():
     results = measured([Answered(Question("7", "chat", ("x",)), turns=[turn])], 0)
     assert [d["within_bound"] for d in results["identical"]["divergences"]] == [True]
     assert results["identical"]["identical"] == 0
-    assert Evaluated(results, "", False).exit_code == 0
+    assert exit_code(results) == 0
 
 
 def answered(tokens, steps, fast, plain, accepted, expected, *, nodes=(), question=None, setting=None):
@@ -204,9 +218,9 @@ def test_figures_are_what_their_names_say():
     assert results["tokens_per_step_mean_over_questions"] == 3.0
     assert results["tokens_per_second"] == {"speculative": 16.0, "vanilla": 6.25}
     assert results["speedup"]["ratio_of_means"] == 16 / 6.25
-    rows = dict(headline({**results, "temperature": 0.0, "other_temperatures": []}))
+    rows = figures(results)
     assert rows["draft nodes per step"] == "10.0"
-    assert rows["speedup"].endswith("over plain decoding; 0.85 of the tokens per step")  # 2.56 / 3
+    assert rows["speedup over plain decoding"].endswith("; 0.85 of the tokens per step")  # 2.56 / 3
     assert results["accepted_by_depth"] == [0.9, 0.6, 0.5]
     assert results["calibration"]["expected"] == 2.0
     assert results["calibration"]["accepted"] == 2.0
@@ -249,8 +263,9 @@ def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder
     samples = [row["answers"][0] for row in rows if row["question_id"] == "80" and row["temperature"] == 1.0]
     assert len(set(samples)) == 3
     text = (folder / "report.md").read_text()
-    assert "## By temperature" in text
-    assert "identical to plain sampling" in text
+    assert all(f"| temperature {temperature} " in text for temperature in (0, 1))
+    assert "| std of both over seeds" in text
+    assert text.count("| identical to plain decoding") == 2
     assert "| draft tokens | temperature 1 | temperature 0 |" in text
 
 
@@ -331,6 +346,7 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
     results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
     known = {"question": "81", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0, "top2_gap": 0.25}
     gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "same_shape_gap": 0.25, "float32_gap": None}
+    results["identical"] |= {"identical": 3, "beyond_bound": 1}
     results["identical"]["divergences"] = [{**known, **gaps, "within_bound": False}]
     text = report(results)
     assert "Divergences from plain decoding" in text

@@ -55,7 +55,7 @@ def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
     out = capsys.readouterr().out
     folder = place / "runs" / "a" / "eval" / "toy-heads"
     assert f"lies in {folder}" in out
-    assert "temperature 1:" in out
+    assert "| temperature 1" in out
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     (media,) = [row for row in history(file) if any(key.startswith("eval/table") for key in row)]
     for name in ("eval/questions", "plots/heads", "plots/a/by_category", "plots/b/calibration"):
@@ -96,7 +96,8 @@ def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):
         assert "(reused)" in capsys.readouterr().out
 
 
-def test_a_decoder_that_is_wrong_for_one_head_fails_the_comparison(place, monkeypatch, capsys):
+@pytest.mark.parametrize("heads", ["heads=[b,a]", "name=b"])
+def test_a_decoder_that_is_wrong_for_one_head_fails_the_evaluation(place, monkeypatch, capsys, heads):
     honest = Decoder.generate
 
     def generate(decoder, prompt, limit, **settings):
@@ -106,7 +107,7 @@ def test_a_decoder_that_is_wrong_for_one_head_fails_the_comparison(place, monkey
         return out
 
     monkeypatch.setattr(Decoder, "generate", generate)
-    assert start(place, "heads=[b,a]", "logger=none") == 1
+    assert start(place, heads, "logger=none") == 1
     assert "DIFFER" in capsys.readouterr().out
 
 

@@ -117,7 +117,7 @@ def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
     )
     assert (zero, other) == (0, 0), (error, other_error)
     assert "read 24 = used 23 + rejected 1" in out
-    assert "identical to plain greedy" in out
+    assert "identical to plain decoding" in out
     assert quiet == "", "the second host says nothing that the first one says"
     runs = [work / "runs" / name for name in ("one", "two")]
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]

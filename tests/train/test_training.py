@@ -79,7 +79,7 @@ def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
     for path in ("results.json", "report.md", "answers.jsonl", "accepted_by_depth.png", "calibration.png"):
         assert (run / "eval" / "heldout" / path).is_file()
     assert list(found) == [1, 2, 3, 4, 5, 6]
-    assert "identical to plain greedy" in out
+    assert "identical to plain decoding" in out
     assert "parameters; a draft costs" in out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for key in ("optim/grad_norm", "draft/psi_sum", "draft/blank_rate/slot_1", "time/base"):
@@ -159,7 +159,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(workplace):
 
 def test_a_time_limit_ends_with_an_evaluated_head(workplace):
     out = start(workplace, "name=timed", "train.steps=100000", "train.max_minutes=0.02", "train.eval_every=100000")
-    assert "identical to plain greedy" in out
+    assert "identical to plain decoding" in out
 
 
 def test_the_deepspeed_launcher_starts_it(workplace, one_process):
@@ -317,4 +317,4 @@ def test_a_damaged_run_folder_is_mended_or_one_sentence(workplace, one_process, 
         (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert path in error
     else:
-        assert "identical to plain greedy" in done.stdout
+        assert "identical to plain decoding" in done.stdout
