@@ -142,17 +142,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def tokens_per_step(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    figure = tokens_per_step_of(used)
-    return {
-        "tokens_per_step": figure(np.arange(len(used))),
-        "tokens_per_step_ci95": bootstrap(figure, len(used), seed),
-        "tokens_per_step_mean_over_questions": _mean([a.grown / a.steps for a in used if a.steps]),
-    }
+    found = _estimate(tokens_per_step_of(used), len(used), seed, "tokens_per_step", "tokens_per_step_ci95")
+    return {**found, "tokens_per_step_mean_over_questions": _mean([a.grown / a.steps for a in used if a.steps])}
 
 
 def _speedup(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    figure = speedup_of(used)
-    return {"ratio_of_means": figure(np.arange(len(used))), "ci95": bootstrap(figure, len(used), seed)}
+    return _estimate(speedup_of(used), len(used), seed, "ratio_of_means", "ci95")
+
+
+def _estimate(figure: Figure, count: int, seed: int, name: str, interval: str) -> dict[str, Any]:
+    """A figure of all questions under a name, and its 95% interval under another."""
+    return {name: figure(np.arange(count)), interval: bootstrap(figure, count, seed)}
 
 
 def _by_seed(answers: Sequence[Answered]) -> dict[str, Any]:
@@ -230,11 +230,7 @@ def compact(block: Mapping[str, Any]) -> dict[str, Any]:
 def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:
     """other - first, with a paired bootstrap interval over questions."""
     a, b = ([answer for answer in pooled(side) if answer.turns] for side in (first, other))
-    changes = {name: _minus(of(b), of(a)) for name, of in FIGURES.items()}
-    return {
-        name: {"value": change(np.arange(len(a))), "ci95": bootstrap(change, len(a), seed)}
-        for name, change in changes.items()
-    }
+    return {name: _estimate(_minus(of(b), of(a)), len(a), seed, "value", "ci95") for name, of in FIGURES.items()}
 
 
 def _minus(after: Figure, before: Figure) -> Figure:

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +30,7 @@ from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base import Base
-from ctcdraft.model.head import head_on
+from ctcdraft.model.head import head_on, parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.files import free_bytes
 from ctcdraft.train.gate import GateConfig, OverfitGate
@@ -45,7 +45,7 @@ PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb
 NEEDED_GB = 5
 PROBE_STEPS = 20
 REACH_SECONDS = 5
-GREEN, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+GREEN, PLAIN = "\033[32m", "\033[0m"
 HELLO = [{"role": "user", "content": "Name three rivers of Europe and say where each of them ends."}]
 
 
@@ -95,8 +95,8 @@ def _readable(report: Report) -> str:
     if not report.pieces:
         return table
     colour = sys.stdout.isatty()
-    marks = {True: (GREEN, PLAIN), False: (DIM, PLAIN)} if colour else {True: ("[", "]"), False: ("", "")}
-    text = "".join(marks[supervised][0] + piece + marks[supervised][1] for piece, supervised in report.pieces)
+    before, behind = (GREEN, PLAIN) if colour else ("[", "]")
+    text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
     return f"{table}\n\ntemplate, what is supervised {'in green' if colour else 'in brackets'}:\n{text}"
 
 
@@ -130,9 +130,8 @@ def _machine(report: Report, config: TrainEntry) -> None:
 
 def _compile_traps(report: Report, config: TrainEntry) -> None:
     """DeepSpeed compiles operators at start; a compile that was killed leaves a lock that hangs the next run."""
-    default = Path.home() / ".cache" / "torch_extensions"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-    locks = sorted(folder.rglob("lock")) if folder.is_dir() else []
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    locks = sorted(folder.rglob("lock"))
     with report.trying("DeepSpeed operators"):
         ds.skip_shm_build()
         report.add("DeepSpeed operators", f"none is compiled at start; {len(locks)} stale locks in {folder}")
@@ -167,8 +166,7 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
         return None
     with report.trying("base"):
         base, note = stages.load_configured(config)
-        whole = sum(p.numel() for p in base.model.parameters())
-        sizes = f"{whole:,} parameters, {base.vocab_size:,} tokens"
+        sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
         report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
         return base
     return None
@@ -283,11 +281,9 @@ def _conversation(config: TrainEntry) -> list[dict[str, str]] | None:
     made = GENERATED[config.data.kind].conversations(1, config.seed) if not paths else ()
     rows = (row for path in paths for row in read_rows(path)) if paths else made
     for index, row in enumerate(rows):
-        try:
+        with suppress(RowError):
             record = record_of(row, str(index), "sharegpt")
-        except RowError:
-            continue
-        return list(record.messages) if isinstance(record, Conversation) else None
+            return list(record.messages) if isinstance(record, Conversation) else None
     raise ValueError(f"data.path={config.data.path} holds no conversation")
 
 

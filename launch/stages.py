@@ -16,7 +16,7 @@ from ctcdraft.data.features import Features
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
-from ctcdraft.data.store import load_corpus, read_manifest, read_object
+from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.data.template import with_template_args
 from ctcdraft.launch.door import options_in
 from ctcdraft.launch.schema import BaseConfig, BasePath, EvalEntry, HeadChoice, TrainEntry
@@ -163,7 +163,7 @@ def check_inputs(config: TrainEntry) -> Path:
     source = Path(config.base.path or config.base.kind).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}"
     folder = run_folder(name, config.runs_dir)
-    if (folder / "config.yaml").is_file() and (other := difference(_recorded(folder), settings)):
+    if (folder / "config.yaml").is_file() and (other := difference(_settings_of(folder), settings)):
         key, *values = other
         was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in values)
         raise ValueError(f"{folder} is a run {was}, this one is {would}: give it another name=, or delete that folder")
@@ -190,8 +190,8 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
         before = run_paths(folder)
         if before["identity"] != base.identity or Path(before["data"]).name != data_folder.name:
             raise ValueError(
-                f"{folder} is a run on {before['identity']['name']} and {before['data']}, whose content has changed "
-                "since: give it another name=, or delete that folder"
+                f"{folder} is a run on {before['base']} and {before['data']}, whose content has changed since: give it "
+                "another name=, or delete that folder"
             )
     elif ds.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -243,14 +243,9 @@ def find_run(name: str | None, runs_dir: str) -> Path:
 
 def run_paths(folder: Path) -> dict[str, Any]:
     """Where a run's base and prepared data lie."""
-    path = folder / "paths.json"
-    if not path.is_file():
+    if not (folder / "paths.json").is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
-    found = read_object(path, "base", "dtype", "template", "data", "identity")
-    texts = all(isinstance(found[key], str) for key in ("base", "dtype", "data"))
-    if not texts or not isinstance(found["identity"], dict) or "name" not in found["identity"]:
-        raise ValueError(f"{path} is damaged: delete {folder} and train again")
-    return found
+    return _record(folder / "paths.json", json.loads, base=str, dtype=str, data=str, identity=dict)
 
 
 def run_base(folder: Path, choice: BasePath) -> Base:
@@ -313,16 +308,20 @@ def _as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any]
     return with_template_args(base, args)
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
-    """What decided a run, out of its config.yaml. Raises ValueError when that is damaged."""
-    path = folder / "config.yaml"
+def _settings_of(run: Path) -> dict[str, Any]:
+    """`_settings` of a run."""
+    return _record(run / "config.yaml", yaml.safe_load, run=dict, all=dict)["run"]
+
+
+def _record(path: Path, read: Callable[[str], Any], **kinds: type) -> dict[str, Any]:
+    """A file that `open_run` wrote. Raises ValueError where it is damaged."""
     try:
-        found = yaml.safe_load(path.read_text())
-        if isinstance(found, dict) and isinstance(found.get("run"), dict) and "all" in found:
-            return found["run"]
-    except yaml.YAMLError:
+        found = read(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+            return found
+    except (ValueError, RecursionError, yaml.YAMLError):
         pass
-    raise ValueError(f"{path} is damaged: delete {folder} and train again")
+    raise ValueError(f"{path} is damaged: delete {path.parent} and train again")
 
 
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
@@ -348,7 +347,7 @@ def describe_head(config: HeadConfig, base: Base) -> str:
 
 def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     """Export the best head of a run."""
-    record, paths = _recorded(folder), run_paths(folder)
+    record, paths = _settings_of(folder), run_paths(folder)
     if paths["identity"] != base.identity:
         raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
     trained = read_checkpoint(folder / "checkpoints")
