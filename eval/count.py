@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ctcdraft.data.store import Journal
 from ctcdraft.eval.evaluate import Measurement
-from ctcdraft.eval.place import Evaluated, kept
+from ctcdraft.eval.place import Evaluated, digest_of, known, latest, write_results
 from ctcdraft.eval.replay import Known, Replayed, replay
 from ctcdraft.eval.report import DEPTHS, count_table
 from ctcdraft.eval.results import (
@@ -50,19 +50,20 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     if bench.temperatures != [0.0]:
         raise ValueError(f"count=true counts greedy tokens: leave out bench.temperatures={bench.temperatures}")
     setting = {**measurement.setting(head_folders), "counted": True}
-
-    def measure(fresh: Path) -> dict[str, Any]:
-        decoders = _decoders(measurement, head_folders)
-        questions = measurement.questions()
-        answers = own_answers(base, questions, bench.max_new_tokens, cache)
-        found = replay(base, decoders, [known for turns in answers for known in turns])
-        owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
-        drafts = {label: figures_of(replayed, owners, seed) for label, replayed in found.items()}
-        results = {"questions": len(questions), "drafts": drafts}
-        (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table({**setting, **results})}\n")
-        return results
-
-    return kept(folder, setting, measure)
+    found = known(folder, setting)
+    if found:
+        return found
+    decoders = _decoders(measurement, head_folders)
+    questions = measurement.questions()
+    answers = own_answers(base, questions, bench.max_new_tokens, cache)
+    replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
+    owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
+    drafts = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
+    results = {"setting": digest_of(setting), **setting, "questions": len(questions), "drafts": drafts}
+    with latest(folder) as fresh:
+        (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
+        write_results(fresh, results)
+    return Evaluated(results, folder)
 
 
 def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Known]]:
@@ -70,7 +71,7 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
     asked again. A turn whose prompt fills the context, and those behind it, have none."""
     digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
-    known: list[list[Known]] = [[] for _ in questions]
+    read: list[list[Known]] = [[] for _ in questions]
     answers: list[list[list[int]]] = [[] for _ in questions]
     work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()
 
@@ -89,11 +90,11 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
         sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             tokens = np.array([*prompt, *answer], np.int64)
-            known[number].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
+            read[number].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
             answers[number].append(answer)
             bar.update()
             ask(number)
-    return known
+    return read
 
 
 def _decoders(measurement: Measurement, head_folders: Mapping[str, Path]) -> dict[str, Decoder]:

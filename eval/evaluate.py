@@ -1,6 +1,5 @@
 """One evaluation: questions in, eval/<bench>/ out, for one head or for several side by side."""
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ import torch
 from ctcdraft.data.store import write_jsonl
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.eval.control import bound_in_words
-from ctcdraft.eval.place import Evaluated, digest_of, kept
+from ctcdraft.eval.place import Evaluated, digest_of, known, latest, write_results
 from ctcdraft.eval.plots import draw, draw_heads
 from ctcdraft.eval.report import heads_report, report
 from ctcdraft.eval.results import LOOKUP_ALONE, blocks_of, compact, compared, measured
@@ -83,30 +82,32 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     same under each one's label, and their comparison (results.json, report.md, heads.png). Raises ValueError as its
     parts do, and nothing is written then.
     """
-    base, bench, seed = measurement.base, measurement.bench, measurement.seed
     setting = measurement.setting(head_folders)
-
-    def measure(fresh: Path) -> dict[str, Any]:
-        decoders = {label: measurement.decoder(head) for label, head in head_folders.items()}
-        questions = measurement.questions()
-        answers = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
-        rate = generate_rate(base, questions, bench)
-        figures = {label: measured(several, seed) for label, several in answers.items()}
-        for label, head in head_folders.items():
-            found = figures[label]
-            found["tokens_per_second"]["generate"] = rate
-            for block, lookup in zip(blocks_of(found), blocks_of(figures[LOOKUP_ALONE]), strict=True):
-                block["prompt_lookup_alone"] = compact(lookup)
-            own = measurement.setting({"": head})
-            _write(fresh / label, {"setting": digest_of(own), **own, **found}, answers[label])
-        if "" in head_folders:
-            return figures[""]
-        found = {"questions": figures[LOOKUP_ALONE]["questions"], "temperatures": compared(figures, answers, seed)}
-        (fresh / "report.md").write_text(heads_report({**setting, **found}))
-        draw_heads({**setting, **found}, fresh)
+    found = known(folder, setting)
+    if found:
         return found
-
-    return kept(folder, setting, measure)
+    base, bench, seed = measurement.base, measurement.bench, measurement.seed
+    decoders = {label: measurement.decoder(head) for label, head in head_folders.items()}
+    questions = measurement.questions()
+    answers = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
+    rate = generate_rate(base, questions, bench)
+    figures = {label: measured(several, seed) for label, several in answers.items()}
+    alone = figures[LOOKUP_ALONE]
+    with latest(folder) as fresh:
+        for label, head in head_folders.items():
+            own = measurement.setting({"": head})
+            results = {"setting": digest_of(own), **own, **figures[label]}
+            results["tokens_per_second"]["generate"] = rate
+            for block, lookup in zip(blocks_of(results), blocks_of(alone), strict=True):
+                block["prompt_lookup_alone"] = compact(lookup)
+            _write(fresh / label, results, answers[label])
+        if "" not in head_folders:
+            results = {"setting": digest_of(setting), **setting, "questions": alone["questions"]}
+            results["temperatures"] = compared(figures, answers, seed)
+            (fresh / "report.md").write_text(heads_report(results))
+            draw_heads(results, fresh)
+            write_results(fresh, results)
+    return Evaluated(results, folder)
 
 
 def _write(folder: Path, results: dict[str, Any], answers: Sequence[Answered]) -> None:
@@ -114,7 +115,7 @@ def _write(folder: Path, results: dict[str, Any], answers: Sequence[Answered]) -
     write_jsonl(folder / "answers.jsonl", (_row(answer) for answer in answers))
     (folder / "report.md").write_text(report(results))
     draw(results, folder)
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_results(folder, results)
 
 
 def _row(answer: Answered) -> dict[str, Any]:

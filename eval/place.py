@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,8 @@ def digest_of(setting: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def kept(folder: Path, setting: dict[str, Any], measure: Callable[[Path], dict[str, Any]]) -> Evaluated:
-    """The evaluation of this very setting, which becomes the latest: found, or else what `measure` gives and writes
-    into a new folder, all of it or nothing."""
+def known(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
+    """The evaluation of the very same setting, if it is there; it becomes the latest."""
     digest = digest_of(setting)
     for place in (folder, _beside(folder, digest)):
         found = _results(place)
@@ -50,11 +50,19 @@ def kept(folder: Path, setting: dict[str, Any], measure: Callable[[Path], dict[s
                 _set_aside(folder)
                 place.rename(folder)
             return Evaluated(found, folder, reused=True)
+    return None
+
+
+@contextmanager
+def latest(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which then becomes the latest: all of it, or nothing."""
     with new_folder(folder) as fresh:
-        results = {"setting": digest, **setting, **measure(fresh)}
-        (fresh / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        yield fresh
         _set_aside(folder)
-    return Evaluated(results, folder)
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _set_aside(folder: Path) -> None:
