@@ -1,4 +1,4 @@
-"""Training objectives as small functions of (lse, label logits, blank logit): CTC, prefix CTC, cross-entropy.
+"""Training objectives, from slot states to the loss: CTC, prefix CTC, cross-entropy.
 
 Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`Topology.window`), V vocabulary, D hidden.
 """
@@ -15,14 +15,6 @@ from ctcdraft.model.topology import CTC, DIAGONAL, Topology
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
-
-
-class Emissions(NamedTuple):
-    """Log-probabilities along known labels, as `prefix_lattice` takes them."""
-
-    emit_NTU: Tensor
-    stay_NTU: Tensor
-    blank_NTS: Tensor
 
 
 class AnchorLoss(NamedTuple):
@@ -60,11 +52,14 @@ def slots_looked_at(
 
 
 def ctc_losses(
-    emissions: Emissions,
+    *,
+    lse_NTW: Tensor,
+    emit_NTW: Tensor,
+    stay_NTW: Tensor,
+    blank_NTW: Tensor,
     labels_NU: Tensor,
     label_lengths_N: Tensor,
     slot_lengths_N: Tensor,
-    *,
     objective: str,
     weight_U: Tensor | None = None,
     topology: Topology = CTC,
@@ -72,62 +67,34 @@ def ctc_losses(
 ) -> tuple[Tensor, Tensor]:
     """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k).
 
-    weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even. topology: that of the emissions.
+    lse: over the vocabulary without the blank. Logits behind each prefix of a slot's window: of the label that comes
+    next, of the one that came last, and of the blank, a logit of its own. Blank and lse have one column where they are
+    the same behind all prefixes. weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even.
     Returns loss [N] and log psi [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
-    """
-    log_psi_NU, log_end_NS = prefix_lattice(
-        emissions.emit_NTU,
-        emissions.stay_NTU,
-        emissions.blank_NTS,
-        _repeats(labels_NU, topology),
-        slot_lengths_N,
-        implementation,
-    )
-    if objective == "ctc":
-        return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
-    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
-    return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
-
-
-def emissions(
-    emit_NTW: Tensor, stay_NTW: Tensor, blank_NTW: Tensor, lse_NTW: Tensor, labels: int, topology: Topology = CTC
-) -> Emissions:
-    """Log-probabilities from logits and their lse over the vocabulary without the blank; LOG_ZERO for what no alignment
-    of the topology holds.
-
-    Logits are those of the label that comes next behind each prefix of a slot's window, of the label that came last,
-    and of the blank, a logit of its own. Blank and lse have one column where they are the same behind all prefixes.
 
     Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
     the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
     """
-    T = emit_NTW.shape[1]
-    window_TW = topology.window(T, labels).to(emit_NTW.device)
+    T, U = emit_NTW.shape[1], labels_NU.shape[1]
+    window_TW = topology.window(T, U).to(emit_NTW.device)
     if topology.band is not None:
         spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
         blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
     total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
 
     def behind_every(values_NTW: Tensor) -> Tensor:
-        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], labels + 1), LOG_ZERO)
+        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], U + 1), LOG_ZERO)
         return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
 
     emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
     stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
-    return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW - total_NTW))
-
-
-def cross_entropy_losses(
-    log_p_NK: Tensor, label_lengths_N: Tensor, *, weight_U: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Slot k predicts label k, alone: -sum_k w_k log p_k(y_k), with weights as in `ctc_losses`.
-
-    Column k holds slot k's log-probability of label k, for the first K = min(T, U) slots.
-    Returns loss [N] and the log-probability [N, K] of the label prefixes (a product of slots).
-    """
-    slot_K = torch.arange(log_p_NK.shape[1], device=log_p_NK.device)
-    loss_N = -_weighted_mean(log_p_NK, slot_K < label_lengths_N.unsqueeze(1), weight_U)
-    return loss_N, log_p_NK.cumsum(dim=1)
+    blank_NTS = behind_every(blank_NTW - total_NTW)
+    repeat_NU = _repeats(labels_NU, topology)
+    log_psi_NU, log_end_NS = prefix_lattice(emit_NTU, stay_NTU, blank_NTS, repeat_NU, slot_lengths_N, implementation)
+    if objective == "ctc":
+        return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
+    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
+    return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
 
 
 def anchor_losses(
@@ -158,29 +125,56 @@ def anchor_losses(
     unknown objective, or a blank that does not fit it.
     """
     N, T = states.shape[:2]
-    _check_blank(objective, blank)
-    labels_NU = _checked_labels(labels_NU, label_lengths_N, weight_VD.shape[0])
-    slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is unknown: choose one of {OBJECTIVES}")
+    if (blank is None) != (objective == "cross_entropy"):
+        raise ValueError(f"objective={objective}: {'needs a' if blank is None else 'has no'} blank logit")
+    labels_NU, slots_N = _checked(labels_NU, label_lengths_N, slot_lengths_N, weight_VD.shape[0], T)
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
+    if blank is None:  # slot k predicts label k, alone
+        slots_N, topology = torch.minimum(slots_N, label_lengths_N), DIAGONAL
+        states = states[:, : labels_NU.shape[1]]
     slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
+    states = states if len(kept) == N else states[kept]
+    labels_NU, lengths_N, slots_N = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
     if bias_V is not None:
         states = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
         weight_VD = torch.cat([weight_VD, bias_V.to(weight_VD).unsqueeze(1)], dim=1)
-    rows = _Rows(
-        states if len(kept) == N else states[kept],
-        weight_VD,
-        labels_NU[kept],
-        label_lengths_N[kept],
-        slots_N[kept],
-        topology,
-        implementation,
+
+    lse_NTW, emit_NTW, stay_NTW = _label_logits(
+        states, weight_VD, labels_NU, lengths_N, slots_N, topology=topology, implementation=implementation
     )
-    blank_rate_T = rows.lengths_N.new_zeros(T, dtype=torch.float32)
+    valid_NT = torch.arange(states.shape[1], device=states.device) < slots_N.unsqueeze(1)
+    blank_rate_T = states.new_zeros(T, dtype=torch.float32)
     if blank is None:
-        loss, log_psi = _slot_losses(rows, weight_U)
+        log_p_NT = (emit_NTW - lse_NTW).squeeze(2)
+        loss, log_psi = -_weighted_mean(log_p_NT, valid_NT, weight_U), log_p_NT.cumsum(dim=1)
     else:
-        loss, log_psi, blank_rate_T = _blank_losses(rows, blank[kept], objective, weight_U, blank_is_odds)
+        blank_NTW = blank[kept] if blank.dim() == 3 else blank[kept].unsqueeze(2)
+        blank_NTW = blank_NTW.to(emit_NTW.dtype)
+        blank_NTW = blank_NTW + lse_NTW if blank_is_odds else blank_NTW
+        blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
+        loss, log_psi = ctc_losses(
+            lse_NTW=lse_NTW,
+            emit_NTW=emit_NTW,
+            stay_NTW=stay_NTW,
+            blank_NTW=blank_NTW,
+            labels_NU=labels_NU,
+            label_lengths_N=lengths_N,
+            slot_lengths_N=slots_N,
+            objective=objective,
+            weight_U=weight_U,
+            topology=topology,
+            implementation=implementation,
+        )
+        rate_NTW = torch.sigmoid(blank_NTW - lse_NTW).detach()
+        if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
+            first_T = topology.window(T, labels_NU.shape[1])[:, 0].to(lengths_N.device)
+            slot_T = torch.arange(T, device=lengths_N.device)
+            straight_NT = (torch.minimum(slot_T, lengths_N.unsqueeze(1)) - first_T).clamp(min=0)
+            rate_NTW = rate_NTW.gather(2, straight_NT.unsqueeze(2))
+        blank_rate_T = (rate_NTW.squeeze(2) * valid_NT).sum(dim=0) / valid_NT.sum(dim=0).clamp(min=1)
     every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
         loss.new_zeros(N).index_copy(0, kept, loss),
@@ -219,8 +213,7 @@ def fused_ctc_loss(
     if objective not in ("ctc", "prefix_ctc"):
         raise ValueError(f"objective={objective!r} is unknown: choose ctc or prefix_ctc")
     T, V = hidden_NTD.shape[1], weight_VD.shape[0]
-    labels_NU = _checked_labels(labels_NU, label_lengths_N, V)
-    slots_N = _checked_slots(slot_lengths_N, label_lengths_N, T)
+    labels_NU, slots_N = _checked(labels_NU, label_lengths_N, slot_lengths_N, V, T)
     feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, CTC)
     used_NT = (torch.arange(T, device=slots_N.device) < slots_N.unsqueeze(1)) & feasible_N.unsqueeze(1)
     if not bool(used_NT.all()):  # a NaN in padding would reach the gradient of the blank as 0 * NaN
@@ -239,17 +232,12 @@ def fused_ctc_loss(
         slot_lengths_N=slot_lengths_N,
         implementation=implementation,
     )
-    loss = _reduced(out, weights_N, reduction)
-    return (loss, out.feasible_N) if return_feasible else loss
-
-
-def _reduced(out: AnchorLoss, weights_N: Tensor | None, reduction: str) -> Tensor:
     weights_N = torch.ones_like(out.loss_N) if weights_N is None else weights_N.to(out.loss_N.dtype)
-    losses_N = out.loss_N * weights_N
-    if reduction == "none":
-        return losses_N
-    total_weight = (weights_N * out.feasible_N).sum()
-    return losses_N.sum() if reduction == "sum" else losses_N.sum() / total_weight.where(total_weight > 0, 1.0)
+    loss = out.loss_N * weights_N
+    if reduction != "none":
+        total_weight = (weights_N * out.feasible_N).sum()
+        loss = loss.sum() if reduction == "sum" else loss.sum() / total_weight.where(total_weight > 0, 1.0)
+    return (loss, out.feasible_N) if return_feasible else loss
 
 
 def _repeats(labels_NU: Tensor, topology: Topology) -> Tensor:
@@ -278,116 +266,54 @@ def _feasible(
     return possible_NU.any(dim=1) if objective == "prefix_ctc" else torch.minimum(lengths_N, slot_lengths_N) > 0
 
 
-class _Rows(NamedTuple):
-    """The anchors that are left to compute; states [N, T, D], or [N, T, W, D] behind prefixes."""
-
-    states: Tensor
-    weight_VD: Tensor
-    labels_NU: Tensor
-    lengths_N: Tensor
-    slots_N: Tensor
-    topology: Topology
-    implementation: str
-
-
-class _Logits(NamedTuple):
-    """lse over the vocabulary, and logits of the labels that come next and that came last behind the prefixes of each
-    slot's window; lse has one column where it is the same behind all. 0 in slots that are not looked at."""
-
-    lse_NTW: Tensor
-    emit_NTW: Tensor
-    stay_NTW: Tensor
-
-
-def _blank_losses(
-    rows: _Rows, blank: Tensor, objective: str, weight_U: Tensor | None, is_odds: bool
+def _label_logits(
+    states: Tensor,
+    weight_VD: Tensor,
+    labels_NU: Tensor,
+    lengths_N: Tensor,
+    slots_N: Tensor,
+    *,
+    topology: Topology,
+    implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [N] and log psi [N, U] of CTC and prefix CTC, and the blank's rate [T]."""
-    T, U = blank.shape[1], rows.labels_NU.shape[1]
-    logits = _logits(rows, T)
-    slot_T = torch.arange(T, device=blank.device)
-    valid_NT = slot_T < rows.slots_N.unsqueeze(1)
-    blank_NTW = blank if blank.dim() == 3 else blank.unsqueeze(2)
-    blank_NTW = blank_NTW.to(logits.emit_NTW.dtype)
-    blank_NTW = (blank_NTW + logits.lse_NTW if is_odds else blank_NTW).masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
-    loss, log_psi = ctc_losses(
-        emissions(logits.emit_NTW, logits.stay_NTW, blank_NTW, logits.lse_NTW, U, rows.topology),
-        rows.labels_NU,
-        rows.lengths_N,
-        rows.slots_N,
-        objective=objective,
-        weight_U=weight_U,
-        topology=rows.topology,
-        implementation=rows.implementation,
-    )
-    rate_NTW = torch.sigmoid(blank_NTW - logits.lse_NTW).detach()
-    if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
-        first_T = rows.topology.window(T, U)[:, 0].to(slot_T.device)
-        straight_NT = (torch.minimum(slot_T, rows.lengths_N.unsqueeze(1)) - first_T).clamp(min=0)
-        rate_NTW = rate_NTW.gather(2, straight_NT.unsqueeze(2))
-    rate_T = (rate_NTW.squeeze(2) * valid_NT).sum(dim=0) / valid_NT.sum(dim=0).clamp(min=1)
-    return loss, log_psi, rate_T
-
-
-def _slot_losses(rows: _Rows, weight_U: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the first K = min(T, U) slots; those past the labels are left out of the GEMM."""
-    K = min(rows.states.shape[1], rows.labels_NU.shape[1])
-    lengths_N = torch.minimum(rows.lengths_N, rows.slots_N)
-    logits = _logits(rows._replace(slots_N=lengths_N, topology=DIAGONAL), K)
-    return cross_entropy_losses((logits.emit_NTW - logits.lse_NTW).squeeze(2), lengths_N, weight_U=weight_U)
-
-
-def _logits(rows: _Rows, T: int) -> _Logits:
-    """Of the first T slots. What slots that are not looked at hold, NaN included, has no effect."""
-    topology = rows.topology
-    window_TW = topology.window(T, rows.labels_NU.shape[1]).to(rows.labels_NU.device)
-    slot_T1 = torch.arange(T, device=window_TW.device).unsqueeze(1)
-    next_NTW = F.pad(rows.labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
-    seen_NT1 = (rows.slots_N.unsqueeze(1) > slot_T1.T).unsqueeze(2)
-    if rows.states.dim() == 3:
-        lse_NT, emit_NTW = _of_rows(rows, rows.states[:, :T], next_NTW, seen_NT1.squeeze(2))
-        return _Logits(lse_NT.unsqueeze(2), emit_NTW, F.pad(emit_NTW[:, :, :-1], (1, 0)))
-    # Behind more labels than there are, or than there are slots before, no alignment comes.
-    seen_NTW = seen_NT1 & (window_TW <= torch.minimum(slot_T1, rows.lengths_N[:, None, None]))
-    labels = [next_NTW, F.pad(rows.labels_NU, (1, 0))[:, window_TW]] if topology.merge else [next_NTW]
-    lse_NTW, found_NTWK = _of_rows(rows, rows.states[:, :T], torch.stack(labels, dim=3), seen_NTW)
-    return _Logits(lse_NTW, found_NTWK[..., 0], found_NTWK[..., -1])
-
-
-def _of_rows(rows: _Rows, states: Tensor, index: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """lse [...] and logits [..., K] at the index [..., K] of states [..., D] where they are seen, 0 elsewhere."""
-    states_MD, index_MK = states.flatten(0, -2), index.flatten(0, -2)
-    if bool(seen.all()):
-        found = linear_lse_gather(states_MD, rows.weight_VD, index_MK, rows.implementation)
+    """lse over the vocabulary, and logits of the labels that come next and that came last behind the prefixes of each
+    slot's window, [N, T, W]; lse has one column where it is the same behind all. 0 in slots that are not looked at:
+    what those hold, NaN included, has no effect."""
+    window_TW = topology.window(states.shape[1], labels_NU.shape[1]).to(labels_NU.device)
+    slot_T1 = torch.arange(len(window_TW), device=window_TW.device).unsqueeze(1)
+    next_NTW = F.pad(labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
+    seen = slot_T1 < slots_N[:, None, None]
+    moved = states.dim() == 4
+    if moved:  # behind more labels than there are, or than there are slots before, no alignment comes
+        seen = seen & (window_TW <= torch.minimum(slot_T1, lengths_N[:, None, None]))
+        last_NTW = F.pad(labels_NU, (1, 0))[:, window_TW]
+        index = torch.stack([next_NTW, last_NTW] if topology.merge else [next_NTW], dim=3)
     else:
-        at = seen.flatten().nonzero().squeeze(1)
-        few = linear_lse_gather(states_MD[at], rows.weight_VD, index_MK[at], rows.implementation)
-        found = tuple(part.new_zeros(len(states_MD), *part.shape[1:]).index_copy(0, at, part) for part in few)  # type: ignore[assignment]
-    lse, logits = found
-    return lse.view(states.shape[:-1]), logits.view(index.shape)
+        index = next_NTW.unsqueeze(2)
+    states_MD, index_MK, seen_M = states.flatten(0, -2), index.flatten(0, -2), seen.flatten()
+    if bool(seen_M.all()):
+        lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
+    else:
+        at = seen_M.nonzero().squeeze(1)
+        few = linear_lse_gather(states_MD[at], weight_VD, index_MK[at], implementation)
+        lse_M, logits_MK = (part.new_zeros(len(seen_M), *part.shape[1:]).index_copy(0, at, part) for part in few)
+    lse_NTW, logits = lse_M.view(seen.shape), logits_MK.view(index.shape)
+    if moved:
+        return lse_NTW, logits[..., 0], logits[..., -1]
+    return lse_NTW, logits[:, :, 0], F.pad(logits[:, :, 0, :-1], (1, 0))
 
 
-def _checked_slots(slot_lengths_N: Tensor | None, label_lengths_N: Tensor, T: int) -> Tensor:
-    if slot_lengths_N is None:
-        return torch.full_like(label_lengths_N, T)
-    if slot_lengths_N.numel() and not 0 <= int(slot_lengths_N.min()) <= int(slot_lengths_N.max()) <= T:
-        raise ValueError(f"slot_lengths must lie in [0, {T}]")
-    return slot_lengths_N
-
-
-def _check_blank(objective: str, blank_NT: Tensor | None) -> None:
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective={objective!r} is unknown: choose one of {OBJECTIVES}")
-    if (blank_NT is None) != (objective == "cross_entropy"):
-        raise ValueError(f"objective={objective}: {'needs a' if blank_NT is None else 'has no'} blank logit")
-
-
-def _checked_labels(labels_NU: Tensor, lengths_N: Tensor, vocab: int) -> Tensor:
+def _checked(
+    labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor | None, vocab: int, slots: int
+) -> tuple[Tensor, Tensor]:
+    """Labels, 0 past an anchor's length, and slot lengths, by default all slots."""
     U = labels_NU.shape[1]
-    if lengths_N.numel() and not 0 <= int(lengths_N.min()) <= int(lengths_N.max()) <= U:
-        raise ValueError(f"label_lengths must lie in [0, {U}]")
+    slots_N = torch.full_like(lengths_N, slots) if slot_lengths_N is None else slot_lengths_N
+    for name, values_N, most in (("label_lengths", lengths_N, U), ("slot_lengths", slots_N, slots)):
+        if values_N.numel() and not 0 <= int(values_N.min()) <= int(values_N.max()) <= most:
+            raise ValueError(f"{name} must lie in [0, {most}]")
     present_NU = torch.arange(U, device=labels_NU.device) < lengths_N.unsqueeze(1)
     labels_NU = labels_NU.where(present_NU, 0)
     if labels_NU.numel() and not 0 <= int(labels_NU.min()) <= int(labels_NU.max()) < vocab:
         raise ValueError(f"labels must lie in [0, {vocab}), found {labels_NU.min()}..{labels_NU.max()}")
-    return labels_NU
+    return labels_NU, slots_N
