@@ -6,7 +6,6 @@ lane).
 """
 
 import os
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,6 +16,7 @@ from torch import Tensor
 from ctcdraft.model.kernels import linear_lse, reference
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
+HAS_TRITON = find_spec("triton") is not None
 
 
 def linear_lse_gather(
@@ -61,21 +61,15 @@ def prefix_lattice(
 def _choose(implementation: str, tensor: Tensor) -> str:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown: choose one of {IMPLEMENTATIONS}")
-    installed = _installed("triton")
     if implementation == "auto":
-        return "triton" if tensor.is_cuda and installed else "chunked"
+        return "triton" if tensor.is_cuda and HAS_TRITON else "chunked"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if implementation == "triton" and not (installed and (tensor.is_cuda or interpreted)):
+    if implementation == "triton" and not (HAS_TRITON and (tensor.is_cuda or interpreted)):
         raise ValueError(
             "implementation='triton' needs the triton package and tensors on a GPU (or TRITON_INTERPRET=1): "
             "use 'auto' or 'chunked'"
         )
     return implementation
-
-
-@cache
-def _installed(package: str) -> bool:
-    return find_spec(package) is not None
 
 
 def _triton(module: str) -> ModuleType:

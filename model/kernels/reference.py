@@ -26,7 +26,7 @@ def prefix_lattice(
     log_stay_NTU: Tensor,
     log_blank_NTS: Tensor,
     repeat_NU: Tensor,
-    slot_lengths_N: Tensor | None = None,
+    slot_lengths_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Prefix and end log-probabilities of one label sequence per anchor (docs/method.md, "The lattice").
 
@@ -51,12 +51,8 @@ def prefix_lattice(
         next_pn = torch.logaddexp(log_pn[:, 1:] + log_stay_NTU[:, t], start)
         next_pn = torch.cat([torch.full_like(log_pn[:, :1], LOG_ZERO), next_pn], dim=1)
         next_pb = torch.logaddexp(log_pb, log_pn) + log_blank_NTS[:, t]
-        if slot_lengths_N is not None:
-            active_N1 = (t < slot_lengths_N).unsqueeze(1)
-            start = start.masked_fill(~active_N1, LOG_ZERO)
-            next_pn = torch.where(active_N1, next_pn, log_pn)
-            next_pb = torch.where(active_N1, next_pb, log_pb)
-        log_pn, log_pb = next_pn, next_pb
-        starts.append(start)
+        active_N1 = (t < slot_lengths_N).unsqueeze(1)
+        log_pn, log_pb = torch.where(active_N1, next_pn, log_pn), torch.where(active_N1, next_pb, log_pb)
+        starts.append(start.masked_fill(~active_N1, LOG_ZERO))
     log_psi = torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]
     return log_psi, torch.logaddexp(log_pb, log_pn)
