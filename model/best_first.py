@@ -11,39 +11,28 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 @njit(cache=True)
-def search(log_p, log_blank, moves, tokens, ends, merge, band, nodes, max_depth, chain, prune):
-    """Tokens, parents, depths and psi of the best nodes; see `tree.search`. moves: a `Moves`, or None.
+def search(lattice, ends, nodes, max_depth, chain, prune):
+    """Tokens, parents, depths and psi of the best nodes of a `Lattice`; see `tree.search`.
 
     What a slot emits behind a prefix is computed once that could decide which node comes next: no child has more than
     what the slots before gave it and all that is left of its parent. Once that is at most `prune` of the parent's psi,
     it is left out.
     """
-    T, C = log_p.shape
+    (T, C), band, merge = lattice.log_p.shape, lattice.band, lattice.merge
     pb, pn, children, best, left, next_slot, column, depths = _prefixes(nodes + 1, T, C)
     parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
-    # p[i, row, c]: what a slot emits behind a prefix, see `_row`
-    moving = moves is not None
-    p = np.zeros((nodes + 1, min(T, band + 1), C) if moving else (2, T, C), np.float32)
+    p = np.zeros((nodes + 1, min(T, band + 1), C), np.float32)  # what each slot of a prefix's band emits behind it
     room = np.empty(C, np.int32)
-    blank = _share(log_blank)
-    if not moving:
-        p[1] = np.exp(log_p)
-        for t in range(T):
-            p[0, t] = p[1, t] * (np.float32(1.0) - blank[t])
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
         if best[g] <= 0.0:
             break
         if left[g] > 0.0:
             t = next_slot[g]
-            edge = t == depths[g] + band
             if pb[g, t] + pn[g, t] > UNLIKELY:
-                i, row = _row(g, t, depths[g], edge, moving)
-                if moves is not None:
-                    p_blank = _emit(p[i, row], log_p[t], log_blank[t], t, edge, column[g], room, moves)
-                else:
-                    p_blank = np.float32(0.0) if edge else blank[t]
-                _hand_on(children[g], pb[g], pn[g], t, p[i, row], p_blank, column[g] if merge else -1)
+                own, edge = p[g, t - depths[g]], t == depths[g] + band
+                p_blank = _emit(own, lattice, t, edge, column[g], room)
+                _hand_on(children[g], pb[g], pn[g], t, own, p_blank, column[g] if merge else -1)
             next_slot[g] = t + 1
             left[g] = _left(pb[g], pn[g], t + 1, prune * (psis[g - 1] if g > 0 else np.float32(1.0)))
             best[g] = children[g, _largest(children[g])] + left[g]
@@ -55,14 +44,13 @@ def search(log_p, log_blank, moves, tokens, ends, merge, band, nodes, max_depth,
         children[g, c] = -1.0
         best[g] = children[g, _largest(children[g])]
         count = n
-        if depth + 1 == max_depth or n == nodes or (ends == tokens[c]).any():
+        if depth + 1 == max_depth or n == nodes or (ends == lattice.tokens[c]).any():
             continue
         for t in range(depth, min(T, depth + band + 1)):
-            i, row = _row(g, t, depth, t == depth + band, moving)
-            pn[n, t + 1] = (pb[g, t] if merge and c == column[g] else pb[g, t] + pn[g, t]) * p[i, row, c]
+            pn[n, t + 1] = (pb[g, t] if merge and c == column[g] else pb[g, t] + pn[g, t]) * p[g, t - depth, c]
         next_slot[n] = depth + 1
         best[n] = left[n] = _left(pb[n], pn[n], depth + 1, prune * psis[count - 1])
-    return tokens[column[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
+    return lattice.tokens[column[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
 
 
 @njit(cache=True)
@@ -85,21 +73,12 @@ def _prefixes(count, T, columns):
 
 
 @njit(cache=True)
-def _row(i, t, depth, edge, moving):
-    """Where p holds what slot t emits behind prefix i: a row per slot of its band; or, without a transition, the same
-    behind all, once with the blank beside it and once, at an edge, without."""
-    return (i, t - depth) if moving else (int(edge), t)
-
-
-@njit(cache=True)
-def first_emissions(log_p, log_blank, moves):
-    """What slots emit behind the empty prefix: p_t(y) [T, Y] and p_t(blank) [T]; arguments as in `search`."""
-    p, blank, room = np.exp(log_p), _share(log_blank), np.empty(log_p.shape[1], np.int32)
+def first_emissions(lattice):
+    """What slots emit before anything is collapsed: p_t(y) [T, Y] and p_t(blank) [T]."""
+    p, blank = np.empty_like(lattice.log_p), np.empty_like(lattice.log_blank)
+    room = np.empty(p.shape[1], np.int32)
     for t in range(len(p)):
-        if moves is not None:
-            blank[t] = _emit(p[t], log_p[t], log_blank[t], t, False, -1, room, moves)
-        else:
-            p[t] *= np.float32(1.0) - blank[t]
+        blank[t] = _emit(p[t], lattice, t, False, -1, room)
     return p, blank
 
 
@@ -156,19 +135,19 @@ def _products(out, gate, key):
 
 
 @njit(cache=True)
-def _emit(p, log_p, log_blank, t, edge, last, room, moves):
+def _emit(p, lattice, t, edge, last, room):
     """p_t(y | u) into p [Y], u the candidate in column `last` (-1: the root); p_t(blank | u), 0 at the edge, is given
     back. Tokens that are no candidates keep the share that they had."""
-    gate, odds = np.empty(len(moves.root), np.float32), log_blank
+    gate, odds = np.empty(len(lattice.root), np.float32), lattice.log_blank[t]
     for r in range(len(gate)):
-        gate[r] = _hardswish(moves.slot[t, r] + (moves.root[r] if last < 0 else moves.context[last, r]))
-        odds += gate[r] * moves.blank_key[r]
+        gate[r] = _hardswish(lattice.slot[t, r] + (lattice.root[r] if last < 0 else lattice.context[last, r]))
+        odds += gate[r] * lattice.blank_key[r]
     p_blank = np.float32(0.0) if edge else _share(odds)
-    p[:] = log_p
-    _products(p, gate, moves.key)
-    peak = max(_peak(p), moves.log_rest[t])  # a transition may move by more than float32's exponential can hold
+    p[:] = lattice.log_p[t]
+    _products(p, gate, lattice.key)
+    peak = max(_peak(p), lattice.log_rest[t])  # a transition may move by more than float32's exponential can hold
     _exp(p, peak, room)
-    total = np.float64(np.exp(moves.log_rest[t] - peak))
+    total = np.float64(np.exp(lattice.log_rest[t] - peak))
     for c in range(len(p)):
         total += p[c]
     token = np.float32((np.float64(1.0) - p_blank) / total)

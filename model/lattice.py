@@ -18,59 +18,49 @@ from ctcdraft.model.transition import Tables
 NOTHING = float(LOG_NOTHING)
 
 
-class Moves(NamedTuple):
-    """How a transition moves what slots emit, by the token that was collapsed last (transition.py).
+class Lattice(NamedTuple):
+    """What slots emit over candidate tokens and the blank, behind any of these tokens: on the host, to be searched.
+
+    tokens [Y]       candidates, as the base's ids, ascending
+    log_p [T, Y]     log p_t(y) over the vocabulary, the blank left out; without the transition
+    log_blank [T]    the blank's log-odds against all tokens together; LOG_NOTHING: no blank
+    log_rest [T]     the log-probability of all other tokens together, which a transition does not move
+    merge, band      which alignments count, see `Topology`; the band as a number
+
+    and how the token collapsed last moves them (transition.py; without a transition R = 0):
 
     slot [T, R]      A x_t
     root [R]         B e(root)
     context [Y, R]   B e(u) of each candidate
     key [R, Y]       P^T w_v of each candidate; blank_key [R]: the blank's vector
-    log_rest [T]     the log-probability of all other tokens together, which are not moved
-    """
-
-    slot: NDArray[np.float32]
-    root: NDArray[np.float32]
-    context: NDArray[np.float32]
-    key: NDArray[np.float32]
-    blank_key: NDArray[np.float32]
-    log_rest: NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Lattice:
-    """Per-slot probabilities over candidate tokens and the blank.
-
-    tokens [Y]       candidates, as the base's ids, ascending
-    log_p [T, Y]     log p_t(y) over the vocabulary, the blank left out; without the transition
-    log_blank [T]    the blank's log-odds against all tokens together; LOG_NOTHING: no blank
-    topology         which alignments count
-    moves            how the token collapsed last moves them, or None: it does not
     """
 
     tokens: NDArray[np.int64]
     log_p: NDArray[np.float32]
     log_blank: NDArray[np.float32]
-    topology: Topology
-    moves: Moves | None = None
-
-    @property
-    def slots(self) -> int:
-        return len(self.log_p)
+    log_rest: NDArray[np.float32]
+    merge: bool
+    band: int
+    slot: NDArray[np.float32]
+    root: NDArray[np.float32]
+    context: NDArray[np.float32]
+    key: NDArray[np.float32]
+    blank_key: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Candidates:
     """What the slots of all anchors put forward, on the device: fixed shapes, and no wait for it.
 
-    parts: tokens [N, Y], log_p [N, T, Y], log_blank [N, T]; and of a transition, whose tables are given, A x_t
-    [N, T, R], the root [N, 1] and log_rest [N, T]. Tokens are numbers of draft tokens (`DraftVocabulary`). ids [X]:
+    parts: tokens [N, Y], log_p [N, T, Y], log_blank and log_rest [N, T], and of the transition, whose tables are given,
+    A x_t [N, T, R] and the root [N, 1]. Tokens are numbers of draft tokens (`DraftVocabulary`). ids [X]:
     the base's ids of these, ascending; None: the same numbers.
     """
 
     parts: tuple[Tensor, ...]
     topology: Topology
     ids: NDArray[np.int64] | None
-    tables: Tables | None
+    tables: Tables
 
     def lattices(self) -> list[Lattice]:
         """The lattices of all anchors, on the host."""
@@ -86,22 +76,21 @@ class Candidates:
         ends = np.cumsum([part[0].numel() for part in self.parts])[:-1]
         return [self._lattice(*np.split(packed_Z, ends)) for packed_Z in packed_NZ]
 
-    def _lattice(self, tokens: Any, log_p: Any, log_blank: Any, *moved: Any) -> Lattice:
-        number_Y, log_blank_T = tokens.astype(np.int64), log_blank.view(np.float32)
-        log_p_TY = log_p.view(np.float32).reshape(len(log_blank_T), -1)
-        moves = None
-        if self.tables is not None:
-            slot, root, log_rest = moved
-            moves = Moves(
-                slot=slot.view(np.float32).reshape(len(log_blank_T), -1),
-                root=self.tables.context_XR[int(root[0])],
-                context=self.tables.context_XR[number_Y],
-                key=np.ascontiguousarray(self.tables.token_XR[number_Y].T),
-                blank_key=self.tables.blank_R,
-                log_rest=log_rest.view(np.float32),
-            )
-        tokens_Y = number_Y if self.ids is None else self.ids[number_Y]
-        return Lattice(tokens_Y, log_p_TY, log_blank_T, self.topology, moves)
+    def _lattice(self, tokens: Any, log_p: Any, log_blank: Any, log_rest: Any, slot: Any, root: Any) -> Lattice:
+        number_Y, T = tokens.astype(np.int64), len(log_blank)
+        return Lattice(
+            tokens=number_Y if self.ids is None else self.ids[number_Y],
+            log_p=log_p.view(np.float32).reshape(T, -1),
+            log_blank=log_blank.view(np.float32),
+            log_rest=log_rest.view(np.float32),
+            merge=self.topology.merge,
+            band=self.topology.width(T),
+            slot=slot.view(np.float32).reshape(T, -1),
+            root=self.tables.context_XR[int(root[0])],
+            context=self.tables.context_XR[number_Y],
+            key=np.ascontiguousarray(self.tables.token_XR[number_Y].T),
+            blank_key=self.tables.blank_R,
+        )
 
 
 def candidates_of(
@@ -122,10 +111,18 @@ def candidates_of(
     peak_NV = log_p_NTV.amax(dim=1)
     tokens_NY = peak_NV.topk(min(top_k, peak_NV.shape[1]), dim=1).indices.sort(dim=1).values
     index_NTY = tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1)
-    parts = tokens_NY, log_p_NTV.gather(2, index_NTY), log_blank_NT.clamp(min=NOTHING)
-    if moved is None:
-        return Candidates(parts, topology, ids, None)
-    slot_NTR, root_N, tables = moved
     log_rest_NT = log_p_NTV.exp().scatter_(2, index_NTY, 0.0).sum(dim=2).log()  # 1 minus the others would cancel
-    of_transition = slot_NTR.float(), root_N.unsqueeze(1), log_rest_NT.clamp(min=NOTHING)
-    return Candidates((*parts, *of_transition), topology, ids, tables)
+    if moved is None:
+        N, T, V = log_p_NTV.shape
+        unmoved = np.zeros((V + 1, 0), np.float32)
+        moved = log_p_NTV.new_zeros(N, T, 0), tokens_NY.new_zeros(N), Tables(unmoved, unmoved, unmoved[0])
+    slot_NTR, root_N, tables = moved
+    parts = (
+        tokens_NY,
+        log_p_NTV.gather(2, index_NTY),
+        log_blank_NT.clamp(min=NOTHING),
+        log_rest_NT.clamp(min=NOTHING),
+        slot_NTR.float(),
+        root_N.unsqueeze(1),
+    )
+    return Candidates(parts, topology, ids, tables)

@@ -27,8 +27,8 @@ from ctcdraft.model.vocabulary import DraftVocabulary
 
 
 class Tables(NamedTuple):
-    """Of every token B e(u) [X, R] and P^T w_v [X, R], and the blank's vector [R]. On the host, for drafting. B e(u)
-    has a row more where there are other tokens than draft tokens."""
+    """Of every token B e(u) [X + 1, R], the last row for all that are no draft tokens, and P^T w_v [X, R]; and the
+    blank's vector [R]. On the host, for drafting."""
 
     context_XR: NDArray[np.float32]
     token_XR: NDArray[np.float32]
@@ -79,7 +79,7 @@ class Transition(nn.Module):
     def tables(self, vocabulary: DraftVocabulary) -> Tables:
         """For the whole draft vocabulary, for drafting."""
         weight_DR = self.to_state.weight
-        every_X = torch.arange(vocabulary.numbers, device=vocabulary.lm_weight.device)
+        every_X = torch.arange(len(vocabulary) + 1, device=vocabulary.lm_weight.device)
         blank_R = weight_DR.new_zeros(weight_DR.shape[1]) if self.blank_R is None else self.blank_R
         return Tables(
             _on_host(self.contexts(vocabulary.embed(every_X).to(weight_DR.dtype))),

@@ -92,28 +92,19 @@ def search(
     prefix the last slots are left out that at most this share of its alignments reach without a new token, so that psi
     of depth d is at most d * prune too small.
     """
-    depth = lattice.slots if max_depth is None else min(max_depth, lattice.slots)
+    slots = len(lattice.log_p)
+    depth = slots if max_depth is None else min(max_depth, slots)
     if nodes < 1 or depth < 1:
         return EMPTY
     tokens, parents, depths, psi = best_first.search(
-        log_p=lattice.log_p,
-        log_blank=lattice.log_blank,
-        moves=lattice.moves,
-        tokens=lattice.tokens,
+        lattice=lattice,
         ends=NO_TOKENS if leaves is None else leaves,
-        merge=lattice.topology.merge,
-        band=lattice.topology.width(lattice.slots),
         nodes=nodes,
         max_depth=depth,
         chain=chain,
         prune=np.float32(prune),
     )
     return Tree(tokens, parents, depths, psi)
-
-
-def first_emissions(lattice: Lattice) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """p_t(y) [T, Y] and p_t(blank) [T] before anything is collapsed."""
-    return best_first.first_emissions(lattice.log_p, lattice.log_blank, lattice.moves)
 
 
 def chosen(

@@ -32,20 +32,15 @@ class DraftVocabulary:
     """
 
     def __init__(self, base: Base, ids_X: Tensor | None = None) -> None:
+        V, device = base.vocab_size, base.device
         self.base = base
-        self.ids = None if ids_X is None else ids_X.to(base.device, torch.long)
-        self.host_ids: NDArray[np.int64] | None = None
-        self.lm_weight = base.lm_weight
-        if self.ids is not None:
-            if (
-                not bool((self.ids.diff() > 0).all())
-                or not 0 <= int(self.ids[0]) <= int(self.ids[-1]) < base.vocab_size
-            ):
-                raise ValueError(f"draft tokens must be rising ids below {base.vocab_size}")
-            self.host_ids = self.ids.cpu().numpy()
-            self.lm_weight = self.lm_weight[self.ids]
-            self._number_V = torch.full((base.vocab_size,), len(self.ids), device=base.device)
-            self._number_V[self.ids] = torch.arange(len(self.ids), device=base.device)
+        self.ids = torch.arange(V, device=device) if ids_X is None else ids_X.to(device, torch.long)
+        self.host_ids: NDArray[np.int64] = self.ids.cpu().numpy()
+        if not (np.diff(self.host_ids) > 0).all() or not 0 <= self.host_ids[0] <= self.host_ids[-1] < V:
+            raise ValueError(f"draft tokens must be rising ids below {V}")
+        self.lm_weight = base.lm_weight if ids_X is None else base.lm_weight[self.ids]
+        self._number_V = torch.full((V,), len(self.ids), device=device)
+        self._number_V[self.ids] = torch.arange(len(self.ids), device=device)
 
     def __len__(self) -> int:
         """Draft tokens, X."""
@@ -59,31 +54,22 @@ class DraftVocabulary:
         """[..., X] of states [..., D], in the base's precision and without a gradient."""
         return self._lm_head(states.to(self.lm_weight.dtype))
 
-    @property
-    def numbers(self) -> int:
-        """Draft tokens, and where there are other tokens the number that stands for them."""
-        return len(self) + (self.ids is not None)
-
     def numbered(self, ids: Tensor) -> Tensor:
-        """Numbers [...] of the base's ids [...]."""
-        return ids if self.ids is None else F.embedding(ids, self._number_V.unsqueeze(1)).squeeze(-1)
+        """Numbers [...] of the base's ids [...]: X for those that cannot be drafted."""
+        return F.embedding(ids, self._number_V.unsqueeze(1)).squeeze(-1)
 
     def ids_of(self, numbers: Tensor) -> Tensor:
         """The base's ids [...] of draft tokens [...]."""
-        return numbers if self.ids is None else self.ids[numbers]
+        return self.ids[numbers]
 
     def embed(self, numbers: Tensor) -> Tensor:
         """As the base's first layer gets them, [..., D]; zeros for X."""
-        if self.ids is None:
-            return self.base.embed(numbers)
         known = numbers < len(self)
         embedded = self.base.embed(self.ids[numbers.where(known, 0)])
         return embedded.masked_fill(~known.unsqueeze(-1), 0.0)
 
     def cut(self, labels_NU: Tensor, lengths_N: Tensor) -> tuple[Tensor, Tensor]:
         """Labels as numbers, and lengths up to the first that cannot be drafted: no draft goes beyond it."""
-        if self.ids is None:
-            return labels_NU, lengths_N
         numbers_NU = self.numbered(labels_NU)
         columns_U = torch.arange(labels_NU.shape[1], device=labels_NU.device)
         first_N = columns_U.where(numbers_NU == len(self), len(columns_U)).amin(dim=1)

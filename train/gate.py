@@ -24,13 +24,14 @@ from ctcdraft.data.records import Conversation
 from ctcdraft.data.store import Corpus, Example
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base
+from ctcdraft.model.best_first import first_emissions
 from ctcdraft.model.decoder import Decoder
 from ctcdraft.model.head import Slots
 from ctcdraft.model.lattice import Lattice
 from ctcdraft.model.mask import tree_mask
 from ctcdraft.model.objective import AnchorLoss, feasible_prefixes, slots_looked_at
 from ctcdraft.model.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
-from ctcdraft.model.tree import Tree, first_emissions
+from ctcdraft.model.tree import Tree
 from ctcdraft.train.examples import example_of
 from ctcdraft.train.loop import Plan
 from ctcdraft.train.shards import DataConfig

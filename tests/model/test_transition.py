@@ -25,11 +25,13 @@ class Words:
     """A vocabulary of embeddings and rows of an LM head."""
 
     def __init__(self, V):
-        self.embedded, self.lm_weight, self.numbers = (
+        self.embedded, self.lm_weight = (
+            torch.randn(V + 1, D, dtype=torch.float64),
             torch.randn(V, D, dtype=torch.float64),
-            torch.randn(V, D, dtype=torch.float64),
-            V,
         )
+
+    def __len__(self):
+        return len(self.lm_weight)
 
     def embed(self, numbers):
         return self.embedded[numbers].to(self.lm_weight.dtype)
@@ -268,9 +270,8 @@ def test_what_is_no_candidate_keeps_its_share():
     """With few candidates psi is no longer training's, but a distribution still."""
     case = Case(1, 50, [0], seed=6, with_blank=False)
     lattice = case.lattice(DIAGONAL, top_k=5)
-    moves = lattice.moves
-    gate = torch.nn.functional.hardswish(torch.tensor(moves.slot[0] + moves.root))
-    logits = torch.tensor(lattice.log_p[0]) + gate @ torch.tensor(moves.key)
+    gate = torch.nn.functional.hardswish(torch.tensor(lattice.slot[0] + lattice.root))
+    logits = torch.tensor(lattice.log_p[0]) + gate @ torch.tensor(lattice.key)
     others = 1.0 - float(np.exp(lattice.log_p[0]).sum())
     want = logits.exp() / (logits.exp().sum() + others)
     tree = search(lattice, 5)

@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattices import lattice_from_logits
 
+from ctcdraft.model.best_first import first_emissions
 from ctcdraft.model.lattice import candidates_of
 from ctcdraft.model.topology import CTC, Topology
 from ctcdraft.model.transition import Tables
-from ctcdraft.model.tree import first_emissions, search
+from ctcdraft.model.tree import search
 
 TOPOLOGIES = st.sampled_from([CTC, *(Topology(False, band) for band in (None, 0, 1, 2))])
 
@@ -76,12 +77,12 @@ def moving_lattice(T, V, seed, R=4, K=2, topology=CTC):
 
 def emitted(lattice, t, prefix):
     """p_t of all candidates, by token, and of the blank behind a prefix, in float64; and which these are."""
-    moves, tokens = lattice.moves, lattice.tokens.tolist()
-    at = moves.slot[t].astype(float) + (moves.context[tokens.index(prefix[-1])] if prefix else moves.root)
+    tokens = lattice.tokens.tolist()
+    at = lattice.slot[t].astype(float) + (lattice.context[tokens.index(prefix[-1])] if prefix else lattice.root)
     gate = at * np.clip(at + 3, 0, 6) / 6
-    p = np.exp(lattice.log_p[t] + gate @ moves.key)
-    p /= p.sum() + np.exp(moves.log_rest[t].astype(float))
-    blank = 1 / (1 + np.exp(-lattice.log_blank[t] - moves.blank_key @ gate))
+    p = np.exp(lattice.log_p[t] + gate @ lattice.key)
+    p /= p.sum() + np.exp(lattice.log_rest[t].astype(float))
+    blank = 1 / (1 + np.exp(-lattice.log_blank[t] - lattice.blank_key @ gate))
     return dict(zip(tokens, p * (1 - blank), strict=True)), blank, set(tokens)
 
 
