@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
-from ctcdraft.model.base import TEMPLATES, check_dtype
 from ctcdraft.model.decoder import DraftConfig
+from ctcdraft.model.load import TEMPLATES, check_dtype
 from ctcdraft.model.sampling import Sampling
 from ctcdraft.model.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed

@@ -20,11 +20,12 @@ from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.data.template import with_template_args
 from ctcdraft.launch.door import options_in
 from ctcdraft.launch.schema import BaseConfig, BasePath, EvalEntry, HeadChoice, TrainEntry
-from ctcdraft.model.base import Base, load_base
+from ctcdraft.model.base import Base
 from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.gguf import convert_gguf, is_gguf
 from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_on, parameters_of
+from ctcdraft.model.load import load_base
 from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds

@@ -5,6 +5,7 @@ indexed copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block
 and each layer has a row for its keys and one for its values.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,34 +20,25 @@ CAPACITY_STEP = 256  # entries by which it grows
 
 
 class Watched(Cache):
-    """What the `watched` layers of a forward make: keys, already turned, and values, [B, heads, rows, width] each. It
-    keeps nothing else: a forward with it is one without a cache."""
+    """What the `watched` layers of a forward make, `made[layer]`: keys, already turned, and values, [B, heads, rows,
+    width] each. It keeps nothing else: a forward with it is one without a cache."""
 
-    def __init__(self, watched: tuple[int, ...]) -> None:
+    def __init__(self, watched: Sequence[int]) -> None:
         super().__init__(layers=[])
         self.watched = watched
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # of some layers nothing: they look at another's
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx in self.watched:
-            self._made[layer_idx] = key_states, value_states
+            self.made[layer_idx] = key_states, value_states
         return key_states, value_states
 
-    @property
-    def made(self) -> list[int]:
-        """The watched layers that made keys and values; others have none or look at another layer's."""
-        return sorted(self._made)
-
-    def of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a watched layer made last."""
-        return self._made[layer]
-
-    def taken(self) -> Tensor:
+    def flat(self) -> Tensor:
         """Of each row the keys of all watched layers and heads, then their values: [B, rows, 2 * heads * width]."""
-        pairs = [self._made.pop(layer) for layer in self.watched]
+        pairs = [self.made[layer] for layer in self.watched]
         both = torch.stack([torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True)], dim=1)
         return both.permute(0, 3, 1, 2, 4).flatten(2)
 
@@ -61,23 +53,17 @@ class TreeCache(Cache):
     not move, about rows `at` places that only the device knows.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        capacity: int,
-        of_base: "TreeCache | None" = None,
-    ) -> None:
+    def __init__(self, layers: int, batch: int, capacity: int, of_base: "TreeCache | None" = None) -> None:
         super().__init__(layers=[])
         self.of_base = of_base
         self.lengths = np.zeros(batch, np.int64)
         self.batch, self.capacity = batch, capacity
-        self._layers_left = layers
+        self._layers = layers
         self._blocks: list[Tensor] = []
-        self._used: list[int] = []  # rows of each block
-        self._place: list[tuple[tuple[int, int], tuple[int, int]]] = []  # of each layer's keys, values: block and row
+        self._free: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by heads, width: block, row
+        self._place: list[tuple[tuple[int, int], tuple[int, int]]] = []  # of each layer's keys, of its values
         self._alone: int | None = None
-        self._index: tuple[Tensor, Tensor] | None = None
+        self._index: tuple[Tensor, Tensor]  # where a forward of several sequences writes
         self._static: tuple[Tensor, int] | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -99,7 +85,7 @@ class TreeCache(Cache):
 
     def alone(self, sequence: int | None) -> None:
         """The next forward holds this sequence only (None: all of them again)."""
-        self._alone, self._index = sequence, None
+        self._alone = sequence
 
     def at(self, slots_Q: Tensor | None, width: int = 0) -> None:
         """The next forwards write entries `slots` [Q] of the only sequence, or of the one alone, and give back those
@@ -121,24 +107,20 @@ class TreeCache(Cache):
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
         if layer_idx >= len(self._place):
             self._allocate(key_states, value_states)
-        keys, values = self._pair(layer_idx)
-        Q = key_states.shape[2]
-        if self._static is not None:
-            (slots_Q, width), b = self._static, self._alone or 0
-            keys[b].index_copy_(1, slots_Q, key_states[0])
-            values[b].index_copy_(1, slots_Q, value_states[0])
-            return keys[b : b + 1, :, :width], values[b : b + 1, :, :width]
-        if self._alone is not None or self.batch == 1:
-            b = self._alone or 0
-            start, end = int(self.lengths[b]), int(self.lengths[b]) + Q
-            keys[b, :, start:end] = key_states[0]
-            values[b, :, start:end] = value_states[0]
-            return keys[b : b + 1, :, :end], values[b : b + 1, :, :end]
-        sequence_B1, slot_BQ = self._rows(Q, key_states.device)
-        keys[sequence_B1, :, slot_BQ] = key_states.transpose(1, 2)
-        values[sequence_B1, :, slot_BQ] = value_states.transpose(1, 2)
-        end = self.get_seq_length() + Q
-        return keys[: self.batch, :, :end], values[: self.batch, :, :end]
+        Q, device = key_states.shape[2], key_states.device
+        keys, values = self._seen(layer_idx, Q)
+        if layer_idx == 0 and len(keys) > 1:  # for all layers
+            slots = torch.from_numpy(self.lengths[: self.batch, None] + np.arange(Q)[None]).to(device)
+            self._index = torch.arange(self.batch, device=device)[:, None], slots
+        for seen, made in ((keys, key_states), (values, value_states)):
+            if self._static is not None:
+                seen[0].index_copy_(1, self._static[0], made[0])
+            elif len(seen) == 1:
+                seen[0, :, self.get_seq_length() :] = made[0]
+            else:
+                sequence_B1, slot_BQ = self._index
+                seen[sequence_B1, :, slot_BQ] = made.transpose(1, 2)
+        return keys, values
 
     def keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Of what the last forward appended to sequence b, commit entries rows[b], in order; drop the rest."""
@@ -159,7 +141,6 @@ class TreeCache(Cache):
                     block[:, sequence, :, target] = block[:, sequence, :, source]
         for b, kept in enumerate(rows):
             self.lengths[b] += len(kept)
-        self._index = None
 
     def move(self, source_P: Tensor, target_P: Tensor) -> None:
         """Copy entries of the only sequence; places are on the device."""
@@ -177,12 +158,12 @@ class TreeCache(Cache):
         if sequence != source:
             for block in self._blocks:
                 block[:, sequence, :, :length] = block[:, source, :, :length]
-        self.lengths[sequence], self._index = length, None
+        self.lengths[sequence] = length
 
     def add(self) -> int:
         """Another sequence, with nothing committed yet, behind those in use; its number."""
         self.lengths[self.batch] = 0
-        self.batch, self._index = self.batch + 1, None
+        self.batch += 1
         return self.batch - 1
 
     def reserve(self, capacity: int) -> None:
@@ -198,41 +179,30 @@ class TreeCache(Cache):
 
     def clear(self) -> None:
         """Forget every sequence, keep the memory."""
-        self.batch, self._index = 0, None
+        self.batch = 0
 
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not
         move, up to the width of `at`); no copies."""
-        keys, values = self._pair(layer)
-        if self._static is not None:
-            (_, width), b = self._static, self._alone or 0
-            return keys[b : b + 1, :, :width], values[b : b + 1, :, :width]
-        entries = self.get_seq_length()
-        return keys[: self.batch, :, :entries], values[: self.batch, :, :entries]
+        return self._seen(layer)
 
-    def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
-        (key_block, key_row), (value_block, value_row) = self._place[layer]
-        return self._blocks[key_block][key_row], self._blocks[value_block][value_row]
+    def _seen(self, layer: int, new: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sequences in the next forward, up to the longest and so many new entries."""
+        sequences = slice(self.batch) if self._alone is None else slice(self._alone, self._alone + 1)
+        end = self.get_seq_length() + new if self._static is None else self._static[1]
+        keys, values = (self._blocks[block][row, sequences, :, :end] for block, row in self._place[layer])
+        return keys, values
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         """Rows for the next layer: in blocks of their shapes, or in new ones for all layers that are left."""
-        left = max(1, self._layers_left - len(self._place))
+        left = max(1, self._layers - len(self._place))
         per_layer = 2 if keys.shape == values.shape else 1
         self._place.append((self._row(keys, per_layer * left), self._row(values, per_layer * left)))
 
     def _row(self, like: Tensor, rows: int) -> tuple[int, int]:
-        shape = (like.shape[1], self.capacity, like.shape[3])
-        for number, block in enumerate(self._blocks):
-            if block.shape[2:] == shape and self._used[number] < len(block):
-                self._used[number] += 1
-                return number, self._used[number] - 1
-        self._blocks.append(like.new_zeros(rows, len(self.lengths), *shape))
-        self._used.append(1)
-        return len(self._blocks) - 1, 0
-
-    def _rows(self, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the new entries of each sequence go; made once per forward."""
-        if self._index is None or self._index[1].shape[1] != Q:
-            slots = torch.from_numpy(self.lengths[: self.batch, None] + np.arange(Q)[None]).to(device)
-            self._index = torch.arange(self.batch, device=device)[:, None], slots
-        return self._index
+        heads, width = like.shape[1], like.shape[3]
+        free = self._free[heads, width]
+        if not free:
+            free += [(len(self._blocks), row) for row in reversed(range(rows))]
+            self._blocks.append(like.new_zeros(rows, len(self.lengths), heads, self.capacity, width))
+        return free.pop()

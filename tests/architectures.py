@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctcdraft.model import Decoder
-from ctcdraft.model.base import base_of
 from ctcdraft.model.generate import continue_all
+from ctcdraft.model.load import base_of
 from ctcdraft.model.request import Request
 
 WINDOW, NEW_TOKENS = 16, 24

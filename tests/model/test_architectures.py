@@ -9,8 +9,8 @@ from bases import tiny_tokenizer
 from drafting import prompts, random_trees
 
 from ctcdraft.model import Decoder, HeadConfig
-from ctcdraft.model.base import base_of
 from ctcdraft.model.head import head_on
+from ctcdraft.model.load import base_of
 from ctcdraft.model.window import Windows
 
 WINDOWED = ["gemma2", "gpt_oss", "llama4_text", "mistral"]
