@@ -22,9 +22,8 @@ from ctcdraft.model import tree as trees
 from ctcdraft.model.base import Base
 from ctcdraft.model.decoder import Decoder, Generation
 from ctcdraft.model.generate import batches_by_length
-from ctcdraft.model.head import candidates
 from ctcdraft.model.lattice import Lattice
-from ctcdraft.model.layers import Anchors, Attended, Sight
+from ctcdraft.model.layers import Attended
 from ctcdraft.model.tree import Tree
 
 SEQUENCES = 8  # that the base reads together
@@ -120,19 +119,12 @@ def replay(
 
 def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: Tensor) -> Iterator[Lattice | Tree]:
     """What the decoder's head drafts for each anchor (sequence, position)."""
-    head, vocabulary = decoder.head, decoder.vocabulary
+    head = decoder.head
     assert head is not None
     hidden_BLD = hidden_BLD.to(next(head.parameters()).dtype)
-    if head.one_pass:
-        sight = Sight.one_document(hidden_BLD)
-        context = head.encode(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), sight)
     for part in anchors_N2.split(ANCHORS):
         batch_N, position_N = part.unbind(1)
-        if head.one_pass:
-            slots = head.fill(context, Anchors.of(batch_N, position_N), sight)
-            yield from candidates(slots, root_BL[batch_N, position_N], head, vocabulary).lattices()
-        else:
-            yield from head.drafts_at(hidden_BLD, root_BL, batch_N, position_N, None, vocabulary)
+        yield from head.drafts_at(hidden_BLD, root_BL, batch_N, position_N, None, decoder.vocabulary)
 
 
 def _undrafted(known: Known) -> Replayed:

@@ -194,16 +194,14 @@ class _Shape:
             return
         dtype, device = next(head.parameters()).dtype, self.step.base.device
         slots_P = self.past_1 + torch.arange(self.longest, device=device)
-        seen_PK = torch.arange(self.width, device=device) <= slots_P.unsqueeze(1)
         for cache in caches:
             cache.at(slots_P, self.width)
         root_1PD = vocabulary.embed(self.following_P.unsqueeze(0), dtype)
-        sight = Sight(slots_P.unsqueeze(0), seen_PK[None, None])
-        context = head.encode(self.hidden_PD.to(dtype).unsqueeze(0), root_1PD, sight, caches[1])
+        sight = Sight(slots_P.unsqueeze(0))
+        last_1, hidden_1PD = self.count_1 - 1, self.hidden_PD.to(dtype).unsqueeze(0)
+        slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1), sight, caches[1])
         for cache in caches:
             cache.at(None)
-        last_1 = self.count_1 - 1
-        slots = head.fill(context, Anchors.one_per_row(last_1), sight)
         self.found = candidates(slots, self.following_P.index_select(0, last_1), head, vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 

@@ -5,13 +5,14 @@ a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positio
 D hidden size of the base, S positions with keys and values, Q slots of all anchors of a row.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ctcdraft.model.base import Base
@@ -19,7 +20,7 @@ from ctcdraft.model.budget import Calibration
 from ctcdraft.model.cache import TreeCache
 from ctcdraft.model.last_layers import LastLayers, layers_to_copy
 from ctcdraft.model.lattice import Candidates, Lattice, candidates_of
-from ctcdraft.model.layers import Anchors, Attended, Block, Memory, Sight
+from ctcdraft.model.layers import Anchors, Attended, Block, KeysAndValues, Sight
 from ctcdraft.model.packed import pack
 from ctcdraft.model.prompt_lookup import CopyRates
 from ctcdraft.model.topology import DIAGONAL, Topology
@@ -27,12 +28,12 @@ from ctcdraft.model.transition import Tables, Transition
 from ctcdraft.model.tree import Tree
 from ctcdraft.model.vocabulary import DraftVocabulary
 
-KINDS = ("ctc", "parallel", "medusa", "eagle")
-TRANSITIONS = ("none", "full")
 RARE_BLANK = -2.0  # log-odds that the blank begins with
-MOST_LAYERS, MOST_WIDE = 256, 1 << 16  # what a damaged config asks for would take hours to build
 # What is computed once for the whole vocabulary:
 TABLED = ("transition.to_state", "transition.from_context")
+# What a damaged config asks for would take hours to build:
+Size = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
+Layers = Annotated[int, Field(strict=True, ge=1, le=256)]
 
 
 @dataclass(frozen=True)
@@ -46,44 +47,25 @@ class HeadConfig:
     Raises ValueError on an unknown kind or sizes that do not fit.
     """
 
-    kind: str = "ctc"
-    slots: int = 7
-    layers: int = 2
-    merge: bool = True
-    band: int | None = None
-    transition: str = "none"
-    rank: int = 128
-    width: int = 128
-    heads: int = 4
-    beam: int = 8
-    draft_vocab_size: int | None = None
+    kind: Literal["ctc", "parallel", "medusa", "eagle"] = "ctc"
+    slots: Size = 7
+    layers: Layers = 2
+    merge: Annotated[bool, Field(strict=True)] = True
+    band: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] | None = None
+    transition: Literal["none", "full"] = "none"
+    rank: Size = 128
+    width: Size = 128
+    heads: Size = 4
+    beam: Size = 8
+    draft_vocab_size: Size | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"head.kind={self.kind!r} is unknown: choose one of {KINDS}")
-        if self.transition not in TRANSITIONS:
-            raise ValueError(f"head.transition={self.transition!r} is unknown: choose one of {TRANSITIONS}")
-        bare = self.kind in ("medusa", "eagle")
-        if bare and self.transition != "none":
+        if self.kind in ("medusa", "eagle") and self.transition != "none":
             raise ValueError(f"head={self.kind} has no transition: leave head.transition at none")
-        if not isinstance(self.merge, bool):
-            raise ValueError(f"head.merge must be true or false, not {type(self.merge).__name__}")
         if self.kind != "ctc" and (not self.merge or self.band is not None):
             raise ValueError(f"head={self.kind} has no blank: leave out head.merge and head.band")
         if self.merge and self.band is not None:
             raise ValueError(f"head.merge=true takes any number of blanks: use head.band=null, not {self.band}")
-        for name, value in asdict(self).items():
-            absent = name in ("band", "draft_vocab_size") and value is None
-            if absent or name in ("kind", "transition", "merge"):
-                continue
-            if type(value) is not int:
-                raise ValueError(f"head.{name} must be a whole number, not {type(value).__name__}")
-            most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
-            if value > most:
-                raise ValueError(f"head.{name} must be at most {most}")
-            least = 0 if name == "band" else 1
-            if value < least:
-                raise ValueError(f"head.{name}={value} must be at least {least}")
         if self.width % (2 * self.heads):
             raise ValueError(f"head.width={self.width} is no even multiple of head.heads={self.heads}")
 
@@ -95,15 +77,6 @@ class Slots(NamedTuple):
     states_NTD: Tensor
     blank_NT: Tensor | None
     slot_NTR: Tensor | None = None
-
-
-class Context(NamedTuple):
-    """Of every position its hidden state, and behind it what else there is [B, L, X], and the root's embedding; keys
-    and values of the copied layers."""
-
-    states_BLX: Tensor
-    root_BLD: Tensor
-    memories: Mapping[int, Memory]
 
 
 class Vocabulary(NamedTuple):
@@ -119,8 +92,8 @@ class Vocabulary(NamedTuple):
         return self.tokens.base.embed(ids).to(dtype)
 
 
-class Head(nn.Module, ABC):
-    """What drafts. Subclasses: `encode` sees positions, `fill` turns a position into T slots.
+class Head(nn.Module):
+    """What drafts. Subclasses: `fill` turns a position into T slots.
 
     one_pass: a draft is one forward, in fixed shapes.
     transition: None where slots do not depend on what was collapsed before.
@@ -163,7 +136,7 @@ class Head(nn.Module, ABC):
         label_NUD embeds the labels, for a head that is trained along them.
         """
         sight = sight or Sight.one_document(hidden_BLD)
-        return self.fill(self.encode(hidden_BLD, root_BLD, sight), Anchors.of(batch_N, position_N), sight)
+        return self.fill(hidden_BLD, root_BLD, Anchors.of(batch_N, position_N), sight)
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
@@ -171,15 +144,9 @@ class Head(nn.Module, ABC):
 
         Rows past counts[b] are padding.
         """
-        return self._step(hidden_BLD, root_BLD, Anchors.last_of(counts, hidden_BLD), counts, cache)
-
-    def _step(
-        self, hidden_BLD: Tensor, root_BLD: Tensor, last: Anchors, counts: Sequence[int], cache: TreeCache
-    ) -> Slots:
         sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
-        context = self.encode(hidden_BLD, root_BLD, sight, cache)
         cache.keep([range(count) for count in counts])
-        return self.fill(context, last, sight)
+        return self.fill(hidden_BLD, root_BLD, Anchors.last_of(counts, hidden_BLD), sight, cache)
 
     @torch.no_grad()
     def drafts(
@@ -194,9 +161,9 @@ class Head(nn.Module, ABC):
 
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
-        last = Anchors.last_of(counts, hidden_BLD)
-        slots = self._step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), last, counts, cache)
-        return [*candidates(slots, last.own(root_BL), self, vocabulary).lattices()]
+        slots = self.step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), counts, cache)
+        root_N = Anchors.last_of(counts, hidden_BLD).own(root_BL)
+        return [*candidates(slots, root_N, self, vocabulary).lattices()]
 
     @torch.no_grad()
     def drafts_at(
@@ -214,16 +181,14 @@ class Head(nn.Module, ABC):
 
     def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last `step` included; of_base: the
-        base's cache, which holds what a `step` commits before it. A head that does not attend to it needs none."""
-        return TreeCache(0, batch, capacity)
+        base's cache, which holds what a `step` commits before it."""
+        return TreeCache(0, batch, capacity, of_base)
 
-    @abstractmethod
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        """Every position, on top of what the cache holds."""
-
-    @abstractmethod
-    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
-        """The T slots of each anchor."""
+    def fill(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
+    ) -> Slots:
+        """The T slots of each anchor within whole sequences, or on top of what the cache holds."""
+        raise NotImplementedError
 
     def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
         """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider."""
@@ -274,40 +239,36 @@ class SlotHead(Head):
             pack(self.body.to(base.dtype))
         return self
 
-    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
-        return TreeCache(0, batch, capacity, of_base)
-
-    def encode(self, hidden_BLX: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        if self.attended is None:
-            return Context(hidden_BLX, root_BLD, {})
-        if cache is None:
-            return Context(hidden_BLX[..., : 2 * self.hidden_size], root_BLD, self.attended.memories(hidden_BLX))
-        assert cache.of_base is not None
-        memories = {layer: Memory(*cache.of_base.committed(layer)) for layer in self.attended.layers}
-        return Context(hidden_BLX, root_BLD, memories)
-
-    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
+    def fill(
+        self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
+    ) -> Slots:
         D = self.hidden_size
-        hidden_ND, root_ND = anchors.own(context.states_BLX), anchors.own(context.root_BLD)
+        hidden_ND, root_ND = anchors.own(hidden_BLX[..., : 2 * D]), anchors.own(root_BLD)
         hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
         read_ND = self.enter(torch.cat([F.rms_norm(root_ND, (D,)), F.rms_norm(hidden_ND, (D,))], dim=-1))
         own_NTD = self.state_gain * entering_ND.unsqueeze(1) + self.root_gain * root_ND.unsqueeze(1)
         x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
         if self.body is None:
+            slot_1T = torch.arange(self.config.slots, device=x_NTD.device).unsqueeze(0)
+            everywhere = Sight(torch.zeros_like(slot_1T), torch.ones_like(slot_1T * slot_1T.T, dtype=torch.bool))
             for block in self.blocks:
-                x_NTD = block(x_NTD)
+                x_NTD = block(x_NTD, everywhere)
             x_NTD = self.norm(x_NTD)
+        elif cache is None:
+            x_NTD = self._through_layers(x_NTD, self.body.attended.keys_and_values(hidden_BLX), anchors, sight)
         else:
-            x_NTD = self._through_layers(x_NTD, context, anchors, sight)
+            assert cache.of_base is not None
+            read = {layer: cache.of_base.committed(layer) for layer in self.body.attended.layers}
+            x_NTD = self._through_layers(x_NTD, read, anchors, sight)
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
         return Slots(x_NTD, blank_NT, slot_NTR)
 
-    def _through_layers(self, x_NTD: Tensor, context: Context, anchors: Anchors, sight: Sight) -> Tensor:
+    def _through_layers(self, x_NTD: Tensor, read: KeysAndValues, anchors: Anchors, sight: Sight) -> Tensor:
         """Slots after the copied layers: each sees the positions up to its anchor, and all slots of that anchor."""
         assert self.body is not None
-        (B, A), (_, T, D) = (len(context.states_BLX), anchors.most), x_NTD.shape
-        S = next(iter(context.memories.values())).keys.shape[2]
+        B, _, S, _ = next(iter(read.values()))[0].shape
+        A, (_, T, D) = anchors.most, x_NTD.shape
         first_BA = anchors.spread(sight.position_of(anchors, B) + 1, B)
         position_BQ = (first_BA.unsqueeze(2) + torch.arange(T, device=x_NTD.device)).view(B, A * T)
         context_BQS = anchors.spread(sight.seen_by(anchors, B, S), B).repeat_interleave(T, dim=1)
@@ -315,7 +276,7 @@ class SlotHead(Head):
         own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
         seen = Sight(position_BQ, torch.cat([context_BQS, own_BQQ], dim=2).unsqueeze(1))
         rows_BQD = anchors.spread(x_NTD, B).view(B, A * T, D)
-        return anchors.gathered(self.body(rows_BQD, seen, context.memories).view(B, A, T, D))
+        return anchors.gathered(self.body(rows_BQD, seen, read).view(B, A, T, D))
 
 
 def _heads_of(width: int) -> int:
@@ -331,11 +292,10 @@ class MedusaHead(Head):
         self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, hidden_size))
 
-    def encode(self, hidden_BLD: Tensor, root_BLD: Tensor, sight: Sight, cache: TreeCache | None = None) -> Context:
-        return Context(hidden_BLD, root_BLD, {})
-
-    def fill(self, context: Context, anchors: Anchors, sight: Sight) -> Slots:
-        rows_TND = anchors.own(context.states_BLX).expand(self.config.slots, -1, -1)
+    def fill(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
+    ) -> Slots:
+        rows_TND = anchors.own(hidden_BLD).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
         return Slots(rows_TND.transpose(0, 1), None)

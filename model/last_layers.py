@@ -9,7 +9,7 @@ Shape suffixes: B sequences, Q new positions of each, S positions before them, D
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ctcdraft.model.base import Base
-from ctcdraft.model.layers import Attended, Memory, Sight
+from ctcdraft.model.layers import Attended, KeysAndValues, Sight
 
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
 
@@ -26,18 +26,18 @@ class PrefixCache(Cache):
     """Keys and values of what stands before the new positions, per layer; those see each other's besides, and nothing
     is kept."""
 
-    def __init__(self, memories: Mapping[int, Memory]) -> None:
+    def __init__(self, read: KeysAndValues) -> None:
         super().__init__(layers=[])
-        self.memories = memories
+        self.read = read
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return next(iter(self.memories.values())).keys.shape[2]
+        return next(iter(self.read.values()))[0].shape[2]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        keys, values = self.memories[layer_idx]
+        keys, values = self.read[layer_idx]
         keys, values = keys.to(key_states.dtype), values.to(value_states.dtype)
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
@@ -64,14 +64,14 @@ class LastLayers(nn.Module):
         """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
         return super().train(False)
 
-    def forward(self, x_BQD: Tensor, sight: Sight, memories: Mapping[int, Memory]) -> Tensor:
-        """States after the final norm [B, Q, D]; sight: of the S positions of the memories and of the Q rows."""
+    def forward(self, x_BQD: Tensor, sight: Sight, read: KeysAndValues) -> Tensor:
+        """States after the final norm [B, Q, D]; sight: of the S positions that were read and of the Q rows."""
         own = next(self.decoder.layers.parameters()).dtype
         mixed = self.mixed and torch.is_grad_enabled()
         mask_BQK = sight.additive(torch.bfloat16 if mixed else own)
         assert mask_BQK is not None
         with torch.autocast(x_BQD.device.type, torch.bfloat16, enabled=mixed):
-            found_BQD = _run(self.decoder, x_BQD.to(own), mask_BQK, sight.positions_BL, memories)
+            found_BQD = _run(self.decoder, x_BQD.to(own), mask_BQK, sight.positions_BL, read)
         return found_BQD.to(x_BQD.dtype)
 
 
@@ -90,12 +90,12 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
     return attended._replace(scale=scale) if wrong < CLOSE else None
 
 
-def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, memories: Mapping[int, Memory]) -> Tensor:
+def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, read: KeysAndValues) -> Tensor:
     out = decoder(
         inputs_embeds=x_BQD,
         attention_mask=mask_BQK,
         position_ids=positions_BQ,
-        past_key_values=PrefixCache(memories),
+        past_key_values=PrefixCache(read),
         use_cache=True,
     )
     return out.last_hidden_state
@@ -122,8 +122,9 @@ def _trial(base: Base, attended: Attended) -> tuple[float, float]:
     square of the state that enters them."""
     D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
     states_BLX = base.hidden(ids_BL, attended=attended)
-    memories = {n: Memory(*(part[:, :, :-1] for part in m)) for n, m in attended.memories(states_BLX).items()}
+    pairs = attended.keys_and_values(states_BLX).items()
+    read = {layer: (keys[:, :, :-1], values[:, :, :-1]) for layer, (keys, values) in pairs}
     want, entering = states_BLX[:, -1:, :D], states_BLX[:, -1:, D : 2 * D]
     mask, at = entering.new_zeros(1, 1, 1, TRIED), torch.full((1, 1), TRIED - 1, device=base.device)
-    got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, memories)
+    got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, read)
     return float((got - want).abs().max() / want.abs().max()), float(entering.float().square().mean().sqrt())

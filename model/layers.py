@@ -3,13 +3,13 @@
 Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 ROPE_BASE = 10_000.0
 
@@ -47,49 +47,34 @@ class Sight(NamedTuple):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU. With a Sight: rotary positions and an optional cache; without: all to all."""
+    """A layer of Llama: pre-norm attention with rotary positions, and SwiGLU."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        assert width % (2 * heads) == 0
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width)
         inner = -(-8 * width // 3 // 16) * 16
-        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
+        config = LlamaConfig(
+            hidden_size=width, intermediate_size=inner, num_attention_heads=heads, attn_implementation="sdpa"
+        )
+        self.layer = LlamaDecoderLayer(config, layer_idx=0)
+        self.layer.input_layernorm = nn.RMSNorm(width)  # Llama's own count in float32 alone
+        self.layer.post_attention_layernorm = nn.RMSNorm(width)
+        self.head_width = width // heads
 
-    def forward(self, x_BLW: Tensor, sight: Sight | None = None, cache: Cache | None = None, layer: int = 0) -> Tensor:
-        x_BLW = x_BLW + self._attend(self.attention_norm(x_BLW), sight, cache, layer)
-        gate, up = self.gate_up(self.mlp_norm(x_BLW)).chunk(2, dim=-1)
-        return x_BLW + self.down(F.silu(gate) * up)
-
-    def _attend(self, x_BLW: Tensor, sight: Sight | None, cache: Cache | None, layer: int) -> Tensor:
-        B, L, W = x_BLW.shape
-        qkv = self.qkv(x_BLW).view(B, L, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
-        qk, v = qkv[:2], qkv[2]
-        mask, causal = None, False
-        if sight is not None:
-            qk = _rotate(qk, *_rotary(sight.positions_BL, W // self.heads, x_BLW.dtype))
-            mask, causal = sight.mask_BLS, sight.mask_BLS is None and L > 1
-        q, k = qk.unbind()
-        if cache is not None:
-            k, v = cache.update(k, v, layer)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return self.out(y.transpose(1, 2).reshape(B, L, W))
+    def forward(self, x_BLW: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
+        half = torch.arange(0, self.head_width, 2, device=x_BLW.device)
+        frequency = ROPE_BASE ** -(half / self.head_width)
+        angle = sight.positions_BL.unsqueeze(2) * torch.cat([frequency, frequency])
+        turned = angle.cos().to(x_BLW.dtype), angle.sin().to(x_BLW.dtype)
+        return self.layer(x_BLW, attention_mask=sight.mask_BLS, past_key_values=cache, position_embeddings=turned)
 
 
 class Anchors(NamedTuple):
-    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there;
-    one_each: anchor n is the only one of row n."""
+    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there."""
 
     batch_N: Tensor
     position_N: Tensor
     place_N: Tensor
     most: int
-    one_each: bool = False
 
     @staticmethod
     def of(batch_N: Tensor, position_N: Tensor) -> "Anchors":
@@ -104,7 +89,7 @@ class Anchors(NamedTuple):
     def one_per_row(position_B: Tensor) -> "Anchors":
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
-        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1, one_each=True)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1)
 
     @staticmethod
     def last_of(counts: Sequence[int], rows_BLX: Tensor) -> "Anchors":
@@ -117,23 +102,15 @@ class Anchors(NamedTuple):
 
     def spread(self, values_N: Tensor, rows: int) -> Tensor:
         """[rows, most, ...] of [N, ...], 0 where a row has no such anchor."""
-        if self.one_each:
-            return values_N.unsqueeze(1)
         spread = values_N.new_zeros(rows, self.most, *values_N.shape[1:])
         return spread.index_put((self.batch_N, self.place_N), values_N)
 
     def gathered(self, values_BA: Tensor) -> Tensor:
         """What `spread` spread: [N, ...] of [rows, most, ...]."""
-        if self.one_each:
-            return values_BA.squeeze(1)
         return values_BA[self.batch_N, self.place_N]
 
 
-class Memory(NamedTuple):
-    """Keys and values [B, H, S, width] of the positions that slots may look at."""
-
-    keys: Tensor
-    values: Tensor
+KeysAndValues = Mapping[int, tuple[Tensor, Tensor]]  # by layer: [B, heads, S, width] of the positions to look at
 
 
 class Attended(NamedTuple):
@@ -152,23 +129,9 @@ class Attended(NamedTuple):
         """Numbers of a position: the entering state, then keys and values of all layers."""
         return self.hidden_size + 2 * len(self.layers) * self.heads * self.width
 
-    def memories(self, states_BLX: Tensor) -> dict[int, Memory]:
-        """Keys and values of each layer from what `Base.hidden` puts behind the hidden and the entering states."""
+    def keys_and_values(self, states_BLX: Tensor) -> KeysAndValues:
+        """Those of each layer from what `Base.hidden` puts behind the hidden and the entering states."""
         B, L, _ = states_BLX.shape
         both = states_BLX[..., 2 * self.hidden_size :].view(B, L, 2, len(self.layers), self.heads, self.width)
-        return {
-            layer: Memory(*both[:, :, :, number].permute(2, 0, 3, 1, 4)) for number, layer in enumerate(self.layers)
-        }
-
-
-def _rotary(positions_BL: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, 1, L, width] for `_rotate`; the first half of the sines is negated."""
-    last = 2.0 / width - 1.0
-    frequency = torch.logspace(0.0, last, width // 2, ROPE_BASE, dtype=torch.float32, device=positions_BL.device)
-    angle = positions_BL[:, None, :, None].float() * torch.cat([-frequency, frequency])
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Number i and number i + width / 2 of x are the two of a plane (as in Llama)."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+        keys, values = both.permute(2, 3, 0, 4, 1, 5)
+        return dict(zip(self.layers, zip(keys, values, strict=True), strict=True))
