@@ -50,15 +50,15 @@ class EagleHead(Head):
         """T passes along the labels' embeddings, each on the feature of the one before."""
         assert label_NUD is not None
         sight = sight or Sight.one_document(hidden_BLD)
-        (B, L, _), cache, anchors = hidden_BLD.shape, DynamicCache(), Anchors.of(batch_N, position_N)
+        (B, L, _), cache = hidden_BLD.shape, DynamicCache()
+        anchors = Anchors.of(batch_N, position_N, B)
         feature_ND = anchors.own(self._pass(hidden_BLD, root_BLD, sight, cache))
-        position_BA = anchors.spread(sight.position_of(anchors, B), B)
-        seen_BAS = anchors.spread(sight.seen_by(anchors, B, L), B)
+        position_BA, seen_BAS = sight.of_anchors(anchors, L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         states = [feature_ND]
         for step in range(1, min(self.config.slots, label_NUD.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
-            read_BAD = anchors.spread(feature_ND, B), anchors.spread(label_NUD[:, step - 1], B)
+            read_BAD = anchors.spread(feature_ND), anchors.spread(label_NUD[:, step - 1])
             feature_BAD = self._pass(*read_BAD, Sight(position_BA + step, seen_BAS.unsqueeze(1)), cache)
             feature_ND = anchors.gathered(feature_BAD)
             states.append(feature_ND)

@@ -136,7 +136,7 @@ class Head(nn.Module):
         label_NUD embeds the labels, for a head that is trained along them.
         """
         sight = sight or Sight.one_document(hidden_BLD)
-        return self.fill(hidden_BLD, root_BLD, Anchors.of(batch_N, position_N), sight)
+        return self.fill(hidden_BLD, root_BLD, Anchors.of(batch_N, position_N, len(hidden_BLD)), sight)
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
@@ -144,9 +144,10 @@ class Head(nn.Module):
 
         Rows past counts[b] are padding.
         """
+        last = Anchors.one_per_row(torch.tensor(counts, device=hidden_BLD.device) - 1)
         sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
         cache.keep([range(count) for count in counts])
-        return self.fill(hidden_BLD, root_BLD, Anchors.last_of(counts, hidden_BLD), sight, cache)
+        return self.fill(hidden_BLD, root_BLD, last, sight, cache)
 
     @torch.no_grad()
     def drafts(
@@ -162,7 +163,7 @@ class Head(nn.Module):
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
         slots = self.step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), counts, cache)
-        root_N = Anchors.last_of(counts, hidden_BLD).own(root_BL)
+        root_N = torch.stack([root_L[count - 1] for root_L, count in zip(root_BL, counts, strict=True)])
         return [*candidates(slots, root_N, self, vocabulary).lattices()]
 
     @torch.no_grad()
@@ -269,14 +270,14 @@ class SlotHead(Head):
         assert self.body is not None
         B, _, S, _ = next(iter(read.values()))[0].shape
         A, (_, T, D) = anchors.most, x_NTD.shape
-        first_BA = anchors.spread(sight.position_of(anchors, B) + 1, B)
-        position_BQ = (first_BA.unsqueeze(2) + torch.arange(T, device=x_NTD.device)).view(B, A * T)
-        context_BQS = anchors.spread(sight.seen_by(anchors, B, S), B).repeat_interleave(T, dim=1)
+        position_BA, context_BAS = sight.of_anchors(anchors, S)
+        position_BQ = (position_BA.unsqueeze(2) + 1 + torch.arange(T, device=x_NTD.device)).view(B, A * T)
         anchor_Q = torch.arange(A, device=x_NTD.device).repeat_interleave(T)
         own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
-        seen = Sight(position_BQ, torch.cat([context_BQS, own_BQQ], dim=2).unsqueeze(1))
-        rows_BQD = anchors.spread(x_NTD, B).view(B, A * T, D)
-        return anchors.gathered(self.body(rows_BQD, seen, read).view(B, A, T, D))
+        seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
+        rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
+        rows_BQD = self.body(rows_BQD, Sight(position_BQ, seen_BQS.unsqueeze(1)), read)
+        return anchors.gathered(rows_BQD.view(B, A, T, D))
 
 
 def _heads_of(width: int) -> int:

@@ -1,10 +1,11 @@
 """The transformer block that heads are built from, and what its rows see.
 
-Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors.
+Shape suffixes: B batch, L positions, W width, H attention heads, S positions attended to, N anchors, A of them in a
+row (padded).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +35,14 @@ class Sight(NamedTuple):
             return None
         return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
 
-    def position_of(self, anchors: "Anchors", rows: int) -> Tensor:
-        """Where each anchor stands [N], of that many rows."""
-        return anchors.own(self.positions_BL.expand(rows, -1))
-
-    def seen_by(self, anchors: "Anchors", rows: int, entries: int) -> Tensor:
-        """Which of so many entries each anchor sees [N, S]."""
+    def of_anchors(self, anchors: "Anchors", entries: int) -> tuple[Tensor, Tensor]:
+        """Where anchors stand [B, A], and which of so many entries each of them sees [B, A, S]."""
+        position_N = anchors.own(self.positions_BL.expand(anchors.rows, -1))
         if self.mask_BLS is None:
-            position_N = self.position_of(anchors, rows)
-            return torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
-        return anchors.own(self.mask_BLS[:, 0, :, :entries].expand(rows, -1, -1))
+            seen_NS = torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
+        else:
+            seen_NS = anchors.own(self.mask_BLS[:, 0, :, :entries].expand(anchors.rows, -1, -1))
+        return anchors.spread(position_N), anchors.spread(seen_NS)
 
 
 class Block(nn.Module):
@@ -52,10 +51,9 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         inner = -(-8 * width // 3 // 16) * 16
-        config = LlamaConfig(
-            hidden_size=width, intermediate_size=inner, num_attention_heads=heads, attn_implementation="sdpa"
-        )
-        self.layer = LlamaDecoderLayer(config, layer_idx=0)
+        config: Any = LlamaConfig(hidden_size=width, intermediate_size=inner, num_attention_heads=heads)
+        config._attn_implementation = "sdpa"
+        self.layer: Any = LlamaDecoderLayer(config, layer_idx=0)
         self.layer.input_layernorm = nn.RMSNorm(width)  # Llama's own count in float32 alone
         self.layer.post_attention_layernorm = nn.RMSNorm(width)
         self.head_width = width // heads
@@ -74,39 +72,35 @@ class Anchors(NamedTuple):
     batch_N: Tensor
     position_N: Tensor
     place_N: Tensor
+    rows: int
     most: int
 
     @staticmethod
-    def of(batch_N: Tensor, position_N: Tensor) -> "Anchors":
+    def of(batch_N: Tensor, position_N: Tensor, rows: int) -> "Anchors":
         counts_B = torch.bincount(batch_N, minlength=1)
         order_N = batch_N.argsort(stable=True)
         sorted_N = torch.arange(len(batch_N), device=batch_N.device)
         sorted_N = sorted_N - (counts_B.cumsum(0) - counts_B)[batch_N[order_N]]
         place_N = torch.empty_like(sorted_N).index_put((order_N,), sorted_N)
-        return Anchors(batch_N, position_N, place_N, max(1, int(counts_B.max())))
+        return Anchors(batch_N, position_N, place_N, rows, max(1, int(counts_B.max())))
 
     @staticmethod
     def one_per_row(position_B: Tensor) -> "Anchors":
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
-        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), 1)
-
-    @staticmethod
-    def last_of(counts: Sequence[int], rows_BLX: Tensor) -> "Anchors":
-        """The last of the first counts[b] positions of each row of [B, L, ...]."""
-        return Anchors.one_per_row(torch.tensor(counts, device=rows_BLX.device) - 1)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), len(position_B), 1)
 
     def own(self, values_BL: Tensor) -> Tensor:
         """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""
         return values_BL[self.batch_N, self.position_N]
 
-    def spread(self, values_N: Tensor, rows: int) -> Tensor:
-        """[rows, most, ...] of [N, ...], 0 where a row has no such anchor."""
-        spread = values_N.new_zeros(rows, self.most, *values_N.shape[1:])
+    def spread(self, values_N: Tensor) -> Tensor:
+        """[B, A, ...] of [N, ...], A = most: 0 where a row has no such anchor."""
+        spread = values_N.new_zeros(self.rows, self.most, *values_N.shape[1:])
         return spread.index_put((self.batch_N, self.place_N), values_N)
 
     def gathered(self, values_BA: Tensor) -> Tensor:
-        """What `spread` spread: [N, ...] of [rows, most, ...]."""
+        """What `spread` spread: [N, ...] of [B, A, ...]."""
         return values_BA[self.batch_N, self.place_N]
 
 

@@ -9,21 +9,11 @@ Shape suffixes: X draft tokens, S of them in a sample, N anchors, U labels.
 """
 
 import zlib
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 FLATTENED = 0.75  # power of the counts, as in word2vec (Mikolov et al. 2013)
-
-
-class Sample(NamedTuple):
-    """tokens [S], ascending; bias [S]: 0 for labels, -log P_v for the others; labels [N, U]: their places among the
-    tokens, anything past an anchor's length."""
-
-    tokens_S: Tensor
-    bias_S: Tensor
-    labels_NU: Tensor
 
 
 class Negatives:
@@ -45,8 +35,12 @@ class Negatives:
         self.probability_X = _drawn(share_X, high).float()
         self.bias_X = -self.probability_X.log()
 
-    def draw(self, labels_NU: Tensor, lengths_N: Tensor) -> Sample:
-        """A sample for these labels; which one depends on them alone, so that a resumed run draws what it had drawn."""
+    def draw(self, labels_NU: Tensor, lengths_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A sample for these labels: its tokens [S], ascending; what their logits get on top [S], 0 for labels and
+        -log P_v for the others; and the labels' places among them [N, U], anything past an anchor's length.
+
+        Which one it is depends on the labels alone, so that a resumed run draws what it had drawn.
+        """
         present_NU = torch.arange(labels_NU.shape[1], device=labels_NU.device) < lengths_N.unsqueeze(1)
         labels_M = labels_NU[present_NU]
         generator = torch.Generator().manual_seed(zlib.crc32(labels_M.cpu().numpy().tobytes()))
@@ -57,7 +51,7 @@ class Negatives:
         tokens_S = chosen_X.nonzero().squeeze(1)
         bias_X = self.bias_X.to(labels_NU.device).masked_fill(own_X, 0.0)
         place_X = chosen_X.long().cumsum(dim=0) - 1
-        return Sample(tokens_S, bias_X[tokens_S], place_X[labels_NU.where(present_NU, tokens_S[:1])])
+        return tokens_S, bias_X[tokens_S], place_X[labels_NU.where(present_NU, tokens_S[:1])]
 
 
 def _drawn(share_X: Tensor, rate: float) -> Tensor:

@@ -9,9 +9,11 @@ Shape suffixes: R rows (positions that choose), V vocabulary.
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 LEAST_TEMPERATURE = 1e-30  # any below gives the same tokens, and float32 could not divide by it
 
@@ -60,15 +62,10 @@ class Sampling:
         return (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / max(self.temperature, LEAST_TEMPERATURE)
 
     def _kept(self, logits_RV: Tensor) -> Tensor:
-        V = logits_RV.shape[-1]
-        if 0 < self.top_k < V:
-            least_R1 = logits_RV.topk(self.top_k, dim=-1).values[..., -1:]
-            logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
-        if self.top_p < 1.0:
-            sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True)
-            p_RV = sorted_RV.softmax(dim=-1)
-            beyond_RV = p_RV.cumsum(dim=-1) - p_RV >= self.top_p  # the mass before a token already suffices
-            logits_RV = logits_RV.masked_fill(beyond_RV.scatter(-1, order_RV, beyond_RV), -torch.inf)
+        warpers: list[Any] = [TopKLogitsWarper(self.top_k)] if self.top_k else []
+        warpers += [TopPLogitsWarper(self.top_p)] if self.top_p < 1.0 else []
+        for warper in warpers:
+            logits_RV = warper(None, logits_RV)
         return logits_RV
 
 

@@ -175,8 +175,8 @@ def draft_losses(
         token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
         states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
     if negatives is not None and bool((lengths_N > 0).any()):
-        sample = negatives.draw(labels_NU, lengths_N)
-        lm_weight, bias, labels_NU = lm_weight[sample.tokens_S], sample.bias_S, sample.labels_NU
+        tokens_S, bias, labels_NU = negatives.draw(labels_NU, lengths_N)
+        lm_weight = lm_weight[tokens_S]
     return anchor_losses(
         states,
         lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),

@@ -21,23 +21,23 @@ def test_as_many_are_drawn_as_are_asked_for_and_frequent_ones_more_often():
     labels, length = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
     often = torch.zeros(V)
     for seed in range(300):
-        sample = negatives.draw(torch.tensor([[seed % V, seed // V]]), torch.tensor([2]))
-        often[sample.tokens_S] += 1 / 300
+        tokens, _, _ = negatives.draw(torch.tensor([[seed % V, seed // V]]), torch.tensor([2]))
+        often[tokens] += 1 / 300
     off = (often - negatives.probability_X).abs()
     assert float(off.max()) < 0.15
-    assert torch.equal(*(negatives.draw(labels, length).tokens_S for _ in range(2)))
+    assert torch.equal(*(negatives.draw(labels, length)[0] for _ in range(2)))
 
 
 def test_every_label_is_there_with_no_bias_and_its_place():
     negatives = Negatives(counts(), 20)
     labels, lengths = torch.tensor([[399, 3, 398], [7, 0, 0]]), torch.tensor([3, 1])
-    sample = negatives.draw(labels, lengths)
-    assert torch.equal(sample.tokens_S[sample.labels_NU[0]], labels[0])
-    assert int(sample.tokens_S[sample.labels_NU[1, 0]]) == 7
-    assert not sample.bias_S[sample.labels_NU[0]].any()
-    assert bool((sample.tokens_S.diff() > 0).all())
-    others = ~torch.isin(sample.tokens_S, torch.tensor([399, 3, 398, 7]))
-    assert torch.allclose(sample.bias_S[others], -negatives.probability_X[sample.tokens_S[others]].log())
+    tokens, bias, places = negatives.draw(labels, lengths)
+    assert torch.equal(tokens[places[0]], labels[0])
+    assert int(tokens[places[1, 0]]) == 7
+    assert not bias[places[0]].any()
+    assert bool((tokens.diff() > 0).all())
+    others = ~torch.isin(tokens, torch.tensor([399, 3, 398, 7]))
+    assert torch.allclose(bias[others], -negatives.probability_X[tokens[others]].log())
 
 
 @pytest.mark.parametrize("objective", ["prefix_ctc", "cross_entropy"])
@@ -53,9 +53,9 @@ def test_the_mean_of_the_estimated_normaliser_is_the_whole_vocabularys(objective
     found, biased = [], []
     for seed in range(2000):
         monkeypatch.setattr("zlib.crc32", lambda _, seed=seed: seed)
-        sample = negatives.draw(labels, length)
-        given = states, weight[sample.tokens_S], blank, sample.labels_NU, length
-        found.append(float(anchor_losses(*given, bias_V=sample.bias_S, **options).log_psi_NU[0, 0].neg().exp()))
+        tokens, bias, places = negatives.draw(labels, length)
+        given = states, weight[tokens], blank, places, length
+        found.append(float(anchor_losses(*given, bias_V=bias, **options).log_psi_NU[0, 0].neg().exp()))
         biased.append(float(anchor_losses(*given, **options).log_psi_NU[0, 0].neg().exp()))
     error = float(torch.tensor(found).std()) / len(found) ** 0.5
     assert abs(sum(found) / len(found) - float(whole)) < 4 * error
