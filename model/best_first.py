@@ -22,7 +22,6 @@ def search(lattice, ends, nodes, max_depth, chain, prune):
     pb, pn, children, best, left, next_slot, column, depths = _prefixes(nodes + 1, T, C)
     parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
     p = np.zeros((nodes + 1, min(T, band + 1), C), np.float32)  # what each slot of a prefix's band emits behind it
-    room = np.empty(C, np.int32)
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
         if best[g] <= 0.0:
@@ -31,7 +30,7 @@ def search(lattice, ends, nodes, max_depth, chain, prune):
             t = next_slot[g]
             if pb[g, t] + pn[g, t] > UNLIKELY:
                 own, edge = p[g, t - depths[g]], t == depths[g] + band
-                p_blank = _emit(own, lattice, t, edge, column[g], room)
+                p_blank = _emit(own, lattice, t, edge, column[g])
                 _hand_on(children[g], pb[g], pn[g], t, own, p_blank, column[g] if merge else -1)
             next_slot[g] = t + 1
             left[g] = _left(pb[g], pn[g], t + 1, prune * (psis[g - 1] if g > 0 else np.float32(1.0)))
@@ -76,9 +75,8 @@ def _prefixes(count, T, columns):
 def first_emissions(lattice):
     """What slots emit before anything is collapsed: p_t(y) [T, Y] and p_t(blank) [T]."""
     p, blank = np.empty_like(lattice.log_p), np.empty_like(lattice.log_blank)
-    room = np.empty(p.shape[1], np.int32)
     for t in range(len(p)):
-        blank[t] = _emit(p[t], lattice, t, False, -1, room)
+        blank[t] = _emit(p[t], lattice, t, False, -1)
     return p, blank
 
 
@@ -118,24 +116,7 @@ def _hardswish(x):
 
 
 @njit(cache=True)
-def _products(out, gate, key):
-    """out + gate @ key, eight ranks at a time; a sum's order is fixed, see kernels/cpu_attention.py."""
-    R, X = key.shape
-    eights = R // 8 * 8
-    for r in range(0, eights, 8):
-        g0, g1, g2, g3 = gate[r], gate[r + 1], gate[r + 2], gate[r + 3]
-        g4, g5, g6, g7 = gate[r + 4], gate[r + 5], gate[r + 6], gate[r + 7]
-        for x in range(X):
-            first = (g0 * key[r, x] + g1 * key[r + 1, x]) + (g2 * key[r + 2, x] + g3 * key[r + 3, x])
-            second = (g4 * key[r + 4, x] + g5 * key[r + 5, x]) + (g6 * key[r + 6, x] + g7 * key[r + 7, x])
-            out[x] += first + second
-    for r in range(eights, R):
-        for x in range(X):
-            out[x] += gate[r] * key[r, x]
-
-
-@njit(cache=True)
-def _emit(p, lattice, t, edge, last, room):
+def _emit(p, lattice, t, edge, last):
     """p_t(y | u) into p [Y], u the candidate in column `last` (-1: the root); p_t(blank | u), 0 at the edge, is given
     back. Tokens that are no candidates keep the share that they had."""
     gate, odds = np.empty(len(lattice.root), np.float32), lattice.log_blank[t]
@@ -144,44 +125,20 @@ def _emit(p, lattice, t, edge, last, room):
         odds += gate[r] * lattice.blank_key[r]
     p_blank = np.float32(0.0) if edge else _share(odds)
     p[:] = lattice.log_p[t]
-    _products(p, gate, lattice.key)
-    peak = max(_peak(p), lattice.log_rest[t])  # a transition may move by more than float32's exponential can hold
-    _exp(p, peak, room)
+    for r in range(len(gate)):
+        for c in range(len(p)):
+            p[c] += gate[r] * lattice.key[r, c]
+    peak = lattice.log_rest[t]  # a transition may move by more than float32's exponential can hold
+    for c in range(len(p)):
+        peak = max(peak, p[c])
     total = np.float64(np.exp(lattice.log_rest[t] - peak))
     for c in range(len(p)):
+        p[c] = np.exp(p[c] - peak)
         total += p[c]
     token = np.float32((np.float64(1.0) - p_blank) / total)
     for c in range(len(p)):
         p[c] *= token
     return p_blank
-
-
-@njit(cache=True, fastmath={"contract"})
-def _exp(x, peak, scale):
-    """exp(x - peak) in place, to 1e-7 of its value, 0 below 2^-126 and at most 2^126: a polynomial and an exponent,
-    which the compiler can write for 8 numbers at once (Cephes' coefficients of 2^f)."""
-    for k in range(len(x)):
-        power = min(max((x[k] - peak) * np.float32(1.4426950408889634), np.float32(-127.0)), np.float32(126.0))
-        whole = np.floor(power + np.float32(0.5))
-        f = power - whole
-        scale[k] = (np.int32(whole) + 127) << 23
-        y = np.float32(1.535336188319500e-4) * f + np.float32(1.339887440266574e-3)
-        y = y * f + np.float32(9.618437357674640e-3)
-        y = y * f + np.float32(5.550332471162809e-2)
-        y = y * f + np.float32(2.402264791363012e-1)
-        y = y * f + np.float32(6.931472028550421e-1)
-        x[k] = y * f + np.float32(1.0)
-    powers = scale.view(np.float32)
-    for k in range(len(x)):
-        x[k] *= powers[k]
-
-
-@njit(cache=True, fastmath=True)
-def _peak(values):
-    best = values[0]
-    for value in values:
-        best = max(best, value)
-    return best
 
 
 @njit(cache=True, fastmath=True)

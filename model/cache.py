@@ -188,7 +188,8 @@ class TreeCache(Cache):
 
     def _seen(self, layer: int, new: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of the sequences in the next forward, up to the longest and so many new entries."""
-        sequences = slice(self.batch) if self._alone is None else slice(self._alone, self._alone + 1)
+        several = self._alone is None and self._static is None
+        sequences = slice(self.batch) if several else slice(self._alone or 0, (self._alone or 0) + 1)
         end = self.get_seq_length() + new if self._static is None else self._static[1]
         keys, values = (self._blocks[block][row, sequences, :, :end] for block, row in self._place[layer])
         return keys, values
