@@ -3,8 +3,8 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -149,7 +149,13 @@ class Base:
         if attention_mask is not None and attention_mask.dim() == 4:
             assert position_ids is not None, "a window is counted from them"
             seen = self.windows.masks(attention_mask, position_ids, cached=cache is not None)
-        with _entering(self.decoder, attended) as entered:
+        entered: list[Tensor] = []
+
+        def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            entered.append(given[0] if given else named["hidden_states"])
+
+        first = None if attended is None else self.decoder.layers[attended.layers[0]]
+        with nullcontext() if first is None else first.register_forward_pre_hook(keep, with_kwargs=True):
             out = self.decoder(
                 input_ids=ids_BL,
                 attention_mask=seen,
@@ -216,24 +222,6 @@ def warn_if_plain(base: Base) -> None:
             f"{base.name} has no chat template: conversations are written as 'User: ... Assistant: ...'",
             stacklevel=2,
         )
-
-
-@contextmanager
-def _entering(decoder: Any, attended: Attended | None) -> Iterator[list[Tensor]]:
-    """The state that enters the first of these layers, once a forward has been there; nothing without them."""
-    found: list[Tensor] = []
-    if attended is None:
-        yield found
-        return
-
-    def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        found.append(given[0] if given else named["hidden_states"])
-
-    hook = decoder.layers[attended.layers[0]].register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        yield found
-    finally:
-        hook.remove()
 
 
 def _tokenizer_bytes(tokenizer: Any) -> bytes:
