@@ -19,39 +19,7 @@ from ctcdraft.model.prompt_lookup import CopyRates
 
 FORMAT = 3
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
-CARD = """---
-library_name: ctcdraft
-base_model: {base}
-tags: [speculative-decoding, ctc]
----
-# Draft head `{kind}` for {base}
-
-Drafts for lossless speculative decoding with [ctcdraft]: the output is the base model's own, token for token.
-
-| | |
-|---|---|
-| base | {base} (config {config}, tokenizer {tokenizer}, LM head {lm_head}) |
-| chat template | {template_args} |
-| head | {kind}, {slots} slots, {parameters:,} parameters |
-| objective | {objective} |
-| trained | {step} steps, {tokens:,} tokens |
-| simulated tokens per step | {simulated:.2f} on held-out sequences of its training data |
-
-```python
-from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
-base = load_base("<path of {base}>")
-decoder = Decoder(base, load_head("<this folder>", base), DraftConfig(nodes=64))
-print(decoder.generate("Once upon a time", max_new_tokens=64).text)
-```
-
-or from transformers alone, where ctcdraft is installed:
-
-```python
-model.generate(**inputs, max_new_tokens=64, custom_generate="<this folder>", trust_remote_code=True)
-```
-"""
-
-
+CARD = Path(__file__).with_name("card.md")  # its fields stand in braces
 SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""
 
 import inspect
@@ -90,7 +58,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "copy_rates": head.copy_rates.to_dict() if head.copy_rates else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
-    card = CARD.format(
+    card = CARD.read_text().format(
         kind=head.config.kind,
         slots=head.config.slots,
         parameters=parameters_of(head),
