@@ -11,19 +11,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ctcdraft.model.kernels import reference, triton_lattice, triton_rows, triton_stream
+from ctcdraft.model.kernels import reference, triton_lattice, triton_lse
 
 T = {"WIDE": triton.language.float32}
 LATTICE = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **T}
-ROWS = {"BLOCK": triton_rows.BLOCK, **T}
-STREAM = {"ROWS": triton_stream.ROWS, "COLUMNS": triton_stream.COLUMNS, "DEPTH": triton_stream.DEPTH, **T}
-DOT = {"ROWS": triton_stream.DOT_ROWS, "DEPTH": 2 * triton_stream.DEPTH, **T}
+ROWS = {"BLOCK": triton_lse.BLOCK, **T}
+STREAM = {"ROWS": triton_lse.ROWS, "COLUMNS": triton_lse.COLUMNS, "DEPTH": triton_lse.DEPTH, **T}
 
 KERNELS = {
-    "lse": (triton_stream.lse_kernel, {"UPCAST": False, **STREAM}, triton_stream.WARPS, triton_stream.STAGES),
-    "indexed_dot": (triton_stream.indexed_dot_kernel, DOT, 4, 3),
-    "exponentials": (triton_rows.exponentials_kernel, ROWS, triton_rows.WARPS, 3),
-    "hidden": (triton_rows.hidden_kernel, {"BLOCK": triton_rows.HIDDEN_BLOCK}, 4, 3),
+    "lse": (triton_lse.lse_kernel, {"UPCAST": False, **STREAM}, triton_lse.WARPS, triton_lse.STAGES),
+    "exponentials": (triton_lse.exponentials_kernel, ROWS, triton_lse.WARPS, 3),
     "lattice_forward": (triton_lattice._forward_kernel, LATTICE, triton_lattice.WARPS, 3),
     "lattice_backward": (triton_lattice._backward_kernel, LATTICE, triton_lattice.WARPS, 3),
 }
@@ -31,9 +28,6 @@ POINTERS = {
     "hidden_ptr": "*bf16",
     "weight_ptr": "*bf16",
     "z_ptr": "*bf16",
-    "index_ptr": "*i64",
-    "slope_ptr": "*bf16",
-    "out_ptr": "*bf16",
     "slots_ptr": "*i64",
     "repeat_ptr": "*i8",
 }

@@ -13,8 +13,7 @@ Shape suffixes: M rows, V vocabulary, D hidden, K gathered columns; R rows of on
 """
 
 import math
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,20 +21,19 @@ from torch import Tensor
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 FEWEST, MOST_ON_CPU = 128, 512  # rows: below the one a GEMM gets slow, above the other it gains nothing more
-GRADIENT_ROWS = 4096
+GATHERED_ROWS = 4096  # of the weight, at a time
 LOG2_E = 1.0 / math.log(2.0)
+Exponentials = Callable[[Tensor], tuple[Tensor, Tensor]]
 _kept: dict[torch.dtype, Tensor] = {}
 
 
 class LinearLseGather(torch.autograd.Function):
-    """(hidden, weight, index, ops) -> lse [M] and logits [M, K] at `index`, float32 or wider. Differentiable once.
-
-    `ops` is the module of `exponentials_` and `hidden_gradient`: this one, or `triton_rows`.
-    """
+    """(hidden, weight, index, exponentials) -> lse [M] and logits [M, K] at `index`, float32 or wider. Differentiable
+    once. The last is `exponentials_`, this one or Triton's."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, ops: ModuleType
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, exponentials: Exponentials
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_MD.dtype, torch.float32)
         with_slope, trained = ctx.needs_input_grad[:2]
@@ -45,11 +43,11 @@ class LinearLseGather(torch.autograd.Function):
         for rows, narrow_RD, z_RV in _tiles(hidden_MD, weight_VD):
             if mixed := narrow_RD.dtype != hidden_MD.dtype:
                 largest_R1 = z_RV.max(dim=1, keepdim=True).indices  # argmax takes ten times as long
-                exact_RK = _dots(narrow_RD, weight_VD, torch.cat([largest_R1, index_MK[rows]], dim=1))
+                exact_RK = indexed_dots(narrow_RD, weight_VD, torch.cat([largest_R1, index_MK[rows]], dim=1))
                 logits_MK[rows] = exact_RK[:, 1:]
             else:
                 logits_MK[rows] = z_RV.gather(1, index_MK[rows]).to(wide)
-            peak_R, total_R = ops.exponentials_(z_RV)
+            peak_R, total_R = exponentials(z_RV)
             if mixed:
                 exact_R1 = (exact_RK[:, :1] - peak_R.unsqueeze(1)).exp_()
                 total_R = (total_R - 1.0).clamp_(min=0.0) + exact_R1.squeeze(1)  # as rounded, the largest was exp(0)
@@ -60,7 +58,6 @@ class LinearLseGather(torch.autograd.Function):
                     sum_RD = sum_RD.to(wide)
                     _add_columns(sum_RD, weight_VD, largest_R1, exact_R1 - 1.0)
                 torch.div(sum_RD, total_R.unsqueeze(1), out=slope_MD[rows])
-        ctx.ops = ops
         ctx.save_for_backward(weight_VD, index_MK, slope_MD, hidden_MD if trained else None)
         return lse_M, logits_MK
 
@@ -70,7 +67,7 @@ class LinearLseGather(torch.autograd.Function):
         weight_VD, index_MK, slope_MD, hidden_MD = ctx.saved_tensors
         grad_MD = grad_VD = None
         if slope_MD is not None:
-            grad_MD = ctx.ops.hidden_gradient(weight_VD, index_MK, slope_MD, grad_lse_M, grad_logits_MK)
+            grad_MD = _hidden_gradient(weight_VD, index_MK, slope_MD, grad_lse_M, grad_logits_MK)
         if hidden_MD is not None:
             grad_VD = _weight_gradient(hidden_MD, weight_VD, index_MK, grad_lse_M, grad_logits_MK)
         return grad_MD, grad_VD, None, None
@@ -108,12 +105,22 @@ def exponentials_(z_RV: Tensor) -> tuple[Tensor, Tensor]:
     return peak_R, wide_RV.sum(dim=1)
 
 
-def hidden_gradient(
+def indexed_dots(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> Tensor:
+    """<hidden[m], weight[index[m, k]]> [M, K], summed in float32 or wider."""
+    dots_MK = hidden_MD.new_empty(index_MK.shape, dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
+    for rows in _slices(len(hidden_MD), GATHERED_ROWS):
+        wide_RD = hidden_MD[rows].to(dots_MK.dtype)
+        for k in range(index_MK.shape[1]):
+            dots_MK[rows, k] = (wide_RD * weight_VD[index_MK[rows, k]]).sum(dim=1)
+    return dots_MK
+
+
+def _hidden_gradient(
     weight_VD: Tensor, index_MK: Tensor, slope_MD: Tensor, grad_lse_M: Tensor, grad_logits_MK: Tensor
 ) -> Tensor:
     """slope * grad_lse + the sum over columns of grad_logits * weight[index], summed in float32 or wider."""
     grad_MD = torch.empty_like(slope_MD)
-    for rows in _slices(len(slope_MD), GRADIENT_ROWS):
+    for rows in _slices(len(slope_MD), GATHERED_ROWS):
         sum_RD = slope_MD[rows].to(grad_lse_M.dtype) * grad_lse_M[rows].unsqueeze(1)
         _add_columns(sum_RD, weight_VD, index_MK[rows], grad_logits_MK[rows])
         grad_MD[rows] = sum_RD
@@ -159,12 +166,6 @@ def _workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) 
 def _slices(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, max(1, step)):
         yield slice(start, min(start + step, length))
-
-
-def _dots(hidden_RD: Tensor, weight_VD: Tensor, index_RK: Tensor) -> Tensor:
-    """<hidden[r], weight[index[r, k]]>, summed in float32."""
-    columns_K = [(hidden_RD.float() * weight_VD[index_R]).sum(dim=1) for index_R in index_RK.T]
-    return torch.stack(columns_K, dim=1)
 
 
 def _add_columns(sum_RD: Tensor, weight_VD: Tensor, index_RK: Tensor, factor_RK: Tensor) -> None:
