@@ -33,7 +33,7 @@ SHAPE_KEYS = (
 class Base:
     """A causal LM in eval mode that requires no gradient, with its tokenizer.
 
-    `plain_template` says that the tokenizer had no chat template and got PLAIN_TEMPLATE; template_args are what the
+    `plain_template` says that the tokenizer had no chat template and got the plain one; template_args are what the
     template gets beside the messages wherever a chat is rendered, as `enable_thinking`; `date` is the one that the chat
     template writes, None where that writes none.
     """

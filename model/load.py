@@ -19,22 +19,10 @@ from ctcdraft.model.precision import resolve_dtype
 from ctcdraft.model.template_date import PINNED_DATE, with_date, writes_date
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-PLAIN_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['role'] | capitalize }}: "
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant: {% endif %}"
-)
-
-VICUNA_TEMPLATE = (  # FastChat's vicuna_v1.1
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-    "detailed, and polite answers to the user's questions.{% endif %}{{ ' ' }}"
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
-    "{% elif message['role'] == 'assistant' %}ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token }}"
-    "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
-TEMPLATES = {"plain": PLAIN_TEMPLATE, "vicuna": VICUNA_TEMPLATE}
+TEMPLATES = {  # vicuna is FastChat's vicuna_v1.1
+    file.stem: file.read_text().removesuffix("\n")
+    for file in sorted(Path(__file__).with_name("templates").glob("*.jinja"))
+}
 
 
 def check_dtype(dtype: str) -> None:

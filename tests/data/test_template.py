@@ -8,7 +8,7 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.template import family_of, prompt_ids, render, render_all, thought_key, unread_in_prompt
-from ctcdraft.model.load import PLAIN_TEMPLATE, VICUNA_TEMPLATE
+from ctcdraft.model.load import TEMPLATES
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -88,7 +88,7 @@ def test_marks_in_the_template_and_the_search_give_the_same_mask(name):
 
 
 def test_the_built_in_vicuna_template_and_the_public_one_mask_alike():
-    tokenizer = tiny_tokenizer(VICUNA_TEMPLATE)
+    tokenizer = tiny_tokenizer(TEMPLATES["vicuna"])
     assert shown(tokenizer, render(tokenizer, templates.CHAT)) == templates.KNOWN["vicuna"][3]
 
 
@@ -156,7 +156,7 @@ def test_an_unknown_template_is_of_no_family():
 
 
 def test_the_plain_template_masks_and_prompts_alike():
-    tokenizer = tiny_tokenizer(PLAIN_TEMPLATE)
+    tokenizer = tiny_tokenizer(TEMPLATES["plain"])
     ids, mask = render(tokenizer, CHAT)
     prompt = prompt_ids(tokenizer, CHAT[:1])
     assert ids[: len(prompt)] == prompt
