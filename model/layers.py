@@ -53,10 +53,10 @@ class Block(nn.Module):
         inner = -(-8 * width // 3 // 16) * 16
         config: Any = LlamaConfig(hidden_size=width, intermediate_size=inner, num_attention_heads=heads)
         config._attn_implementation = "sdpa"
-        self.layer: Any = LlamaDecoderLayer(config, layer_idx=0)
-        self.layer.input_layernorm = nn.RMSNorm(width)  # Llama's own count in float32 alone
-        self.layer.post_attention_layernorm = nn.RMSNorm(width)
-        self.head_width = width // heads
+        layer: Any = LlamaDecoderLayer(config, layer_idx=0)
+        layer.input_layernorm = nn.RMSNorm(width)  # Llama's own count in float32 alone
+        layer.post_attention_layernorm = nn.RMSNorm(width)
+        self.layer, self.head_width = layer, width // heads
 
     def forward(self, x_BLW: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
         half = torch.arange(0, self.head_width, 2, device=x_BLW.device)
