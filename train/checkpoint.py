@@ -86,7 +86,7 @@ def load_checkpoint(engine: Any, folder: Path) -> tuple[TrainState, dict[str, Te
 
     state, ranks = from_rank_zero(facts)
     if ranks:
-        restore_state(engine, found.tensors, state.step)
+        restore_state(engine, found.tensors)
     if rank() == 0 and ranks not in (0, world_size()):
         print(f"{found.path.name} was saved by {ranks} ranks, {world_size()} go on with the same batches", flush=True)
     return state, found.best

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ctcdraft.model.head import Head, parameters_of
 from ctcdraft.train import pulse
-from ctcdraft.train.zero import start_moments
+from ctcdraft.train.zero import optimizer_of, start_moments
 
 Made = TypeVar("Made")
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
@@ -127,7 +127,6 @@ def build_engine(
     zero: ZeroConfig,
     *,
     precision: str,
-    steps: int,
     micro: int,
     accumulate: int,
 ) -> Any:
@@ -136,7 +135,6 @@ def build_engine(
     trained = [p for p in task.parameters() if p.requires_grad]
     betas = optim.betas[0], optim.betas[1]
     optimizer = torch.optim.AdamW(trained, optim.lr, betas=betas, weight_decay=optim.weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(optim, steps))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulate,
@@ -152,7 +150,7 @@ def build_engine(
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         if stage == 3:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, config=config)
     start_moments(engine)
     return engine
 
@@ -162,17 +160,15 @@ def bucket_of(parameters: int) -> int:
     return min(BUCKET, parameters)
 
 
-def schedule(optim: OptimConfig, steps: int) -> Callable[[int], float]:
-    """Factor on the learning rate at a step (from 0): linear warm-up, then cosine to the floor."""
+def set_rate(engine: Any, optim: OptimConfig, step: int, steps: int) -> float:
+    """Set, and return, the learning rate of a step (from 0): linear warm-up, then a cosine to the floor."""
     warm = max(1, round(optim.warmup * steps))
-
-    def factor(step: int) -> float:
-        if step < warm:
-            return (step + 1) / warm
-        done = min(1.0, (step - warm) / max(1, steps - warm))
-        return optim.floor + (1 - optim.floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor
+    done = min(1.0, (step - warm) / max(1, steps - warm))
+    falling = optim.floor + (1 - optim.floor) * 0.5 * (1 + math.cos(math.pi * done))
+    rate = optim.lr * ((step + 1) / warm if step < warm else falling)
+    for group in optimizer_of(engine).param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def head_state(engine: Any, head: Head) -> dict[str, Tensor]:
@@ -184,8 +180,8 @@ def head_state(engine: Any, head: Head) -> dict[str, Tensor]:
 def step_with_norm(engine: Any, clip: float) -> float:
     """The optimizer step of the last micro-batch; the gradient's norm over all parameters, before clipping to `clip`.
 
-    Where the norm is not finite no rank changes a weight or a moment, and only the learning rate goes on: the norm is
-    that of all ranks together, so all of them decide alike.
+    Where the norm is not finite no rank changes a weight or a moment: the norm is that of all ranks together, so all of
+    them decide alike.
     """
     if engine.zero_optimization_stage() == 0:  # DeepSpeed clips without a word on the norm, and steps whatever it is
         trained = [p for p in engine.module.parameters() if p.grad is not None]
@@ -197,10 +193,7 @@ def step_with_norm(engine: Any, clip: float) -> float:
         engine.step()
         return float(norm)
     engine.step()
-    if engine.optimizer.overflow:
-        engine.lr_scheduler.step()
-        return math.inf
-    return float(engine.get_global_grad_norm())
+    return math.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm())
 
 
 def agreed(value: Any) -> Any:

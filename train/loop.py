@@ -119,7 +119,6 @@ class Trainer:
             plan.optim,
             plan.zero,
             precision=plan.train.precision,
-            steps=plan.train.steps,
             micro=self.micro,
             accumulate=self.accumulate,
         )
@@ -145,7 +144,7 @@ class Trainer:
         self.task.psi_U = self.state.psi_U
         self._saved = (self.state.step, self.state.best) if self.state.step else None
         self.seconds: dict[str, float] = defaultdict(float)
-        self.grad_norm = 0.0
+        self.rate = self.grad_norm = 0.0
         self.watch = Watch(blanks=plan.head.band is None)
         self._stop_asked = self.interrupted = False
 
@@ -206,14 +205,13 @@ class Trainer:
     def _one_step(self) -> dict[str, Any] | None:
         """One optimizer step; the row to log, where one is due."""
         state, train, start = self.state, self.plan.train, time.perf_counter()
-        lr = self.engine.get_lr()[0]
         torch.manual_seed((self.plan.seed << 32) + state.step)  # whatever draws from it resumes exactly
         sums, tokens = self._accumulated_step(state.step)
         self.task.observe(sums)
         state.step, state.tokens, state.psi_U = state.step + 1, state.tokens + tokens, self.task.psi_U
         self._count()
         logged = state.step % train.log_every == 0 or state.step in (1, train.steps)
-        row = self._row(sums, tokens, lr, time.perf_counter() - start) if logged else None
+        row = self._row(sums, tokens, time.perf_counter() - start) if logged else None
         if self._is_due():
             tau = self._evaluate()
             if row is not None:
@@ -270,6 +268,7 @@ class Trainer:
     def _accumulated_step(self, step: int) -> tuple[Sums, int]:
         """Forward and backward of the step's micro-batches, then the optimizer. Sums and tokens of all ranks."""
         parts: list[Sums] = []
+        self.rate = ds.set_rate(self.engine, self.plan.optim, step, self.plan.train.steps)
         anchors = int(self.sampler.anchor_counts(step).sum())
         # DeepSpeed averages gradients over ranks and micro-batches: this makes it a mean over all anchors.
         scale = ds.world_size() * self.accumulate / max(1, anchors)
@@ -297,7 +296,7 @@ class Trainer:
         at = (turn * ds.world_size() + ds.rank()) * self.micro
         return slice(at, at + self.micro)
 
-    def _row(self, sums: Sums, tokens: int, lr: float, seconds: float) -> dict[str, Any]:
+    def _row(self, sums: Sums, tokens: int, seconds: float) -> dict[str, Any]:
         """The figures of a step, those left out that are not finite; shares of `seconds` since the last row."""
         loss, anchors, feasible = float(sums.loss), float(sums.anchors), float(sums.feasible)
         busy = sum(self.seconds.values()) or 1.0
@@ -307,7 +306,7 @@ class Trainer:
             "train/infeasible": 1 - feasible / max(1.0, anchors),
             "train/tokens": self.state.tokens,
             "train/skipped": self.state.skipped,
-            "optim/lr": lr,
+            "optim/lr": self.rate,
             "optim/grad_norm": self.grad_norm,
             "draft/psi_sum": float(sums.psi_U.sum()) / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,

@@ -50,9 +50,9 @@ def shapes_of(engine: Any) -> dict[str, torch.Size]:
 
 
 @torch.no_grad()
-def restore_state(engine: Any, state: dict[str, Tensor], step: int) -> None:
-    """Put what `whole_state` gave, on rank 0, into a fresh engine of any ranks and stage; the next step is number
-    `step` (from 0). It must have the shapes of `shapes_of`. Collective."""
+def restore_state(engine: Any, state: dict[str, Tensor]) -> None:
+    """Put what `whole_state` gave, on rank 0, into a fresh engine of any ranks and stage. It must have the shapes of
+    `shapes_of`. Collective."""
     wanted, stage = shapes_of(engine), engine.zero_optimization_stage()
 
     def spread(key: str) -> Tensor:
@@ -70,9 +70,6 @@ def restore_state(engine: Any, state: dict[str, Tensor], step: int) -> None:
     updates = spread(UPDATES)
     for count in _updates(engine):
         count.copy_(updates)
-    scheduler = engine.lr_scheduler
-    scheduler.last_epoch, scheduler._step_count = step - 1, step + 2  # the first step of all, it would warn of
-    scheduler.step()
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:
