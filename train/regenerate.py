@@ -41,9 +41,8 @@ class Dialogue:
         self._wanted = [m.get("label", True) for m in conversation.messages if m["role"] == "assistant"]
         self._left = [m for m in conversation.messages if m["role"] != "assistant"]
         self.turns = Counter(asked=self.left)
-        self._done: list[Example] = []
-        self._ids: list[int] = []
-        self._mask: list[int] = []
+        self._sequences: list[tuple[list[int], list[int]]] = []  # ids and mask: the last one grows with every answer
+        self._last: list[tuple[list[int], list[int]]] = []  # the last answer alone, behind all before it
 
     @property
     def answered(self) -> int:
@@ -84,7 +83,7 @@ class Dialogue:
         base, tools = self.base, self.conversation.tools
         message = answer_message(base.tokenizer, base.eos_ids, self.said, tokens, tools, base.template_args)
         mask = [0] * len(self.prompt) + [1] * len(tokens)
-        self._extend([*self.prompt, *tokens], mask, message)
+        self._add([*self.prompt, *tokens], mask, message)
         if tokens[-1] not in self.base.eos_ids:
             self._end(f"answer {self.answered} was cut")
 
@@ -109,7 +108,7 @@ class Dialogue:
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
             end = self._end_of_words(rendered, end, answer.message)
-        self._extend(rendered.ids[:end], rendered.mask[:end], answer.message)
+        self._add(rendered.ids[:end], rendered.mask[:end], answer.message)
         if answer.cut:
             self._end(f"answer {self.answered} was cut")
 
@@ -128,34 +127,23 @@ class Dialogue:
     def examples(self, turns: str) -> list[Example]:
         """The sequences with `each` of its answers, or the `last` alone: one, or several where the template writes an
         earlier answer otherwise than it was when it was the last."""
-        self._flush()
-        if turns == "last" and not self._is_label(self.answered - 1):
-            self._done = []
-        if self.answered and not self._done:
+        sequences = self._sequences if turns == "each" else self._last
+        found = [Example(ids, mask, ids) for ids, mask in sequences if any(mask)]
+        if self.answered and not found:
             self.reason = NO_LABEL
-        if turns == "each" or not self._done:
-            return self._done
-        ids, mask, labels = self._done[-1]
-        start = max((i + 1 for i in range(len(mask) - 1) if not mask[i] and mask[i + 1]), default=0)
-        return [Example(ids, [m if i >= start else 0 for i, m in enumerate(mask)], labels)]
+        return found
 
-    def _extend(self, ids: list[int], mask: Sequence[int], message: Message) -> None:
-        if ids[: len(self._ids)] != self._ids:
-            self._flush()
-        new = mask[len(self._mask) :]
-        self._mask += new if self._is_label(self.answered) else [0] * len(new)
-        self._ids = ids
+    def _add(self, ids: list[int], mask: Sequence[int], message: Message) -> None:
+        """An answer behind all that was said before it; the mask is that of its own tokens."""
+        if not all(self._wanted[self.answered : self.answered + 1]):  # the row, where it has it, says that it is none
+            mask = [0] * len(ids)
+        self._last = [(ids, [*mask])]
+        if self._sequences and ids[: len(self._sequences[-1][0])] == self._sequences[-1][0]:
+            _, before = self._sequences.pop()
+            mask = [*before, *mask[len(before) :]]
+        self._sequences.append((ids, [*mask]))
         self.turns["answered"] += 1
         self.said = [*self.said, message]
-
-    def _is_label(self, answer: int) -> bool:
-        """The row, where it has that answer, does not say that it is none."""
-        return all(self._wanted[answer : answer + 1])
-
-    def _flush(self) -> None:
-        if any(self._mask):
-            self._done.append(Example(self._ids, self._mask, self._ids))
-        self._ids, self._mask = [], []
 
     def _end(self, reason: str) -> bool:
         self.turns["skipped"] += self.left
