@@ -33,7 +33,7 @@ from ctcdraft.model.base import Base
 from ctcdraft.model.head import head_on, parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.files import free_bytes
-from ctcdraft.train.gate import GateConfig, OverfitGate
+from ctcdraft.train.gate import OverfitGate
 from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.memory import memory_per_rank
@@ -264,8 +264,7 @@ def _gate(report: Report, config: TrainEntry, base: Base) -> None:
     """Train on one conversation until whole drafts are accepted."""
     messages = _conversation(config)
     data = config.data if messages else replace(config.data, labels="rewrite")
-    asked = GateConfig(answer_tokens=min(config.data.max_new_tokens, 48))
-    gate = OverfitGate(base, messages or HELLO, config, data, asked)
+    gate = OverfitGate(base, messages or HELLO, config, data, answer_tokens=min(config.data.max_new_tokens, 48))
     found = gate.findings()
     for stage, agrees, seen in found:
         report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")

@@ -9,7 +9,7 @@ and is measured. What head and search compute is compared in float32, whatever t
 train/task.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.records import Conversation
-from ctcdraft.data.store import Corpus, Example
+from ctcdraft.data.store import COLUMNS, Corpus, Example
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base import Base
 from ctcdraft.model.best_first import first_emissions
@@ -46,6 +46,7 @@ from ctcdraft.train.task import (
     roots_of,
 )
 
+STEPS, LR = 400, 4e-3  # of training on one conversation
 RELABELLINGS = 16
 SAFE = 3  # times the noise of a base: in bfloat16 a sound tree needs 1, one that sees a sibling has 5 and more
 NEAR = 1e-3  # relative error that two ways through a head in float32 may differ by
@@ -70,27 +71,27 @@ class Disagreement(Exception):
     """What a stage found, in a sentence."""
 
 
-@dataclass(frozen=True)
-class GateConfig:
-    """steps: at most so many optimizer steps; answer_tokens: of the conversation's answer."""
-
-    steps: int = 400
-    lr: float = 4e-3
-    answer_tokens: int = 48
-
-
 class OverfitGate:
-    """messages: a conversation, of which the first question is used; the answer is made as `data` says."""
+    """messages: a conversation, of which the first question is used; the answer, of at most so many tokens, is made as
+    `data` says. steps: at most so many optimizer steps."""
 
     def __init__(
-        self, base: Base, messages: list[dict[str, str]], plan: Plan, data: DataConfig, config: GateConfig
+        self,
+        base: Base,
+        messages: list[dict[str, str]],
+        plan: Plan,
+        data: DataConfig,
+        *,
+        answer_tokens: int,
+        steps: int = STEPS,
     ) -> None:
-        self.base, self.objective, self.draft, self.config = base, plan.objective, plan.draft, config
+        self.base, self.objective, self.draft, self.steps = base, plan.objective, plan.draft, steps
         asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
         self.messages = messages[: asked + 1]
         answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
-        chat = replace(data, kind="sharegpt", path="-", max_new_tokens=config.answer_tokens)
+        chat = replace(data, kind="sharegpt", path="-", max_new_tokens=answer_tokens)
         self.example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
+        self.ids, self.supervised = ([int(i) for i in column] for column in self.example[:2])
         self.prompt = prompt_ids(base.tokenizer, self.messages, None, base.template_args)
         corpus = _corpus_of(self.example)
         with torch.random.fork_rng(devices=[]):
@@ -99,8 +100,8 @@ class OverfitGate:
         self.task = DraftTask(self.head, plan.objective, base)
         self.vocabulary = self.head.draft_vocabulary(base)
         self.vocabulary.lm_weight = self.vocabulary.lm_weight.float()
-        self.sampler = Sampler(corpus, batch=1, anchors=4096, labels=plan.objective.labels, max_length=4096, seed=0)
-        self.batch = self.sampler.collate(0, slice(0, 1)).to(base.device)
+        sampler = Sampler(corpus, batch=1, anchors=4096, labels=plan.objective.labels, max_length=4096, seed=0)
+        self.batch = sampler.collate(0, slice(0, 1)).to(base.device)
 
     def findings(self) -> list[Finding]:
         """One per stage, the last of them the first that disagrees, if one does."""
@@ -115,13 +116,28 @@ class OverfitGate:
     @cached_property
     def noise(self) -> ShapeNoise:
         """Of the conversation's answer, in the width of a decoding step."""
-        answer = [int(i) for i in self.example.ids[len(self.prompt) :]]
-        return shape_noise(self.base, self.prompt, answer, self.draft.nodes + 1)
+        return shape_noise(self.base, self.prompt, self.ids[len(self.prompt) :], self.draft.nodes + 1)
 
-    @property
-    def most_nats(self) -> float:
-        """What two forwards of the same tokens may differ by."""
-        return SAFE * (self.noise.nats + torch.finfo(self.base.dtype).eps)
+    def _agree(self, got_RV: Tensor, want_RV: Tensor, otherwise: str) -> str:
+        """How far apart two forwards of the same tokens are. Raises Disagreement where that is more than rounding."""
+        nats, most = (
+            float(divergence(got_RV, want_RV).max()),
+            SAFE * (self.noise.nats + torch.finfo(self.base.dtype).eps),
+        )
+        if not nats <= most:
+            raise Disagreement(f"{otherwise} {nats:.2g} nats off, where the base's rounding explains {most:.1e}")
+        return f"{nats:.1e} nats apart, where the base's rounding explains {most:.1e}"
+
+    @cached_property
+    def _inputs(self) -> tuple[Tensor, Tensor]:
+        """What the head gets: hidden states and embedded roots, in float32."""
+        return base_features(self.base, self.batch, torch.float32, self.head)
+
+    @cached_property
+    def _said_LV(self) -> Tensor:
+        """The base's own logits along the conversation."""
+        with torch.no_grad():
+            return self.base.model(input_ids=self.batch.ids_BL).logits[0]
 
     def own_choice(self, logits_V: Tensor, token: int) -> bool:
         """Is it the base's, or within what rounding may have put in its place?"""
@@ -153,15 +169,14 @@ class OverfitGate:
 
     def mask(self) -> str:
         """Are just the answer's tokens supervised, its end among them?"""
-        ids, mask = [int(i) for i in self.example.ids], [int(m) for m in self.example.mask]
-        start = len(self.prompt)
+        ids, start = self.ids, len(self.prompt)
         if ids[:start] != self.prompt:
             raise Disagreement("wrong template: the data does not begin with what the decoder would be asked")
         ends = [i for i in range(start, len(ids)) if ids[i] in self.base.eos_ids]
         stop = ends[0] + 1 if ends else len(ids)
-        if mask[start:stop] != [1] * (stop - start) or any(mask[:start]):
-            wrong = [i for i in range(stop) if mask[i] != (i >= start)]
-            end = ", the end-of-sequence token among them" if ends and not mask[ends[0]] else ""
+        wrong = [i for i in range(stop) if self.supervised[i] != (i >= start)]
+        if wrong:
+            end = ", the end-of-sequence token among them" if ends and not self.supervised[ends[0]] else ""
             raise Disagreement(
                 f"wrong mask: {len(wrong)} of {stop} tokens are supervised and should not be, or the other way "
                 f"round{end}, the first at position {wrong[0]}"
@@ -169,27 +184,19 @@ class OverfitGate:
         seen = "its end included" if ends else "which was cut, so its end was not seen"
         return f"{stop - start} tokens of the answer are supervised, {seen}; none of the {start} before it"
 
+    @torch.no_grad()
     def features(self) -> str:
         """Do the features give the base's own logits, and the roots the next token's embedding?"""
-        hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
-        with torch.no_grad():
-            self.truth_LV = self.base.model(input_ids=self.batch.ids_BL).logits[0]
-            off = float(divergence(self.base.logits(hidden.to(self.base.dtype))[0], self.truth_LV).max())
-            if not off <= self.most_nats:
-                raise Disagreement(
-                    f"features of the wrong layer: through the LM head they are {off:.2g} nats off, {self._explained()}"
-                )
-            if not torch.equal(roots[0, :-1], self.base.embed(self.batch.ids_BL[0, 1:]).float()):
-                raise Disagreement("wrong roots: they are not the embeddings of the tokens that follow")
-        return f"they give the base's logits ({off:.1e} nats apart, {self._explained()})"
-
-    def _explained(self) -> str:
-        return f"where the base's rounding explains {self.most_nats:.1e}"
+        hidden, roots = self._inputs
+        logits_LV = self.base.logits(hidden.to(self.base.dtype))[0]
+        seen = self._agree(logits_LV, self._said_LV, "features of the wrong layer: through the LM head they are")
+        if not torch.equal(roots[0, :-1], self.base.embed(self.batch.ids_BL[0, 1:]).float()):
+            raise Disagreement("wrong roots: they are not the embeddings of the tokens that follow")
+        return f"they give the base's logits ({seen})"
 
     def positions(self) -> str:
         """Are anchors where a root and a label lie in the answer, and a tree's nodes at root + depth?"""
-        mask = [int(m) for m in self.example.mask]
-        want = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]
+        want = [t for t in range(len(self.ids) - 2) if self.supervised[t + 1] and self.supervised[t + 2]]
         got = self.batch.position_N.tolist()
         if got != want:
             raise Disagreement(f"positions off: anchors stand at {got[:4]}..., and should at {want[:4]}...")
@@ -204,7 +211,7 @@ class OverfitGate:
         columns = self.batch.position_N, self.batch.labels_NU, self.batch.lengths_N
         right = total = 0
         for t, row, length in zip(*(column.tolist() for column in columns), strict=True):
-            right += sum(self.own_choice(self.truth_LV[t + 1 + k], row[k]) for k in range(length))
+            right += sum(self.own_choice(self._said_LV[t + 1 + k], row[k]) for k in range(length))
             total += length
         if right < BASE_OWN * total:
             raise Disagreement(
@@ -226,13 +233,8 @@ class OverfitGate:
         tree_RV = self.base.logits(self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache))[0, 1:]
         whole = [self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device)) for path in FORK_PATHS]
         alone = [self.base.logits(hidden[0, -1]) for hidden in whole]
-        off = float(divergence(tree_RV, torch.stack(alone)).max())
-        if not off <= self.most_nats:
-            raise Disagreement(
-                f"wrong mask: a draft's node sees what its path does not hold: it is {off:.2g} nats off, "
-                f"{self._explained()}"
-            )
-        return f"a tree's nodes see their own paths ({off:.1e} nats apart, {self._explained()})"
+        otherwise = "wrong mask: a draft's node sees what its path does not hold: it is"
+        return f"a tree's nodes see their own paths ({self._agree(tree_RV, torch.stack(alone), otherwise)})"
 
     @torch.no_grad()
     def blank(self) -> str:
@@ -240,68 +242,64 @@ class OverfitGate:
         slots = self._slots()
         if slots.blank_NT is None:
             return "this head has none"
-        N, T, D = slots.states_NTD.shape
-        logits = slots.states_NTD.reshape(N * T, D) @ self.vocabulary.lm_weight.T
         want_NT = slots.blank_NT.float().sigmoid()
-        whole = (1 - want_NT.view(N * T, 1)) * logits.softmax(dim=1)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
-        firsts = [first_emissions(lattice) for lattice in lattices]
-        drafted = torch.tensor(np.stack([blank_T for _, blank_T in firsts]), device=want_NT.device)
-        emitted = torch.tensor(firsts[0][0], device=want_NT.device)
-        tokens = self.vocabulary.numbered(torch.tensor(lattices[0].tokens, device=want_NT.device))
-        if not (_error(drafted, want_NT) <= NEAR and _error(emitted, whole[:T, tokens]) <= NEAR):
+        drafted_NT = torch.tensor(np.stack([first_emissions(lattice)[1] for lattice in lattices]))
+        if not _error(drafted_NT.to(want_NT.device), want_NT) <= NEAR:
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")
         out = self._losses(slots)
-        lengths_N = self.batch.lengths_N
-        seen_N = slots_looked_at(torch.full_like(lengths_N, T), lengths_N, self.objective.kind, self.head.topology)
-        seen_NT = (torch.arange(T, device=lengths_N.device) < seen_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
+        lengths_N, slots_N = self.batch.lengths_N, self._slots_N
+        seen_N = slots_looked_at(slots_N, lengths_N, self.objective.kind, self.head.topology)
+        slot_T = torch.arange(want_NT.shape[1], device=slots_N.device)
+        seen_NT = (slot_T < seen_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
         want_T = (want_NT * seen_NT).sum(dim=0) / seen_NT.sum(dim=0).clamp(min=1)
         if not _error(out.blank_rate_T, want_T) <= NEAR:
             raise Disagreement("blank swapped: the loss takes another entry for the blank than the head computes")
         return f"loss and lattice agree on it ({float(want_NT.mean()):.1%} of a slot before training)"
 
+    @property
+    def _slots_N(self) -> Tensor:
+        return torch.full_like(self.batch.lengths_N, self.head.config.slots)
+
     def _slots(self) -> Slots:
-        hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
         labels = embedded_labels(self.head, self.base, self.batch)
-        return self.head(hidden, roots, self.batch.batch_N, self.batch.position_N, None, labels)
+        return self.head(*self._inputs, self.batch.batch_N, self.batch.position_N, None, labels)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
         return draft_losses(self.head, self.objective, self.vocabulary, slots, draftable(self.batch, self.vocabulary))
 
     def _drafted(self) -> list[Lattice | Tree]:
-        hidden, _ = base_features(self.base, self.batch, torch.float32, self.head)
         whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it
         vocabulary = self.head.vocabulary(self.base, whole)._replace(tokens=self.vocabulary)
         at = self.batch.batch_N, self.batch.position_N
-        return self.head.drafts_at(hidden, roots_of(self.batch), *at, None, vocabulary)
+        return self.head.drafts_at(self._inputs[0], roots_of(self.batch), *at, None, vocabulary)
 
     # -- training and decoding ------------------------------------------------------------------------------
 
     def loss(self) -> str:
         """Does training on this one conversation teach its drafts?"""
-        hidden, roots = base_features(self.base, self.batch, torch.float32, self.head)
-        optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.config.lr)
-        first = last = float("nan")
-        with tqdm(total=self.config.steps, desc="one conversation", unit="step", mininterval=1, leave=False) as bar:
-            for step in range(1, self.config.steps + 1):
-                loss, sums = self.task(hidden, roots, self.batch)
+        optimizer = torch.optim.AdamW(self.head.parameters(), LR)
+        losses: list[float] = []
+        share = 0.0
+        bar = tqdm(total=self.steps, desc="one conversation", unit="step", mininterval=1, leave=False)
+        with bar:
+            while share < LEARNT and len(losses) < self.steps:
+                loss, sums = self.task(*self._inputs, self.batch)
                 optimizer.zero_grad()
                 (loss / sums.anchors).backward()
                 torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
                 optimizer.step()
                 self.task.observe(sums)
-                last = float(loss.detach() / sums.feasible)
-                first = last if step == 1 else first
+                losses.append(float(loss.detach() / sums.feasible))
                 bar.update()
-                if step % CHECK_EVERY == 0 and self._learnt() >= LEARNT:
-                    return f"{first:.2f} to {last:.4f} in {step} steps"
-        share = self._learnt()
+                if len(losses) % CHECK_EVERY == 0 or len(losses) == self.steps:
+                    share = self._learnt()
         if not share >= LEARNT:
             raise Disagreement(
-                f"the loss went from {first:.2f} to {last:.2f} in {self.config.steps} steps and the head believes "
+                f"the loss went from {losses[0]:.2f} to {losses[-1]:.2f} in {self.steps} steps and the head believes "
                 f"{share:.0%} of its conversation: objective, learning rate or head do not fit"
             )
-        return f"{first:.2f} to {last:.4f} in {self.config.steps} steps"
+        return f"{losses[0]:.2f} to {losses[-1]:.4f} in {len(losses)} steps"
 
     @torch.no_grad()
     def _learnt(self) -> float:
@@ -311,13 +309,10 @@ class OverfitGate:
 
     def _can(self) -> Tensor:
         """[N, U]: label prefixes that the slots can write and the objective teaches."""
-        slots_N = torch.full_like(self.batch.lengths_N, self.head.config.slots)
-        if self.head.config.kind == "ctc":
-            can_NU = feasible_prefixes(self.batch.labels_NU, self.batch.lengths_N, slots_N, self.head.topology)
-            whole_N1 = (can_NU.sum(dim=1) == self.batch.lengths_N).unsqueeze(1)
-            return can_NU & whole_N1 if self.objective.kind == "ctc" else can_NU  # what is all or nothing
-        columns = torch.arange(self.batch.labels_NU.shape[1], device=slots_N.device)
-        return columns < torch.minimum(self.batch.lengths_N, slots_N).unsqueeze(1)
+        can_NU = feasible_prefixes(self.batch.labels_NU, self.batch.lengths_N, self._slots_N, self.head.topology)
+        if self.objective.kind != "ctc":
+            return can_NU
+        return can_NU & (can_NU.sum(dim=1) == self.batch.lengths_N).unsqueeze(1)  # which is all or nothing
 
     @torch.no_grad()
     def tree(self) -> str:
@@ -349,9 +344,9 @@ class OverfitGate:
         if drafted.tokens != plain.tokens:
             logits = forced_logits(self.base, self.prompt, drafted.tokens, 1)
             own = [self.own_choice(logits_V, token) for logits_V, token in zip(logits, drafted.tokens, strict=True)]
-            ended = len(drafted.tokens) == limit or drafted.tokens[-1] in self.base.eos_ids
-            if not (all(own) and ended):
-                at = own.index(False) if not all(own) else len(own)
+            own.append(len(drafted.tokens) == limit or drafted.tokens[-1] in self.base.eos_ids)
+            if not all(own):
+                at = own.index(False)
                 raise Disagreement(
                     f"verification accepts what the base does not say, first at token {at} of the answer"
                 )
@@ -373,9 +368,8 @@ class OverfitGate:
 
 
 def _corpus_of(example: Example) -> Corpus:
-    columns = [np.asarray(column) for column in example]
-    offsets = np.array([0, len(columns[0])], np.int64)
-    return Corpus(columns[0].astype(np.int32), columns[1].astype(np.uint8), columns[2].astype(np.int32), offsets)
+    ids, mask, labels = (np.asarray(column, dtype) for column, dtype in zip(example, COLUMNS.values(), strict=True))
+    return Corpus(ids, mask, labels, np.array([0, len(ids)], np.int64))
 
 
 def _error(got: Tensor, want: Tensor) -> float:

@@ -15,7 +15,7 @@ from ctcdraft.model.step import EagerStep
 from ctcdraft.train import gate as gates
 from ctcdraft.train import task
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
-from ctcdraft.train.gate import GateConfig, OverfitGate
+from ctcdraft.train.gate import OverfitGate
 from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.regenerate import Dialogue
 from ctcdraft.train.shards import DataConfig
@@ -52,7 +52,7 @@ def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     head = HeadConfig(kind=kind, **sizes)
     objective = ObjectiveConfig(kind=objective, follow=None)
     plan = Plan(head, objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
-    return OverfitGate(base, MESSAGES, plan, DataConfig(), GateConfig(steps=steps, answer_tokens=32)).findings()
+    return OverfitGate(base, MESSAGES, plan, DataConfig(), answer_tokens=32, steps=steps).findings()
 
 
 @pytest.mark.parametrize(
