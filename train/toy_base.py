@@ -8,7 +8,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
+)
 
 from ctcdraft.data import toy
+from ctcdraft.data.records import Conversation, conversation_of
+from ctcdraft.data.template import Rendering, render_all
 from ctcdraft.model.folders import new_folder
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
@@ -32,7 +39,14 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '" + USER + "' + message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
 )
-FORMAT_VERSION = 4  # of the tokenizer and the training recipe: a change makes cached bases stale
+FORMAT_VERSION = 5  # of the tokenizer and the training recipe: a change makes cached bases stale
+
+
+MAX_POSITIONS = 1024  # its context
+LR, MATRIX_LR = 3e-3, 4.5e-3  # of embeddings and norms, and of weight matrices
+WARMUP_STEPS = 40  # in which they rise
+WEIGHT_DECAY = 0.1  # of all parameters
+USER_WEIGHT = 0.1  # of a user token in the loss; an assistant token has 1
 
 
 @dataclass(frozen=True)
@@ -46,15 +60,8 @@ class ToyBaseConfig:
     hidden_size: int = 128  # D
     layers: int = 4  # transformer layers
     heads: int = 4  # attention heads
-    max_positions: int = 1024  # its context
     steps: int = 600  # of training
     batch_tokens: int = 768  # per step
-    lr: float = 3e-3  # of embeddings and norms
-    matrix_lr: float = 4.5e-3  # of weight matrices
-    warmup_steps: int = 40  # in which the learning rates rise
-    weight_decay: float = 0.1  # of all parameters
-    threads: int = 1  # two are faster on idle cores, but stall by a factor of ten when one is busy
-    user_weight: float = 0.1  # of a user token in the loss; an assistant token has 1
 
 
 Document = tuple[Tensor, Tensor]  # a conversation's tokens [L], and which the assistant says, ends of turn included
@@ -72,28 +79,22 @@ def toy_base(cache: Path, config: ToyBaseConfig = ToyBaseConfig()) -> Path:
     It appears in one rename, so a training that was killed leaves nothing that could be taken for a base. The same
     config gives the same weights.
     """
-    folder = toy_folder(cache, config)
+    folder, threads = toy_folder(cache, config), torch.get_num_threads()
     if not folder.exists():
-        with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]), _threads(config.threads):
-            _build(unfinished, config)
+        # Their number shapes rounding and so the weights. Two are faster on idle cores, but stall where one is busy.
+        torch.set_num_threads(1)
+        try:
+            with new_folder(folder) as unfinished, torch.random.fork_rng(devices=[]):
+                _build(unfinished, config)
+        finally:
+            torch.set_num_threads(threads)
     return folder
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Fix the number of threads, which shapes rounding and so the weights."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _build(folder: Path, config: ToyBaseConfig) -> None:
     start = time.perf_counter()
-    rows = [row["conversations"] for row in toy.conversations(config.conversations, config.seed)]
-    tokenizer = _train_tokenizer([turn["value"] for turns in rows for turn in turns], config)
+    chats = [conversation_of(row, "") for row in toy.conversations(config.conversations, config.seed)]
+    tokenizer = _train_tokenizer([turn["content"] for chat in chats for turn in chat.messages], config)
     held_out = toy.conversations(config.held_out_conversations, config.seed, held_out=True)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(config.seed)
@@ -104,14 +105,14 @@ def _build(folder: Path, config: ToyBaseConfig) -> None:
             intermediate_size=config.hidden_size * 3,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
-            max_position_embeddings=config.max_positions,
+            max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
             **ids,
         )
     )
-    _train(model, [_encode(turns, tokenizer) for turns in rows], config)
+    _train(model, _documents(chats, tokenizer), config)
     measured = {
-        "held_out": _held_out_loss(model, [_encode(row["conversations"], tokenizer) for row in held_out]),
+        "held_out": _held_out_loss(model, _documents([conversation_of(row, "") for row in held_out], tokenizer)),
         "parameters": model.num_parameters(),
         "seconds": round(time.perf_counter() - start, 1),
         "config": asdict(config),
@@ -143,50 +144,32 @@ def _train_tokenizer(texts: list[str], config: ToyBaseConfig) -> PreTrainedToken
         pad_token=PAD,
         extra_special_tokens=[USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
-        model_max_length=config.max_positions,
+        model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
 
 
-def _encode(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> Document:
-    """The tokens that the chat template gives, without the cost of rendering it."""
-    ids, spoken = [tokenizer.bos_token_id], [False]
-    user, assistant = (tokenizer.convert_tokens_to_ids(role) for role in (USER, ASSISTANT))
-    for turn, text in zip(turns, tokenizer.backend_tokenizer.encode_batch([t["value"] for t in turns]), strict=True):
-        answer = turn["from"] == "gpt"
-        content = [*text.ids, tokenizer.eos_token_id] if answer else text.ids
-        ids += [assistant if answer else user, *content]
-        spoken += [False, *[answer] * len(content)]
-    return torch.tensor(ids), torch.tensor(spoken)
+def _documents(chats: list[Conversation], tokenizer: PreTrainedTokenizerFast) -> list[Document]:
+    rendered = [found for found in render_all(tokenizer, chats) if isinstance(found, Rendering)]
+    return [(torch.tensor(ids), torch.tensor([*mask]).bool()) for found in rendered for ids, mask in found.sequences]
 
 
 def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> None:
-    """Train in place: matrices by Muon, a short warmup, then a cosine down to a hundredth."""
+    """Train in place: matrices by Muon, a short warmup, then a cosine down to nothing."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    decay = config.weight_decay
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, config.matrix_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, config.lr, betas=(0.9, 0.98), weight_decay=decay),
+        torch.optim.Muon(matrices, MATRIX_LR, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY),
     ]
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=optimizer.param_groups[0]["lr"],
-            total_steps=config.steps,
-            pct_start=min(0.5, config.warmup_steps / config.steps),
-            div_factor=100,
-            final_div_factor=1,
-            cycle_momentum=False,
-        )
-        for optimizer in optimizers
-    ]
+    warmup = min(WARMUP_STEPS, config.steps // 4)
+    schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, config.steps) for optimizer in optimizers]
     batches = _batches(documents, config.batch_tokens)
     model.train()
     progress = tqdm(range(config.steps), desc="toy base", unit="step")
     for _ in progress:
         ids_BL, spoken_BL = next(batches)
-        weight_BL = spoken_BL.float().clamp(min=config.user_weight)[:, 1:] * ids_BL[:, 1:].ne(0)
+        weight_BL = spoken_BL.float().clamp(min=USER_WEIGHT)[:, 1:] * ids_BL[:, 1:].ne(0)
         loss = (_next_token_loss(model, ids_BL) * weight_BL).sum() / weight_BL.sum()
         model.zero_grad(set_to_none=True)
         loss.backward()

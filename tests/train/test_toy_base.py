@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ctcdraft.data.toy import conversations, questions
+from ctcdraft.data.toy import questions
 from ctcdraft.train import toy_base as training
 from ctcdraft.train.toy_base import ASSISTANT, BOS, END, USER, ToyBaseConfig, toy_base, toy_folder
 
 TINY = ToyBaseConfig(
     conversations=50, held_out_conversations=8, vocab_size=400, hidden_size=32, layers=1, heads=2, steps=20,
-    batch_tokens=512, warmup_steps=5,
+    batch_tokens=512,
 )  # fmt: skip
 MESSAGES = [
     {"role": "user", "content": "What is 12 + 7?"},
@@ -70,16 +70,6 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(tokenizer):
     assert tokenizer.decode(ids) == (
         f"{BOS}{USER}What is 12 + 7?{ASSISTANT}It is 19.{END}{USER}And twice that?{ASSISTANT}Twice 19 is 38.{END}"
     )
-
-
-def test_training_sees_what_the_chat_template_gives(tokenizer):
-    for row in conversations(16):
-        ids_L, spoken_L = training._encode(row["conversations"], tokenizer)
-        roles = {"human": "user", "gpt": "assistant"}
-        messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        assert ids_L.tolist() == encoded["input_ids"]
-        assert spoken_L.int().tolist() == encoded["assistant_masks"]
 
 
 def test_a_finished_base_is_reused(cache, folder, monkeypatch):
