@@ -250,8 +250,8 @@ class SlotHead(Head):
         own_NTD = self.state_gain * entering_ND.unsqueeze(1) + self.root_gain * root_ND.unsqueeze(1)
         x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
         if self.body is None:
-            slot_1T = torch.arange(self.config.slots, device=x_NTD.device).unsqueeze(0)
-            everywhere = Sight(torch.zeros_like(slot_1T), torch.ones_like(slot_1T * slot_1T.T, dtype=torch.bool))
+            T = self.config.slots
+            everywhere = Sight(x_NTD.new_zeros(1, T), x_NTD.new_ones(1, 1, T, T, dtype=torch.bool))
             for block in self.blocks:
                 x_NTD = block(x_NTD, everywhere)
             x_NTD = self.norm(x_NTD)
