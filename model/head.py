@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ Size = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=256)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class HeadConfig:
     """kind, slots T. layers: of the base's last ones, copied, as the body of `ctc` and `parallel` (last_layers.py;
     where the base's class cannot run them alone, as many blocks in which slots see each other); of medusa residual

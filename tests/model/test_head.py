@@ -235,6 +235,7 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
     ("sizes", "message"),
     [
         ({"kind": "hydra"}, "kind\n.*should be 'ctc', 'parallel', 'medusa' or 'eagle'"),
+        ({"depth": 3}, "depth\n.*[Uu]nexpected keyword"),
         ({"merge": "yes"}, "merge\n.*valid boolean"),
         ({"layers": 0}, "layers\n.*greater than or equal to 1"),
         ({"draft_vocab_size": 0}, "draft_vocab_size\n.*greater than or equal to 1"),
