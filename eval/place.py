@@ -68,10 +68,10 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 def _set_aside(folder: Path) -> None:
     """Make room for another evaluation; what is none is removed."""
     found = _results(folder)
-    if found and found.get("setting"):
-        folder.rename(_beside(folder, found["setting"]))
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    aside = _beside(folder, found["setting"]) if found and found.get("setting") else folder
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
 
 
 def _beside(folder: Path, digest: str) -> Path:

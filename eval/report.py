@@ -36,9 +36,10 @@ def figures(block: Block) -> dict[str, str]:
     apart = {name: f"{d['value']:+.2f} {_interval(d['ci95'])}" for name, d in (block.get("difference") or {}).items()}
     return {
         "tokens per step (plain = 1.00)": _tau(block),
-        "speedup over plain decoding": f"{_speedup(block)}; {kept:.2f} of the tokens per step",
+        "speedup over plain decoding": _speedup(block),
         "std of both over seeds": f"{std['tokens_per_step']:.3f}, {std['speedup']:.3f}" if std else "-",
-        "both less the first head's": "; ".join(apart.values()) or "-",
+        "difference of both from the first": "; ".join(apart.values()) or "-",
+        "speedup / tokens per step": f"{kept:.2f}",
         "draft nodes per step": f"{block['nodes_per_step']:.1f}",
         "accepted from head / lookup / both": " / ".join(f"{s:.0%}" for s in block["accepted_by_source"].values()),
         "tokens per second": f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})",
