@@ -52,8 +52,8 @@ bench: $(STAMP)  ## loss, training step and tree search side by side with what t
 	@$(BIN)/python bench/decode.py
 	@$(BIN)/python bench/tree.py
 
-ablation: $(STAMP)  ## every variant of head and objective, side by side, on the toy about two hours: ARGS="base=local base.path=..."
-	@$(BIN)/python bench/ablation.py $(or $(ARGS),experiment=toy)
+ablation: $(STAMP)  ## variants of head and objective, trained for as long, counted side by side: ARGS="--hours 3 experiment=smollm2"
+	@$(BIN)/python bench/ablation.py $(ARGS)
 
 soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never killed: ARGS="--zero 2 --ranks 2"
 	@$(BIN)/python tests/soak.py $(ARGS)
