@@ -27,8 +27,13 @@ NAMES = ("id", "question_id", "category")  # read elsewhere, or nowhere, and no 
 IGNORED_LABEL = -100  # in a column `labels`, as torch's cross-entropy has it
 
 
+@dataclass(frozen=True)
 class _Row:
-    """What a row holds; `id` and `unread` are no part of its content."""
+    """unread: columns of the row, and keys of its turns, that have no known meaning. Neither id nor unread is a part of
+    its content."""
+
+    id: str
+    unread: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def digest(self) -> bytes:
@@ -40,13 +45,10 @@ class _Row:
 @dataclass(frozen=True)
 class Conversation(_Row):
     """Messages in the form of data/messages.py: an optional system turn, then user and assistant in turn, with tool
-    turns after an assistant's; or user turns alone. tools: the schemas that the template shows. unread: columns of the
-    row, and keys of its turns, that have no known meaning."""
+    turns after an assistant's; or user turns alone. tools: the schemas that the template shows."""
 
-    id: str
     messages: tuple[Message, ...]
     tools: list[Any] | None = None
-    unread: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
@@ -58,9 +60,7 @@ class Conversation(_Row):
 class Text(_Row):
     """A document that the base continues from some point."""
 
-    id: str
     text: str
-    unread: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
@@ -71,10 +71,8 @@ class Text(_Row):
 class Tokens(_Row):
     """A sequence that is tokenised already; mask is 1 on the assistant's tokens."""
 
-    id: str
     ids: list[int] = field(repr=False)
     mask: list[int] = field(repr=False)
-    unread: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
@@ -121,7 +119,7 @@ def conversation_of(row: Any, name: str | int) -> Conversation:
     elif system is not None and system != messages[0]["content"]:
         unread.append("system (beside a system turn)")
     tools = read_tools(taken(left, TOOLS))
-    return Conversation(str(row.get("id", name)), tuple(messages), tools, (*unread, *_unread(left)))
+    return Conversation(str(row.get("id", name)), tuple(messages), tools, unread=(*unread, *_unread(left)))
 
 
 def text_of(row: Any, name: str | int) -> Text:
@@ -136,7 +134,7 @@ def text_of(row: Any, name: str | int) -> Text:
         raise RowError(f"neither a string nor an object with one of {', '.join(TEXTS)}")
     if not row.strip():
         raise RowError("empty text")
-    return Text(encodable(str(name), "its id"), encodable(row, "the text"), _unread(left))
+    return Text(encodable(str(name), "its id"), encodable(row, "the text"), unread=_unread(left))
 
 
 def tokens_of(row: Any, name: str | int) -> Tokens:
@@ -154,7 +152,7 @@ def tokens_of(row: Any, name: str | int) -> Tokens:
         raise RowError(f"{len(mask)} entries of loss_mask (0 or 1) for {len(ids)} of input_ids")
     if not any(mask):
         raise RowError("loss_mask marks no token")
-    return Tokens(str(row.get("id", name)), ids, [int(m) for m in mask], _unread(left))
+    return Tokens(str(row.get("id", name)), ids, [int(m) for m in mask], unread=_unread(left))
 
 
 def turns_of_text(text: str) -> list[Any]:
