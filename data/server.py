@@ -80,11 +80,8 @@ class ChatServer:
                 sent = [for_server(message) for message in messages]
                 body = {"model": self.model, "messages": sent, **({"tools": tools} if tools else {}), **options}
                 found = await self._tried("POST", "/chat/completions", body, _answer)
-            except Refusal:
-                self._failures = 0  # it does answer
-                raise
-            except ServerError:
-                self._failures += 1
+            except ServerError as error:
+                self._failures = 0 if isinstance(error, Refusal) else self._failures + 1  # a refusal is an answer
                 raise
             self._failures = 0
             return found
