@@ -31,7 +31,7 @@ from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base import Base
 from ctcdraft.model.generate import batches_by_length
 from ctcdraft.model.layers import Attended
-from ctcdraft.train.files import MANIFEST, free_bytes, share_out, size_of, write_atomically
+from ctcdraft.train.files import MANIFEST, free_bytes, share_out, write_atomically
 
 FORMAT = 3
 SPLIT = "train"  # development sequences are few, and read by the base itself at every evaluation
@@ -68,8 +68,8 @@ class FeatureStore:
     @property
     def bytes_left(self) -> int:
         """An estimate of what is still to be written."""
-        whole = bytes_of(self.corpus.lengths, self.size, self.kind)
-        return max(0, whole - (size_of(self.folder) if self.folder.is_dir() else 0))
+        there = sum(path.stat().st_size for path in self.folder.glob("*"))
+        return max(0, bytes_of(self.corpus.lengths, self.size, self.kind) - there)
 
     def check_room(self) -> str:
         """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""

@@ -98,11 +98,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def free_bytes(folder: Path) -> int:
     """What the disk of a folder has left for us."""
     return shutil.disk_usage(folder).free

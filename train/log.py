@@ -86,8 +86,8 @@ def _summarise(run: Any, media: Media) -> None:
     run.summary.update(dict(media.figures))
     logged: dict[str, Any] = {f"plots/{name}": wandb.Image(str(path)) for name, path in media.plots.items()}
     for name, rows in media.tables.items():
-        columns: list[str | int] = list(rows[0])
-        logged[name] = wandb.Table(columns, [[*row.values()] for row in rows])
+        columns: list[Any] = list(rows[0])
+        logged[name] = wandb.Table(columns, [[row[column] for column in columns] for row in rows])
     run.log(logged)
 
 
