@@ -183,8 +183,11 @@ class Base:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """The base's next-token logits [..., V] from what `hidden` gives, keys and values behind it or not."""
+        return self.scaled(self._lm_head(hidden[..., : self.hidden_size]))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Products with the LM head as the base's own logits."""
         scale, cap = self._logit_scale
-        logits = self._lm_head(hidden[..., : self.hidden_size])
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -110,6 +110,7 @@ def anchor_losses(
     slot_lengths_N: Tensor | None = None,
     topology: Topology = CTC,
     blank_is_odds: bool = False,
+    soft_NUD: Tensor | None = None,
     implementation: str = "auto",
 ) -> AnchorLoss:
     """The loss of every anchor from its slot states and the LM head.
@@ -119,6 +120,8 @@ def anchor_losses(
     weight [U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to the logits in a normaliser, 0 for
     every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
     blank_is_odds: blank holds its log-odds against all tokens together, not a logit beside theirs.
+    soft [N, U, D]: what stands for each label's row of the LM head in the loss, as the mean row under the base's own
+    distribution; log psi stays that of the labels.
     Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
     all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
     anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
@@ -138,6 +141,9 @@ def anchor_losses(
     kept = feasible_N.nonzero().squeeze(1)
     states = states if len(kept) == N else states[kept]
     labels_NU, lengths_N, slots_N = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    soft_NTW = None
+    if soft_NUD is not None:
+        soft_NTW = _soft_logits(states, soft_NUD[kept], lengths_N, slots_N, topology)
     if bias_V is not None:
         states = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
         weight_VD = torch.cat([weight_VD, bias_V.to(weight_VD).unsqueeze(1)], dim=1)
@@ -149,25 +155,33 @@ def anchor_losses(
     blank_rate_T = states.new_zeros(T, dtype=torch.float32)
     if blank is None:
         log_p_NT = (emit_NTW - lse_NTW).squeeze(2)
-        loss, log_psi = -_weighted_mean(log_p_NT, valid_NT, weight_U), log_p_NT.cumsum(dim=1)
+        learnt_NT = log_p_NT if soft_NTW is None else (soft_NTW - lse_NTW).squeeze(2)
+        loss, log_psi = -_weighted_mean(learnt_NT, valid_NT, weight_U), log_p_NT.cumsum(dim=1)
     else:
         blank_NTW = blank[kept] if blank.dim() == 3 else blank[kept].unsqueeze(2)
         blank_NTW = blank_NTW.to(emit_NTW.dtype)
         blank_NTW = blank_NTW + lse_NTW if blank_is_odds else blank_NTW
         blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
-        loss, log_psi = ctc_losses(
-            lse_NTW=lse_NTW,
-            emit_NTW=emit_NTW,
-            stay_NTW=stay_NTW,
-            blank_NTW=blank_NTW,
-            labels_NU=labels_NU,
-            label_lengths_N=lengths_N,
-            slot_lengths_N=slots_N,
-            objective=objective,
-            weight_U=weight_U,
-            topology=topology,
-            implementation=implementation,
-        )
+
+        def losses(emit_NTW: Tensor) -> tuple[Tensor, Tensor]:
+            return ctc_losses(
+                lse_NTW=lse_NTW,
+                emit_NTW=emit_NTW,
+                stay_NTW=stay_NTW,
+                blank_NTW=blank_NTW,
+                labels_NU=labels_NU,
+                label_lengths_N=lengths_N,
+                slot_lengths_N=slots_N,
+                objective=objective,
+                weight_U=weight_U,
+                topology=topology,
+                implementation=implementation,
+            )
+
+        loss, log_psi = losses(emit_NTW if soft_NTW is None else soft_NTW)
+        if soft_NTW is not None:
+            with torch.no_grad():
+                _, log_psi = losses(emit_NTW)
         rate_NTW = torch.sigmoid(blank_NTW - lse_NTW).detach()
         if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
             first_T = topology.window(T, labels_NU.shape[1])[:, 0].to(lengths_N.device)
@@ -301,6 +315,17 @@ def _label_logits(
     if moved:
         return lse_NTW, logits[..., 0], logits[..., -1]
     return lse_NTW, logits[:, :, 0], F.pad(logits[:, :, 0, :-1], (1, 0))
+
+
+def _soft_logits(states: Tensor, soft_NUD: Tensor, lengths_N: Tensor, slots_N: Tensor, topology: Topology) -> Tensor:
+    """Of the soft label that comes next behind each prefix of a slot's window, [N, T, W]; 0 where no label comes, or in
+    slots that are not looked at: what those hold, NaN included, has no effect."""
+    window_TW = topology.window(states.shape[1], soft_NUD.shape[1]).to(states.device)
+    slot_T1 = torch.arange(len(window_TW), device=states.device).unsqueeze(1)
+    seen_NTW1 = ((slot_T1 < slots_N[:, None, None]) & (window_TW < lengths_N[:, None, None])).unsqueeze(3)
+    states = states if states.dim() == 4 else states.unsqueeze(2)
+    next_NTWD = F.pad(soft_NUD, (0, 0, 0, 1))[:, window_TW].masked_fill(~seen_NTW1, 0.0)
+    return (states.masked_fill(~seen_NTW1, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
 
 
 def _checked(

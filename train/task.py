@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
@@ -30,13 +31,16 @@ MEMORY = 0.9  # of the mean psi of earlier steps, per step
 class ObjectiveConfig:
     """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
     decay^(k-1); follow: but no further than psi^follow, of the mean psi that such prefixes have had of
-    late; None: by decay alone. negatives: of a sampled softmax (model/negatives.py); None: the whole vocabulary."""
+    late; None: by decay alone. negatives: of a sampled softmax (model/negatives.py); None: the whole vocabulary.
+    distill: how much of each label is the base's own distribution there (Hinton et al. 2015; of drafters, Zhou et al.
+    2024, arXiv 2310.08461), the rest being the token that it chose."""
 
     kind: Literal["prefix_ctc", "ctc", "cross_entropy"] = "prefix_ctc"
     labels: PositiveInt = 12
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     follow: Annotated[float, Field(gt=0, lt=math.inf)] | None = 0.5
     negatives: PositiveInt | None = 3072
+    distill: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def __post_init__(self) -> None:
         if self.kind == "ctc" and self.follow is not None:
@@ -119,7 +123,7 @@ class DraftTask(nn.Module):
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
         slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, vocabulary.base, batch))
         batch = draftable(batch, vocabulary)
-        out = draft_losses(self.head, self.objective, vocabulary, slots, batch, self.psi_U, self.negatives)
+        out = draft_losses(self.head, self.objective, vocabulary, slots, batch, self.psi_U, self.negatives, hidden_BLD)
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
@@ -165,9 +169,10 @@ def draft_losses(
     batch: Batch,
     psi_U: Sequence[float] = (),
     negatives: Negatives | None = None,
+    hidden_BLX: Tensor | None = None,
 ) -> AnchorLoss:
     """The loss of a `draftable` batch's anchors from their slots; psi: see `ObjectiveConfig.weights`; negatives: None:
-    over the whole draft vocabulary."""
+    over the whole draft vocabulary; hidden: the base's states of all positions, to distil from."""
     lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
     labels_NU, lengths_N = batch.labels_NU, batch.lengths_N
     if head.transition is not None and slots.slot_NTR is not None:
@@ -177,6 +182,9 @@ def draft_losses(
     if negatives is not None and bool((lengths_N > 0).any()):
         tokens_S, bias, labels_NU = negatives.draw(labels_NU, lengths_N)
         lm_weight = lm_weight[tokens_S]
+    soft_NUD = None
+    if objective.distill and hidden_BLX is not None:
+        soft_NUD = soft_labels(vocabulary.base, hidden_BLX, batch, labels_NU, lm_weight, bias, objective.distill)
     return anchor_losses(
         states,
         lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
@@ -188,7 +196,35 @@ def draft_losses(
         bias_V=bias,
         topology=head.topology,
         blank_is_odds=True,
+        soft_NUD=soft_NUD,
     )
+
+
+@torch.no_grad()
+def soft_labels(
+    base: Base,
+    hidden_BLX: Tensor,
+    batch: Batch,
+    labels_NU: Tensor,
+    weight_SD: Tensor,
+    bias_S: Tensor | None,
+    share: float,
+) -> Tensor:
+    """The rows of the LM head that labels stand for, [N, U, D]: the own row of each, and `share` of the mean row under
+    the base's distribution over the S tokens where it said that label.
+
+    A label's logit is linear in its row, so the cross-entropy against a distribution is that against its mean row.
+    """
+    D, L = base.hidden_size, hidden_BLX.shape[1]
+    before_NU = batch.position_N.unsqueeze(1) + 1 + torch.arange(labels_NU.shape[1], device=labels_NU.device)
+    place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
+    once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
+    wide = torch.promote_types(weight_SD.dtype, torch.float32)
+    states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K].to(weight_SD.dtype)
+    logits_KS = base.scaled(F.linear(states_KD, weight_SD).to(wide))
+    q_KS = (logits_KS if bias_S is None else logits_KS + bias_S).softmax(dim=1)
+    mean_KD = (q_KS.to(weight_SD.dtype) @ weight_SD).to(wide)
+    return torch.lerp(weight_SD[labels_NU].to(wide), mean_KD[number_NU], share)
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | None = None) -> tuple[Tensor, Tensor]:

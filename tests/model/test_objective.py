@@ -338,6 +338,56 @@ def test_cross_entropy_is_weighted_log_softmax():
     assert abs(got.loss_N[0] - want) < 1e-12
 
 
+def soft_problem(T=4, U=3, N=5):
+    g = torch.Generator(DEVICE).manual_seed(3)
+    states = torch.randn(N, T, D, generator=g, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, D, generator=g, dtype=torch.float64)
+    blank = torch.randn(N, T, generator=g, dtype=torch.float64)
+    labels = torch.randint(V, (N, U), generator=g, device=DEVICE)
+    return states, weight, blank, labels, torch.tensor([3, 2, 1, 3, 2])
+
+
+@pytest.mark.parametrize("objective", ["prefix_ctc", "cross_entropy"])
+def test_soft_labels_that_are_the_labels_own_rows_change_nothing(objective):
+    states, weight, blank, labels, lengths = soft_problem()
+    blank = None if objective == "cross_entropy" else blank
+    hard = anchor_losses(states, weight, blank, labels, lengths, objective=objective)
+    soft = anchor_losses(states, weight, blank, labels, lengths, objective=objective, soft_NUD=weight[labels])
+    assert torch.allclose(soft.loss_N, hard.loss_N, atol=1e-12)
+    assert torch.equal(soft.log_psi_NU, hard.log_psi_NU)
+    gradients = [torch.autograd.grad(out.loss_N.sum(), states)[0] for out in (hard, soft)]
+    assert torch.allclose(*gradients, atol=1e-12)
+    other = anchor_losses(states, weight, blank, labels, lengths, objective=objective, soft_NUD=weight[labels.roll(1)])
+    assert not torch.allclose(other.loss_N, hard.loss_N, atol=1e-3)
+    assert torch.equal(other.log_psi_NU, hard.log_psi_NU), "psi is of the labels, whatever is learnt"
+
+
+def test_a_soft_labels_loss_is_the_cross_entropy_against_its_distribution():
+    states, weight, _, labels, lengths = soft_problem()
+    q_NUV = torch.rand(*labels.shape, V, dtype=torch.float64).softmax(dim=2)
+    got = anchor_losses(states, weight, None, labels, lengths, objective="cross_entropy", soft_NUD=q_NUV @ weight)
+    entropy_NU = -(q_NUV * (states[:, :3] @ weight.T).log_softmax(dim=2)).sum(dim=2)
+    here_NU = torch.arange(3) < lengths.unsqueeze(1)
+    want_N = (entropy_NU * here_NU).sum(dim=1) / lengths
+    assert torch.allclose(got.loss_N, want_N, atol=1e-12)
+
+
+def test_soft_labels_of_slots_that_are_not_looked_at_have_no_effect():
+    states, weight, blank, labels, lengths = soft_problem()
+    soft, slots = weight[labels.roll(1)], torch.tensor([3, 3, 2, 3, 4])
+    clean = anchor_losses(
+        states, weight, blank, labels, lengths, objective="prefix_ctc", slot_lengths_N=slots, soft_NUD=soft
+    )
+    with torch.no_grad():
+        states[torch.arange(4) >= slots.unsqueeze(1)] = torch.nan
+        soft[torch.arange(3) >= lengths.unsqueeze(1)] = torch.nan
+    dirty = anchor_losses(
+        states, weight, blank, labels, lengths, objective="prefix_ctc", slot_lengths_N=slots, soft_NUD=soft
+    )
+    assert torch.equal(dirty.loss_N, clean.loss_N)
+    assert torch.autograd.grad(dirty.loss_N.sum(), states)[0].isfinite().all()
+
+
 def test_huge_logits_and_no_anchors_stay_finite():
     states, weight, blank, labels = problem(4, [0, 1])
     out = anchor_losses(

@@ -11,7 +11,7 @@ from ctcdraft.model import HeadConfig, build_head, load_base
 from ctcdraft.model.head import head_on
 from ctcdraft.model.vocabulary import DraftVocabulary
 from ctcdraft.train.simulate import some_rows
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, soft_labels
 
 LONGEST = 64
 
@@ -113,6 +113,34 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     before = task.psi_U
     task.observe(sums._replace(psi_U=sums.psi_U * float("nan")))
     assert task.psi_U == before
+
+
+def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corpus):
+    base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
+    batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
+    hidden, _ = base_features(base, batch, torch.float64)
+    soft_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, None, 1.0)
+    mean_BLD = base.logits(hidden).softmax(dim=-1) @ base.lm_weight
+    seen = 0
+    for n, (row, position, length) in enumerate(zip(batch.batch_N, batch.position_N, batch.lengths_N, strict=True)):
+        for k in range(int(length)):  # label k is said behind the root and the labels before it
+            assert torch.allclose(soft_NUD[n, k], mean_BLD[row, position + 1 + k], atol=1e-12)
+            seen += 1
+    assert seen > 50
+    half_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, None, 0.5)
+    assert torch.allclose(half_NUD, (soft_NUD + base.lm_weight[batch.labels_NU]) / 2)
+
+
+def test_a_head_that_is_distilled_learns_another_loss_of_the_same_psi(tmp_path, corpus):
+    base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
+    head = head_on(base, HeadConfig(slots=4, merge=False, band=1, transition="full")).double()
+    batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
+    features = base_features(base, batch, torch.float64, head)
+    losses = [DraftTask(head, ObjectiveConfig(labels=4, distill=d), base)(*features, batch) for d in (0.0, 1e-9, 1.0)]
+    (hard, sums), (nearly, _), (soft, soft_sums) = losses
+    assert torch.allclose(hard, nearly, rtol=1e-6)
+    assert not torch.allclose(hard, soft, rtol=1e-3)
+    assert torch.equal(sums.psi_U, soft_sums.psi_U)
 
 
 def test_exact_ctc_has_nothing_to_follow():
