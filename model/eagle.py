@@ -49,7 +49,7 @@ class EagleHead(Head):
     ) -> Slots:
         """T passes along the labels' embeddings, each on the feature of the one before."""
         assert label_NUD is not None
-        sight = sight or Sight.one_document(hidden_BLD)
+        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
         (B, L, _), cache = hidden_BLD.shape, DynamicCache()
         anchors = Anchors.of(batch_N, position_N, B)
         feature_ND = anchors.own(self._pass(hidden_BLD, root_BLD, sight, cache))

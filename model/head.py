@@ -135,7 +135,7 @@ class Head(nn.Module):
         sight: where rows hold several documents, which positions belong together; None: rows are one each.
         label_NUD embeds the labels, for a head that is trained along them.
         """
-        sight = sight or Sight.one_document(hidden_BLD)
+        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
         return self.fill(hidden_BLD, root_BLD, Anchors.of(batch_N, position_N, len(hidden_BLD)), sight)
 
     @torch.no_grad()

@@ -24,11 +24,6 @@ class Sight(NamedTuple):
     positions_BL: Tensor
     mask_BLS: Tensor | None = None
 
-    @staticmethod
-    def one_document(x_BLD: Tensor) -> "Sight":
-        """Rows of one document each, from its beginning."""
-        return Sight(torch.arange(x_BLD.shape[1], device=x_BLD.device).unsqueeze(0))
-
     def additive(self, dtype: torch.dtype) -> Tensor | None:
         """The mask as numbers to add, for a base: its eager attention takes boolean masks for numbers, silently."""
         if self.mask_BLS is None:

@@ -50,18 +50,17 @@ class Sampling:
             logits_RV = torch.where(seen_RV, penalised, logits_RV)
         if self.temperature == 0.0 or noise_RV is None:
             return logits_RV.argmax(dim=-1)
-        kept_RV = self._kept(self._tempered(logits_RV))
-        return (kept_RV.double() + noise_RV).argmax(dim=-1)
+        return (self._warped(logits_RV).double() + noise_RV).argmax(dim=-1)
 
     def probabilities(self, logits_RV: Tensor) -> Tensor:
         """What `choose` draws from at a temperature above 0, without a penalty: [R, V]."""
-        return self._kept(self._tempered(logits_RV)).softmax(dim=-1)
+        return self._warped(logits_RV).softmax(dim=-1)
 
-    def _tempered(self, logits_RV: Tensor) -> Tensor:
-        """Logits over the temperature, the largest at 0: over 1e-45 they would all be infinite, and alike."""
-        return (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / max(self.temperature, LEAST_TEMPERATURE)
-
-    def _kept(self, logits_RV: Tensor) -> Tensor:
+    def _warped(self, logits_RV: Tensor) -> Tensor:
+        """Logits over the temperature, the largest at 0: over 1e-45 they would all be infinite, and alike. -inf where
+        top_k and top_p leave a token out."""
+        logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
+        logits_RV = logits_RV / max(self.temperature, LEAST_TEMPERATURE)
         warpers: list[Any] = [TopKLogitsWarper(self.top_k)] if self.top_k else []
         warpers += [TopPLogitsWarper(self.top_p)] if self.top_p < 1.0 else []
         for warper in warpers:
