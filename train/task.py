@@ -40,7 +40,7 @@ class ObjectiveConfig:
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     follow: Annotated[float, Field(gt=0, lt=math.inf)] | None = 0.5
     negatives: PositiveInt | None = 3072
-    distill: Annotated[float, Field(ge=0, le=1)] = 0.0
+    distill: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     def __post_init__(self) -> None:
         if self.kind == "ctc" and self.follow is not None:

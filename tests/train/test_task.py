@@ -92,7 +92,7 @@ def test_later_prefixes_count_as_they_come_true():
 def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     head = head_on(base, HeadConfig(slots=4, merge=False, band=1)).double()
-    task = DraftTask(head, ObjectiveConfig(labels=4, decay=0.01, follow=0.1), base)
+    task = DraftTask(head, ObjectiveConfig(labels=4, decay=0.01, follow=0.1, distill=0.0), base)
     sampler = Sampler(corpus, batch=4, anchors=100, labels=4, max_length=LONGEST, seed=0)
     batch = sampler.collate(0, slice(None))
     features = base_features(base, batch, torch.float64, head)
