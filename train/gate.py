@@ -97,7 +97,8 @@ class OverfitGate:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.head = head_for(plan.head, base, corpus)
-        self.task = DraftTask(self.head, plan.objective, base)
+        chosen = replace(plan.objective, distill=0.0)  # a base that is not sure of its words leaves psi below 1
+        self.task = DraftTask(self.head, chosen, base)
         self.vocabulary = self.head.draft_vocabulary(base)
         self.vocabulary.lm_weight = self.vocabulary.lm_weight.float()
         sampler = Sampler(corpus, batch=1, anchors=4096, labels=plan.objective.labels, max_length=4096, seed=0)
@@ -243,9 +244,13 @@ class OverfitGate:
         if slots.blank_NT is None:
             return "this head has none"
         want_NT = slots.blank_NT.float().sigmoid()
+        want_TX = (1 - want_NT[0].unsqueeze(1)) * (slots.states_NTD[0] @ self.vocabulary.lm_weight.T).softmax(dim=1)
         lattices = [drafted for drafted in self._drafted() if isinstance(drafted, Lattice)]
-        drafted_NT = torch.tensor(np.stack([first_emissions(lattice)[1] for lattice in lattices]))
-        if not _error(drafted_NT.to(want_NT.device), want_NT) <= NEAR:
+        firsts = [first_emissions(lattice) for lattice in lattices]
+        drafted_NT = torch.tensor(np.stack([blank for _, blank in firsts]), device=want_NT.device)
+        emitted_TY = torch.tensor(firsts[0][0], device=want_NT.device)
+        tokens_Y = self.vocabulary.numbered(torch.tensor(lattices[0].tokens, device=want_NT.device))
+        if not (_error(drafted_NT, want_NT) <= NEAR and _error(emitted_TY, want_TX[:, tokens_Y]) <= NEAR):
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")
         out = self._losses(slots)
         lengths_N, slots_N = self.batch.lengths_N, self._slots_N
