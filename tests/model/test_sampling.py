@@ -36,6 +36,18 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     assert torch.allclose(got, want.softmax(-1), atol=1e-12)
 
 
+def test_top_p_keeps_the_fewest_likeliest_tokens_that_have_its_mass_and_top_k_as_many_as_it_says():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(40, 50, dtype=torch.float64)
+    for row, order in zip(logits.softmax(dim=1), logits.argsort(dim=1, descending=True), strict=True):
+        for top_p in (0.1, 0.5, 0.9):
+            fewest = int((row[order].cumsum(dim=0) < top_p).sum()) + 1
+            kept = Sampling(1.0, top_p=top_p).probabilities(row.log().unsqueeze(0))[0].nonzero().flatten()
+            assert set(kept.tolist()) == set(order[:fewest].tolist())
+        kept = Sampling(1.0, top_k=7).probabilities(row.log().unsqueeze(0))[0].nonzero().flatten()
+        assert set(kept.tolist()) == set(order[:7].tolist())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 5e-324])
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
