@@ -1,6 +1,8 @@
 """Best-first search on exact CTC prefix probabilities, compiled (docs/method.md); `tree.search` is its front.
 
 All of it lies in this file: where only another one has changed, numba would go on with what it compiled before.
+
+Shapes: T slots, C candidates.
 """
 
 import numpy as np
