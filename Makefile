@@ -38,8 +38,8 @@ eval: $(STAMP)  ## decode a benchmark with a run's head: ARGS="name=<run> bench=
 export: $(STAMP)  ## write a run's best head as a folder: ARGS="name=<run>"
 	@$(BIN)/python launch/export.py $(ARGS)
 
-test: $(STAMP)  ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests, a process per core and at most four
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
