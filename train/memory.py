@@ -2,6 +2,7 @@
 
 from ctcdraft.model.base import Base
 from ctcdraft.model.head import Head, parameters_of
+from ctcdraft.model.packed import PackedLinear
 from ctcdraft.train.engine import PRECISIONS, bucket_of
 from ctcdraft.train.loop import Plan
 
@@ -34,7 +35,8 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
     moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * D + 2 * config.rank)
     vocab = config.draft_vocab_size or base.vocab_size
     return {
-        "base weights": sum(p.numel() * p.element_size() for p in base.model.parameters()),
+        "base weights": sum(p.nbytes for p in base.model.parameters()),
+        "packed weights": sum(m.weight.nbytes for m in base.model.modules() if isinstance(m, PackedLinear)),
         "head weights": count * width // shared[2],
         "gradients": count * width // shared[1],
         "summed over ranks": 4 * bucket_of(count) * (zero.stage > 0),
