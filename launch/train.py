@@ -30,12 +30,12 @@ def main(config: TrainEntry) -> int:
     with ExitStack() as held:
         with ds.together():
             base = stages.get_base(config)
+            stages.say(stages.describe_head(config.head, base))  # or that the base has none such
             data_folder = stages.get_data(config, base)
             measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
             measurement.questions()  # a bench that cannot be run ends it here
             stages.open_run(folder, config, base, data_folder)
             held.enter_context(stages.held(folder))
-            stages.say(stages.describe_head(config.head, base))
             state = stages.already_trained(folder, config)
             if state:
                 stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
