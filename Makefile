@@ -26,7 +26,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv (about 1.6 GB, a few minutes the first time)"
 	@touch .venv/.begun
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@mkdir -p .types/ctcdraft && for d in conf data eval launch model train; do ln -sfn ../../$$d .types/ctcdraft/$$d; done
 	@rm .venv/.begun && touch $@
 
 train: $(STAMP)  ## base, its answers, head, export, eval; ends with a table
@@ -68,4 +67,4 @@ doctor: $(STAMP)  ## what will not work, before the start: machine, base, templa
 	@$(BIN)/python launch/doctor.py $(ARGS)
 
 clean:  ## remove runs, caches and .venv
-	rm -rf runs .cache .venv .types .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf runs .cache .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

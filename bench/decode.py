@@ -21,7 +21,7 @@ from train_step import random_base, random_head
 
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import Decoder, DraftConfig
-from ctcdraft.model.tree import Tree
+from ctcdraft.model.draft.tree import Tree
 
 SHAPES = {
     name: replace(STEP_SHAPES[of], batch=1, length=64)

@@ -14,7 +14,7 @@ from measure import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 from ctcdraft.model import fused_ctc_loss
-from ctcdraft.model.kernels import prefix_lattice
+from ctcdraft.model.loss.kernels import prefix_lattice
 
 MODES = ("forward", "frozen", "trained")  # forward only; with gradient, LM head frozen; LM head trained too
 CHUNK = 64 if DEVICE == "cpu" else 512  # anchors of the chunked rivals

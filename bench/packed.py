@@ -12,9 +12,9 @@ from measure import interleaved, machine, spread
 
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import load_base
-from ctcdraft.model.budget import chain_of
-from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.mask import tree_mask
+from ctcdraft.model.base.cache import TreeCache
+from ctcdraft.model.draft.budget import chain_of
+from ctcdraft.model.draft.mask import tree_mask
 
 
 def forward_of(base, rows, prompt):

@@ -20,8 +20,8 @@ from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import load_base
-from ctcdraft.model.generate import continue_all
-from ctcdraft.model.request import Request
+from ctcdraft.model.decode.generate import continue_all
+from ctcdraft.model.decode.request import Request
 
 
 def first_turns(base, path, count):

@@ -26,15 +26,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard_tensors
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.model import HeadConfig
-from ctcdraft.model.base import Base
-from ctcdraft.model.head import attended_on, head_on
-from ctcdraft.model.precision import cpu_has_bf16
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.heads import CtcConfig, attended_on, head_on
+from ctcdraft.model.load.precision import cpu_has_bf16
 from ctcdraft.train import task
 from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
-LABELS = HeadConfig().slots
+LABELS = CtcConfig().slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ def random_batch(shape, anchors):
 
 def stored_states(base, batch, kind, folder):
     """The batch's hidden states on disk, as training reads them."""
-    path, states_BLX = folder / shard_name(0), base.hidden(batch.ids_BL, attended=attended_on(base, HeadConfig()))
+    path, states_BLX = folder / shard_name(0), base.hidden(batch.ids_BL, attended=attended_on(base, CtcConfig()))
     save_file(shard_tensors([encoded(states, kind).cpu() for states in states_BLX]), path)
     facts = {"kind": kind, "size": states_BLX.shape[2]}
     shards = [{"first": 0, "bytes": path.stat().st_size}]
@@ -146,7 +145,7 @@ def stored_states(base, batch, kind, folder):
 
 def random_head(base, transition, slots=LABELS):
     """As conf/head/ctc.yaml has it."""
-    config = HeadConfig(slots=slots, merge=False, band=1, transition=transition)
+    config = CtcConfig(slots=slots, merge=False, band=1, transition=transition)
     return head_on(base, config).to(base.device)
 
 

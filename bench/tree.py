@@ -14,10 +14,11 @@ from measure import interleaved
 from train_step import SHAPES, random_base, random_head
 
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.model import Decoder, DraftConfig, tree
-from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.lattice import candidates_of
-from ctcdraft.model.topology import Topology
+from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model.base.cache import TreeCache
+from ctcdraft.model.draft import tree
+from ctcdraft.model.lattice.candidates import candidates_of
+from ctcdraft.model.lattice.topology import Topology
 
 NODES = 32
 CONTEXT, ACCEPTED = 64, 3  # positions that the head has read, and those of one step

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctcdraft.data.features import Features
-from ctcdraft.data.packing import first_fit
-from ctcdraft.data.store import Corpus, Example
+from .features import Features
+from .packing import first_fit
+from .store import Corpus, Example
 
 POOL = 16  # batches are made of sequences of like length, sorted within pools of this many batches
 

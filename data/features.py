@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ctcdraft.data.store import read_object
+from .store import read_object
 
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ctcdraft.data.sources import RowError
+from .sources import RowError
 
 Message = dict[str, Any]
 

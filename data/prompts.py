@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ctcdraft.data.template import NO_ARGS, TemplateArgs, prompt_ids, text_ids
+from .template import NO_ARGS, TemplateArgs, prompt_ids, text_ids
 
 
 def question_ids(

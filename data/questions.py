@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from string import digits
 
-from ctcdraft.data.generated import Drawn, Generator, texts_beside
+from .generated import Drawn, Generator, texts_beside
 
 TEXTS = texts_beside(__file__)
 

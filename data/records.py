@@ -10,8 +10,8 @@ import marshal
 from dataclasses import dataclass, field
 from typing import Any
 
-from ctcdraft.data.messages import THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
-from ctcdraft.data.sources import RowError
+from .messages import THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
+from .sources import RowError
 
 FOLLOWERS = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
 # Columns by what they hold. Where a row has several of a line, the first is read and the others are named as unread.

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ctcdraft.data.messages import Message, for_server, read_turn
-from ctcdraft.data.secrets import masked
-from ctcdraft.data.sources import RowError
+from .messages import Message, for_server, read_turn
+from .secrets import masked
+from .sources import RowError
 
 PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed in a moment
 REFUSING = {400, 413, 422}  # it never will; of others (401, 404 ...) that is up to who runs the server

@@ -4,7 +4,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from ctcdraft.data.store import Corpus
+from .store import Corpus
 
 LABEL, DIFFERENT, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 

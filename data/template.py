@@ -21,10 +21,10 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
-from ctcdraft.data.messages import THOUGHT_KEYS, Message
-from ctcdraft.data.records import Conversation
-from ctcdraft.data.sources import RowError
-from ctcdraft.data.unshown import unshown
+from .messages import THOUGHT_KEYS, Message
+from .records import Conversation
+from .sources import RowError
+from .unshown import unshown
 
 Messages = Sequence[Message]
 Span = tuple[int, int]  # characters [start, end)
@@ -107,7 +107,7 @@ class _Text:
 
 
 def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
-    """The base (of model/base.py), whose chats are rendered with these from now on.
+    """The base (of model/base/llm.py), whose chats are rendered with these from now on.
 
     Raises ValueError where rendering itself gives one of them, or the template never reads it.
     """

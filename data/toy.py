@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ctcdraft.data.generated import Drawn, Generator, texts_beside
+from .generated import Drawn, Generator, texts_beside
 
 TEXTS = texts_beside(__file__)
 WORDS = TEXTS["words"]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ctcdraft.data.messages import Message
+from .messages import Message
 
 NO_TOOLS = "tools (the template shows none)"
 SOME_TOOLS = "tools (the template shows a part of them)"

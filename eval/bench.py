@@ -15,9 +15,10 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_jsonl
-from ctcdraft.eval.rows import Question, benchmark_rows, question_of
-from ctcdraft.model.base import Base, warn_if_plain
-from ctcdraft.model.sampling import Sampling
+from ctcdraft.model.base.llm import Base, warn_if_plain
+from ctcdraft.model.decode.sampling import Sampling
+
+from .rows import Question, benchmark_rows, question_of
 
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]

@@ -1,6 +1,6 @@
 """Why outputs may differ below exact arithmetic: the same tokens give other logits in a forward of another shape.
 
-The control puts plain decoding's own tokens through the base N + 1 at a time (model/rounding.py). Shape suffix: V
+The control puts plain decoding's own tokens through the base N + 1 at a time (model/base/rounding.py). Shape suffix: V
 vocabulary.
 """
 
@@ -13,10 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ctcdraft.eval.bench import Setting
-from ctcdraft.model.base import Base
-from ctcdraft.model.rounding import SPACINGS, TIE_GAP, bound_of, forced_logits
-from ctcdraft.model.sampling import gumbel
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.base.rounding import SPACINGS, TIE_GAP, bound_of, forced_logits
+from ctcdraft.model.decode.sampling import gumbel
+
+from .bench import Setting
 
 FLOAT32_PARAMETERS = 1_000_000_000
 

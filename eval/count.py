@@ -18,11 +18,15 @@ import numpy as np
 from tqdm import tqdm
 
 from ctcdraft.data.store import Journal
-from ctcdraft.eval.evaluate import Measurement
-from ctcdraft.eval.place import Evaluated, digest_of, known, latest, write_results
-from ctcdraft.eval.replay import Known, Replayed, replay
-from ctcdraft.eval.report import DEPTHS, count_table
-from ctcdraft.eval.results import (
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import Decoder
+from ctcdraft.model.decode.generate import continued
+
+from .evaluate import Measurement
+from .place import Evaluated, digest_of, known, latest, write_results
+from .replay import Known, Replayed, replay
+from .report import DEPTHS, count_table
+from .results import (
     LOOKUP_ALONE,
     accepted_by_source,
     by_category,
@@ -30,11 +34,8 @@ from ctcdraft.eval.results import (
     pooled,
     tokens_per_step,
 )
-from ctcdraft.eval.rows import Question
-from ctcdraft.eval.run import Answered, Turn
-from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder
-from ctcdraft.model.generate import continued
+from .rows import Question
+from .run import Answered, Turn
 
 ROWS = 16  # answers that the base gives together
 

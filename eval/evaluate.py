@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from ctcdraft.data.store import write_jsonl
-from ctcdraft.eval.bench import BenchConfig, load_questions
-from ctcdraft.eval.control import bound_in_words
-from ctcdraft.eval.place import Evaluated, digest_of, known, latest, write_results
-from ctcdraft.eval.plots import draw, draw_heads
-from ctcdraft.eval.report import heads_report, report
-from ctcdraft.eval.results import LOOKUP_ALONE, blocks_of, compact, compared, measured
-from ctcdraft.eval.rows import Question, questions_hash
-from ctcdraft.eval.run import Answered, generate_rate, run
-from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder, DraftConfig
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import Decoder, DraftConfig
 from ctcdraft.model.export import load_head, read_config
+
+from .bench import BenchConfig, load_questions
+from .control import bound_in_words
+from .place import Evaluated, digest_of, known, latest, write_results
+from .plots import draw, draw_heads
+from .report import heads_report, report
+from .results import LOOKUP_ALONE, blocks_of, compact, compared, measured
+from .rows import Question, questions_hash
+from .run import Answered, generate_rate, run
 
 
 @dataclass(frozen=True)

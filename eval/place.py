@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ctcdraft.data.store import read_object
-from ctcdraft.eval.report import short_table
-from ctcdraft.eval.results import heads_at
 from ctcdraft.model.folders import new_folder
+
+from .report import short_table
+from .results import heads_at
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from ctcdraft.eval.results import blocks_of
+from .results import blocks_of
 
 INK, ACCENT = "#30343b", "#2f6db5"
 SERIES = (ACCENT, "#e08a3c", "#5a9e6f", "#a05195", "#8a8f98")

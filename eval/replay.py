@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from ctcdraft.data.records import tokens_of
 from ctcdraft.data.sources import RowError, read_rows
-from ctcdraft.model import tree as trees
-from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder, Generation
-from ctcdraft.model.generate import batches_by_length
-from ctcdraft.model.lattice import Lattice
-from ctcdraft.model.layers import Attended
-from ctcdraft.model.tree import Tree
+from ctcdraft.model.base.context import Attended
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import Decoder, Generation
+from ctcdraft.model.decode.generate import batches_by_length
+from ctcdraft.model.draft import tree as trees
+from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.lattice.candidates import Lattice
 
 SEQUENCES = 8  # that the base reads together
 ANCHORS = 64  # that a head drafts for together

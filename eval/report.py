@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ctcdraft.eval.results import blocks_of, heads_at
-from ctcdraft.model.tree import SOURCES
+from ctcdraft.model.draft.tree import SOURCES
+
+from .results import blocks_of, heads_at
 
 Block = Mapping[str, Any]  # the figures of a head at one temperature
 DEPTHS = (1, 2, 3, 5, 8)

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.eval.control import Flips
-from ctcdraft.eval.run import Answered
-from ctcdraft.model.tree import SOURCES
+from ctcdraft.model.draft.tree import SOURCES
+
+from .control import Flips
+from .run import Answered
 
 LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no training
 RESAMPLES = 2000

@@ -14,7 +14,7 @@ from ctcdraft.data.prompts import question_ids
 from ctcdraft.data.records import SYSTEM, TOOLS, turns_of_text
 from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
 from ctcdraft.data.template import answer_message, prompt_ids
-from ctcdraft.model.base import Base
+from ctcdraft.model.base.llm import Base
 
 FIELDS = {
     "mt_bench": ("turns", "prompt"),

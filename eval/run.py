@@ -12,11 +12,12 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from ctcdraft.eval.bench import BenchConfig, Setting
-from ctcdraft.eval.control import Control, Divergence, Flips
-from ctcdraft.eval.rows import Question
-from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder, Generation
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import Decoder, Generation
+
+from .bench import BenchConfig, Setting
+from .control import Control, Divergence, Flips
+from .rows import Question
 
 GENERATE_TURNS = 8
 Side = TypeVar("Side")

@@ -13,7 +13,7 @@ from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
-from ctcdraft.model.base import warn_if_plain
+from ctcdraft.model.base.llm import warn_if_plain
 
 TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 

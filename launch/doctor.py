@@ -29,8 +29,8 @@ from ctcdraft.eval.report import markdown_table
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import enter
 from ctcdraft.launch.schema import TrainEntry
-from ctcdraft.model.base import Base
-from ctcdraft.model.head import head_on, parameters_of
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.heads import head_on, parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.files import free_bytes
 from ctcdraft.train.gate import OverfitGate

@@ -84,18 +84,30 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 def typed(config: DictConfig, schema: type[Entry]) -> Entry:
     """The configuration as frozen dataclasses. Raises ValueError, in one sentence, on a wrong type."""
     try:
-        return TypeAdapter(schema).validate_python(OmegaConf.to_container(config, resolve=True))
+        given = OmegaConf.to_container(config, resolve=True)
+        return TypeAdapter(schema).validate_python(given)
     except OmegaConfBaseException as error:
         raise ValueError(_short(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = _option_at(first["loc"], given)
         if first["type"] == "value_error":
             raise ValueError(str(first["ctx"]["error"])) from error
         if first["type"] == "unexpected_keyword_argument":
             raise ValueError(f"{where}: there is no such option") from error
         message = first["msg"][0].lower() + first["msg"][1:]
         raise ValueError(f"{where}={_short(first['input'], 80)}: {message}") from error
+
+
+def _option_at(loc: tuple[int | str, ...], given: Any) -> str:
+    """The option that pydantic's `loc` is about: without the kinds that it names on the way."""
+    parts = []
+    for part in loc:
+        if isinstance(given, dict) and part not in given and part != loc[-1]:
+            continue
+        parts.append(str(part))
+        given = given.get(part) if isinstance(given, dict) else given[part] if isinstance(given, list) else None
+    return ".".join(parts)
 
 
 def options_in(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

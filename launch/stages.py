@@ -18,16 +18,14 @@ from ctcdraft.data.show import shown
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.data.template import with_template_args
-from ctcdraft.launch.door import options_in
-from ctcdraft.launch.schema import BaseConfig, BasePath, EvalEntry, HeadChoice, TrainEntry
-from ctcdraft.model.base import Base
+from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed
-from ctcdraft.model.gguf import convert_gguf, is_gguf
-from ctcdraft.model.head import HeadConfig, attended_on, flops_per_draft, head_on, parameters_of
-from ctcdraft.model.load import load_base
-from ctcdraft.model.precision import resolve_dtype
-from ctcdraft.model.smollm2 import describe_smollm2, smollm2_folder
+from ctcdraft.model.heads import HeadConfig, attended_on, flops_per_draft, head_config, head_on, parameters_of
+from ctcdraft.model.load.gguf import convert_gguf, is_gguf
+from ctcdraft.model.load.precision import resolve_dtype
+from ctcdraft.model.load.pretrained import load_base
+from ctcdraft.model.load.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.features import FeatureStore
@@ -37,6 +35,9 @@ from ctcdraft.train.options import decisive
 from ctcdraft.train.prepare import account_of, prepare, prepared_folder
 from ctcdraft.train.simulate import calibrate, copy_rates
 from ctcdraft.train.toy_base import toy_base, toy_folder
+
+from .door import options_in
+from .schema import BaseConfig, BasePath, EvalEntry, HeadChoice, TrainEntry
 
 LONGEST_NAME = 200
 UNREAD_SHOWN = 12
@@ -355,7 +356,7 @@ def export_best(folder: Path, base: Base, output: Path | None = None) -> Path:
     if trained is None or not trained.best:
         raise ValueError(f"{folder} has no evaluated head to export: run its training again")
     base = with_template_args(base, record["data"].get("template_args") or {})
-    head = head_on(base, HeadConfig(**record["head"]))
+    head = head_on(base, head_config(record["head"]))
     head.load_state_dict(trained.best)
     head = head.to(base.device).eval()
     data_folder, objective = Path(paths["data"]), record["objective"]

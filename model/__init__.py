@@ -1,22 +1,26 @@
 """The frozen base, the heads, the CTC lattice, the draft tree, the decoder and the export."""
 
-from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import Decoder, DraftConfig, Generation
-from ctcdraft.model.export import export_head, load_head
-from ctcdraft.model.head import Head, HeadConfig, build_head
-from ctcdraft.model.load import load_base
-from ctcdraft.model.objective import fused_ctc_loss
+from .base.llm import Base
+from .decode.decoder import Decoder, DraftConfig, Generation
+from .export import export_head, load_head
+from .heads import CtcConfig, EagleConfig, Head, HeadConfig, MedusaConfig, ParallelConfig, head_on
+from .load.pretrained import load_base
+from .loss.objective import fused_ctc_loss
 
 __all__ = [
     "Base",
+    "CtcConfig",
     "Decoder",
     "DraftConfig",
+    "EagleConfig",
     "Generation",
     "Head",
     "HeadConfig",
-    "build_head",
+    "MedusaConfig",
+    "ParallelConfig",
     "export_head",
     "fused_ctc_loss",
+    "head_on",
     "load_base",
     "load_head",
 ]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from ctcdraft.model.decoder import Decoder, DraftConfig
+from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.decode.request import Settings
 from ctcdraft.model.export import load_head, read_config
-from ctcdraft.model.load import base_of
-from ctcdraft.model.request import Settings
+from ctcdraft.model.load.pretrained import base_of
 
 # Options of `generate` that this decoder does, or that change no token; of all others only the defaults are taken.
 TAKEN = {

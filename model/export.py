@@ -5,19 +5,19 @@ import json
 import os
 import shutil
 import warnings
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from ctcdraft.model.base import Base
-from ctcdraft.model.budget import Calibration
-from ctcdraft.model.head import Head, HeadConfig, head_on, parameters_of
-from ctcdraft.model.prompt_lookup import CopyRates
+from .base.llm import Base
+from .draft.budget import Calibration
+from .draft.prompt_lookup import CopyRates
+from .heads import Head, head_config, head_on, parameters_of
 
-FORMAT = 3
+FORMAT = 4
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 CARD = Path(__file__).with_name("card.md")  # its fields stand in braces
 SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""
@@ -116,7 +116,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
             )
     try:
         state = load(blob)
-        head = head_on(base, HeadConfig(**config["head"]))
+        head = head_on(base, head_config(config["head"]))
         head.load_state_dict(state)
         head.draft_vocabulary(base)  # whose ids are checked
         if config.get("calibration") is not None:
@@ -135,8 +135,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: no such folder of an exported head")
     try:
         config = json.loads(_read(folder / "config.json"))
-        known = {f.name for f in fields(HeadConfig)}
-        good = config["format"] == FORMAT and set(config["head"]) <= known and len(config["sha256"]) == 64
+        head_config(config["head"])
+        good = config["format"] == FORMAT and len(config["sha256"]) == 64
         good = good and isinstance(config["hidden_size"], int)
         good = good and {"name", "config", "tokenizer", "lm_head"} <= set(config["base"])
         good = good and isinstance(config["training"], dict)

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctcdraft.model import Decoder
-from ctcdraft.model.generate import continue_all
-from ctcdraft.model.load import base_of
-from ctcdraft.model.request import Request
+from ctcdraft.model.decode.generate import continue_all
+from ctcdraft.model.decode.request import Request
+from ctcdraft.model.load.pretrained import base_of
 
 WINDOW, NEW_TOKENS = 16, 24
 OWN = SIZES | {"eos_token_id": 259, "pad_token_id": 0}

@@ -16,7 +16,7 @@ import pytest
 from bases import write_base
 
 from ctcdraft.model import load_base
-from ctcdraft.model.smollm2 import cached_smollm2
+from ctcdraft.model.load.smollm2 import cached_smollm2
 
 torch.set_num_threads(1)  # for what fixtures make before the first test
 ROOT = Path(__file__).parents[1]

@@ -6,19 +6,18 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig
-from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import head_on
-from ctcdraft.model.tree import Tree
+from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model.base.cache import TreeCache
+from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, ParallelConfig, head_on
 
-SIZES = {"slots": 5, "rank": 8, "width": 32, "beam": 3}
 HEADS = [
-    HeadConfig("ctc", **SIZES),
-    HeadConfig("ctc", transition="full", layers=1, **SIZES),
-    HeadConfig("parallel", **SIZES),
-    HeadConfig("parallel", transition="full", layers=1, **SIZES),
-    HeadConfig("medusa", **SIZES),
-    HeadConfig("eagle", **SIZES),
+    CtcConfig(slots=5, transition="none", merge=True, band=None),
+    CtcConfig(slots=5, layers=1, rank=8),
+    ParallelConfig(slots=5),
+    ParallelConfig(slots=5, transition="full", layers=1, rank=8),
+    MedusaConfig(slots=5, layers=2),
+    EagleConfig(slots=5, width=32, beam=3),
 ]
 
 

@@ -33,8 +33,8 @@ from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import _quoted, compose, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
-from ctcdraft.model import HeadConfig, export_head, load_head
-from ctcdraft.model.head import head_on
+from ctcdraft.model import export_head, load_head
+from ctcdraft.model.heads import CtcConfig, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train import zero
 from ctcdraft.train.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
@@ -167,7 +167,7 @@ class Edges:
         self.states = {4: zero.whole_state(self.trainer.engine)}
         shutil.rmtree(work / "whole-2")
         torch.manual_seed(0)
-        config = HeadConfig(slots=4, transition="full")
+        config = CtcConfig(slots=4, transition="full")
         self.head = head_on(self.base, config).eval()
         training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
         export_head(self.head, self.base, work / "head", training)

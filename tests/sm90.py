@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ctcdraft.model.kernels import reference, triton_lattice, triton_lse
+from ctcdraft.model.loss import reference, triton_lattice, triton_lse
 
 T = {"WIDE": triton.language.float32}
 LATTICE = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **T}

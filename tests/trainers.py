@@ -12,7 +12,7 @@ from bases import write_base
 from ctcdraft.launch.door import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
-from ctcdraft.model.head import attended_on
+from ctcdraft.model.heads import attended_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.log import LoggerConfig, RunLog

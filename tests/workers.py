@@ -8,8 +8,8 @@ import time
 import torch
 
 from ctcdraft.data import server as http
-from ctcdraft.model import generate
-from ctcdraft.model.base import Base
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode import generate
 from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.prepare import prepare
 

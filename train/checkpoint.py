@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.train.engine import from_rank_zero, rank, world_size
-from ctcdraft.train.files import free_bytes, read_manifest, seal, unsealed, write_atomically
-from ctcdraft.train.zero import restore_state, shapes_of, whole_state
+from .engine import from_rank_zero, rank, world_size
+from .files import free_bytes, read_manifest, seal, unsealed, write_atomically
+from .zero import restore_state, shapes_of, whole_state
 
 FORMAT = 4
 STATE = "state.safetensors"

@@ -21,9 +21,10 @@ import deepspeed
 from pydantic import Field
 from torch import Tensor, nn
 
-from ctcdraft.model.head import Head, parameters_of
-from ctcdraft.train import pulse
-from ctcdraft.train.zero import optimizer_of, start_moments
+from ctcdraft.model.heads import Head, parameters_of
+
+from . import pulse
+from .zero import optimizer_of, start_moments
 
 Made = TypeVar("Made")
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]

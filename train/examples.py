@@ -18,10 +18,11 @@ from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import Rendered, render_all, unread_in_prompt
-from ctcdraft.model.base import Base
-from ctcdraft.model.generate import batches_by_length, continued
-from ctcdraft.train.regenerate import LEAST_ROOM, rewrite
-from ctcdraft.train.shards import Account, DataConfig
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.generate import batches_by_length, continued
+
+from .regenerate import LEAST_ROOM, rewrite
+from .shards import Account, DataConfig
 
 TOKENS_STAY = (
     "tokens cannot be rewritten: data.labels=given takes them as the base's own words, "

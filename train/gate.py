@@ -4,7 +4,7 @@ The stages are asked in the order in which data takes its way, each against a se
 no code with the first; what comes after a stage that disagrees is not asked.
 
 Where the two ways put the same tokens through the base in forwards of other shapes, they agree if they differ by little
-more than ordinary causal forwards of other shapes do (model/rounding.py): that depends on the base's dtype and depth,
+more than ordinary causal forwards of other shapes do (model/base/rounding.py): that depends on its dtype and depth,
 and is measured. What head and search compute is compared in float32, whatever the base's dtype. Shape suffixes as in
 train/task.py.
 """
@@ -23,19 +23,20 @@ from ctcdraft.data.batches import Sampler
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.store import COLUMNS, Corpus, Example
 from ctcdraft.data.template import prompt_ids
-from ctcdraft.model.base import Base
-from ctcdraft.model.best_first import first_emissions
-from ctcdraft.model.decoder import Decoder
-from ctcdraft.model.head import Slots
-from ctcdraft.model.lattice import Lattice
-from ctcdraft.model.mask import tree_mask
-from ctcdraft.model.objective import AnchorLoss, feasible_prefixes, slots_looked_at
-from ctcdraft.model.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
-from ctcdraft.model.tree import Tree
-from ctcdraft.train.examples import example_of
-from ctcdraft.train.loop import Plan
-from ctcdraft.train.shards import DataConfig
-from ctcdraft.train.task import (
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.base.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
+from ctcdraft.model.decode.decoder import Decoder
+from ctcdraft.model.draft.mask import tree_mask
+from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.heads.head import Slots
+from ctcdraft.model.lattice.best_first import first_emissions
+from ctcdraft.model.lattice.candidates import Lattice
+from ctcdraft.model.loss.objective import AnchorLoss, feasible_prefixes, slots_looked_at
+
+from .examples import example_of
+from .loop import Plan
+from .shards import DataConfig
+from .task import (
     DraftTask,
     base_features,
     draft_losses,

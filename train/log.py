@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ctcdraft.data.secrets import masked
-from ctcdraft.train.files import write_atomically
+
+from .files import write_atomically
 
 INIT_SECONDS = 30
 

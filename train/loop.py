@@ -19,17 +19,18 @@ from tqdm import tqdm
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
-from ctcdraft.model.base import Base
-from ctcdraft.model.decoder import DraftConfig
-from ctcdraft.model.head import HeadConfig
-from ctcdraft.train import engine as ds
-from ctcdraft.train import pulse
-from ctcdraft.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from ctcdraft.train.log import RunLog
-from ctcdraft.train.options import MAY_DIFFER
-from ctcdraft.train.simulate import dev_batches, simulate
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, Sums, base_features, head_for, negatives_for
-from ctcdraft.train.watch import Watch, save_replay
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import DraftConfig
+from ctcdraft.model.heads import AnyHeadConfig
+
+from . import engine as ds
+from . import pulse
+from .checkpoint import TrainState, load_checkpoint, save_checkpoint
+from .log import RunLog
+from .options import MAY_DIFFER
+from .simulate import dev_batches, simulate
+from .task import DraftTask, ObjectiveConfig, Sums, base_features, head_for, negatives_for
+from .watch import Watch, save_replay
 
 EVAL_ANCHORS = 8  # per development sequence
 
@@ -85,7 +86,7 @@ class TrainConfig(RowsConfig):
 class Plan:
     """All that decides a training run's outcome."""
 
-    head: HeadConfig
+    head: AnyHeadConfig
     objective: ObjectiveConfig
     optim: ds.OptimConfig
     zero: ds.ZeroConfig = field(metadata=MAY_DIFFER)
@@ -145,7 +146,7 @@ class Trainer:
         self._saved = (self.state.step, self.state.best) if self.state.step else None
         self.seconds: dict[str, float] = defaultdict(float)
         self.rate = self.grad_norm = 0.0
-        self.watch = Watch(blanks=plan.head.band is None)
+        self.watch = Watch(blanks=plan.head.topology.band is None)
         self._stop_asked = self.interrupted = False
 
     def finished(self) -> bool:

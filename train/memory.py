@@ -1,10 +1,11 @@
 """What a training run will hold in memory, per part and rank: an estimate from sizes alone, before anything runs."""
 
-from ctcdraft.model.base import Base
-from ctcdraft.model.head import Head, parameters_of
-from ctcdraft.model.packed import PackedLinear
-from ctcdraft.train.engine import PRECISIONS, bucket_of
-from ctcdraft.train.loop import Plan
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.base.packed import PackedLinear
+from ctcdraft.model.heads import Head, parameters_of
+
+from .engine import PRECISIONS, bucket_of
+from .loop import Plan
 
 KEPT_PER_SLOT = 27  # activations of its own width that a block needs in its backward, per slot; measured, rounded up
 KEPT_OF_COPY = (12, 4)  # the same of a copied layer, in widths of the base and of its MLP
@@ -28,11 +29,13 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
     features = D + (0 if attended is None else attended.size)
     inner = getattr(base.model.config.get_text_config(), "intermediate_size", None) or 4 * D
     per_layer = KEPT_PER_SLOT * D if attended is None else KEPT_OF_COPY[0] * D + KEPT_OF_COPY[1] * inner
-    per_draft = config.slots * (config.layers * per_layer + 3 * D)
+    layers = getattr(config, "layers", 1)
+    per_draft = config.slots * (layers * per_layer + 3 * D)
     rows = anchors * config.slots  # of a sequence: in the mask each has a number for all of them and for the context
-    seen = 0 if attended is None else micro * (length + rows) * (rows + 2 * config.layers * D)  # and keys and values
-    behind = 1 if config.kind != "ctc" else 1 + (config.slots if config.band is None else config.band)
-    moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * D + 2 * config.rank)
+    seen = 0 if attended is None else micro * (length + rows) * (rows + 2 * layers * D)  # and keys and values
+    rank = 0 if head.transition is None else head.transition.from_slot.out_features
+    behind = 1 + config.topology.width(config.slots)  # prefixes that a slot stands behind
+    moved = micro * anchors * config.slots * behind * (KEPT_OF_MOVED * D + 2 * rank)
     vocab = config.draft_vocab_size or base.vocab_size
     return {
         "base weights": sum(p.nbytes for p in base.model.parameters()),
@@ -44,6 +47,6 @@ def memory_per_rank(base: Base, head: Head, plan: Plan, ranks: int) -> dict[str,
         "evaluation": 4 * count,  # a second head, which drafts in float32
         "features": 2 * micro * length * features * (width + base.lm_weight.element_size()),
         "slots": (micro * anchors * per_draft + seen) * width,
-        "transition": (config.transition != "none") * moved * 4,
+        "transition": (rank > 0) * moved * 4,
         "logits": 2 * min(LOGIT_ROWS, micro * anchors * config.slots) * vocab * 4,
     }

@@ -37,13 +37,14 @@ from ctcdraft.data.store import (
     save_corpus,
     write_jsonl,
 )
-from ctcdraft.model.base import Base, warn_if_plain
+from ctcdraft.model.base.llm import Base, warn_if_plain
 from ctcdraft.model.folders import new_folder
-from ctcdraft.train.examples import ExampleMaker
-from ctcdraft.train.files import MANIFEST, share_out, work_folder
-from ctcdraft.train.options import decisive
-from ctcdraft.train.regenerate import OUTCOMES
-from ctcdraft.train.shards import GENERATED, LEARNT, Account, DataConfig, Shard, asked_text, read_shards
+
+from .examples import ExampleMaker
+from .files import MANIFEST, share_out, work_folder
+from .options import decisive
+from .regenerate import OUTCOMES
+from .shards import GENERATED, LEARNT, Account, DataConfig, Shard, asked_text, read_shards
 
 FORMAT = 4
 ACCOUNT = "account.json"  # of a shard, in its folder

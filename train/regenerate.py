@@ -15,9 +15,10 @@ from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import LOST_THOUGHT, NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
-from ctcdraft.model.base import Base
-from ctcdraft.model.generate import continued, work_key
-from ctcdraft.train.shards import DataConfig
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.generate import continued, work_key
+
+from .shards import DataConfig
 
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 # What becomes of the turns that are asked. errors: a server failed at every try; skipped: nobody was asked, because of

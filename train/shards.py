@@ -15,7 +15,8 @@ from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
-from ctcdraft.train.options import MAY_DIFFER
+
+from .options import MAY_DIFFER
 
 GENERATED = {"toy": toy, "prompts": questions}
 GENERATED_ROWS = 1800

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
-from ctcdraft.model.base import Base
-from ctcdraft.model.budget import Calibration, fit_calibration
-from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import Head, HeadConfig, head_on
-from ctcdraft.model.prompt_lookup import CopyRates, fit_rates
-from ctcdraft.model.tree import Tree
-from ctcdraft.train import engine as ds
-from ctcdraft.train.task import base_features, document_sight, read_at, roots_of
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.draft.budget import Calibration, fit_calibration
+from ctcdraft.model.draft.prompt_lookup import CopyRates, fit_rates
+from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.heads import Head, HeadConfig, head_on
+
+from . import engine as ds
+from .task import base_features, document_sight, read_at, roots_of
 
 NODES = 64  # of the trees that psi is calibrated on
 SEQUENCES = 64

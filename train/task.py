@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
-from ctcdraft.model.base import Base
-from ctcdraft.model.head import Head, HeadConfig, Slots, head_on
-from ctcdraft.model.kernels.linear_lse import multiplies_in_bfloat16
-from ctcdraft.model.layers import Sight
-from ctcdraft.model.negatives import Negatives
-from ctcdraft.model.objective import AnchorLoss, anchor_losses
-from ctcdraft.model.precision import cpu_has_bf16
-from ctcdraft.model.vocabulary import DraftVocabulary, most_frequent
+from ctcdraft.model.base.context import Sight
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
+from ctcdraft.model.heads.head import OnePassHead, Slots
+from ctcdraft.model.heads.vocabulary import DraftVocabulary, most_frequent
+from ctcdraft.model.load.precision import cpu_has_bf16
+from ctcdraft.model.loss.linear_lse import multiplies_in_bfloat16
+from ctcdraft.model.loss.negatives import Negatives
+from ctcdraft.model.loss.objective import AnchorLoss, anchor_losses
 
 MEMORY = 0.9  # of the mean psi of earlier steps, per step
 
@@ -31,7 +32,7 @@ MEMORY = 0.9  # of the mean psi of earlier steps, per step
 class ObjectiveConfig:
     """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
     decay^(k-1); follow: but no further than psi^follow, of the mean psi that such prefixes have had of
-    late; None: by decay alone. negatives: of a sampled softmax (model/negatives.py); None: the whole vocabulary.
+    late; None: by decay alone. negatives: of a sampled softmax (model/loss/negatives.py); None: the whole vocabulary.
     distill: how much of each label is the base's own distribution there (Hinton et al. 2015; of drafters, Zhou et al.
     2024, arXiv 2310.08461), the rest being the token that it chose."""
 
@@ -61,20 +62,22 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
             f"objective.labels={objective.labels} do not fit into head.slots={head.slots}: "
             "lower the one or raise the other"
         )
-    if objective.kind == "ctc" and head.band is not None:
+    if isinstance(head, CtcConfig) != (objective.kind != "cross_entropy"):
+        fitting = "prefix_ctc or ctc" if isinstance(head, CtcConfig) else "cross_entropy"
+        raise ValueError(f"head={head.kind} cannot be trained with {objective.kind}: use objective={fitting}")
+    if not isinstance(head, CtcConfig) or head.band is None:
+        return
+    if objective.kind == "ctc":
         raise ValueError(
             f"objective=ctc asks where a draft ends, which head.band={head.band} decides by itself: "
             "use head.band=null, and head.merge=true for the paper's"
         )
-    if head.band is not None and objective.labels + head.band < head.slots:
+    if objective.labels + head.band < head.slots:
         raise ValueError(
             f"objective.labels={objective.labels} and head.band={head.band} leave slots without a label: "
             f"head.slots={head.slots} must be at most {objective.labels + head.band}, objective.labels more, or "
             "head.band=null"
         )
-    if (head.kind == "ctc") != (objective.kind != "cross_entropy"):
-        fitting = "prefix_ctc or ctc" if head.kind == "ctc" else "cross_entropy"
-        raise ValueError(f"head={head.kind} cannot be trained with {objective.kind}: use objective={fitting}")
 
 
 def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
@@ -152,7 +155,7 @@ class DraftTask(nn.Module):
 @torch.no_grad()
 def embedded_labels(head: Head, base: Base, batch: Batch) -> Tensor | None:
     """The labels as the base's first layer gets them, [N, U, D], for a head that is trained along them."""
-    return None if head.one_pass else base.embed(batch.labels_NU).to(next(head.parameters()).dtype)
+    return None if isinstance(head, OnePassHead) else base.embed(batch.labels_NU).to(next(head.parameters()).dtype)
 
 
 def draftable(batch: Batch, vocabulary: DraftVocabulary) -> Batch:

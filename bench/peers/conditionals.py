@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctcdraft.model.base import Base
-from ctcdraft.model.tree import Tree
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.draft.tree import Tree
 
 Path = tuple[int, ...]  # tokens behind the root
 Children = tuple[list[float], list[int]]  # log-probabilities and tokens, the likeliest first
@@ -67,7 +67,6 @@ class LayersBase(Base):
 class PeerHead:
     """What `replay` and `Decoder.tree_of` ask of a head. nodes: of the largest tree that will be asked for."""
 
-    one_pass = False
     calibration = copy_rates = None
 
     def __init__(self, drafter: Drafter, base: Base, nodes: int) -> None:

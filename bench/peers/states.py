@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ctcdraft.eval.replay import Known, known_rows
 from ctcdraft.model import load_base
-from ctcdraft.model.generate import batches_by_length
+from ctcdraft.model.decode.generate import batches_by_length
 
 SEQUENCES = 8  # that the base reads together
 

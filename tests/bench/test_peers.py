@@ -9,11 +9,12 @@ import pytest
 import torch
 from bases import write_base
 from datasets import load_from_disk
-from drafting import SIZES, prompts
+from drafting import prompts
 from safetensors.torch import load_file
 
 from ctcdraft.eval.replay import Known, replay
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, build_head, load_base
+from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.heads import ParallelConfig, build_head
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
 from conditionals import LayersBase, PeerHead, grown
@@ -53,7 +54,7 @@ class Slots:
 
 
 def test_a_peer_that_drafts_as_a_head_of_ours_counts_the_same(base):
-    head, rows = build_head(HeadConfig("parallel", **SIZES), base.hidden_size).eval(), answers(base)
+    head, rows = build_head(ParallelConfig(slots=5, draft_vocab_size=None), base.hidden_size).eval(), answers(base)
     torch.manual_seed(0)
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)

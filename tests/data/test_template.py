@@ -8,7 +8,7 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.template import family_of, prompt_ids, render, render_all, thought_key, unread_in_prompt
-from ctcdraft.model.load import TEMPLATES
+from ctcdraft.model.load.pretrained import TEMPLATES
 
 CHAT = [
     {"role": "user", "content": "ab"},

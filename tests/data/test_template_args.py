@@ -8,7 +8,7 @@ from templates import SWITCHED, SWITCHED_SPECIALS, shown
 
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.template import answer_message, prompt_ids, render, with_template_args
-from ctcdraft.model.base import Base
+from ctcdraft.model.base.llm import Base
 
 ASK = [{"role": "user", "content": "q"}]
 SAID = [*ASK, {"role": "assistant", "content": "ab"}]

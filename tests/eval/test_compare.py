@@ -11,8 +11,9 @@ from ctcdraft.eval.bench import BenchConfig, Question, Setting
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.eval.results import bootstrap, difference
 from ctcdraft.eval.run import Answered, Turn
-from ctcdraft.model import DraftConfig, HeadConfig, export_head, load_base
-from ctcdraft.model.decoder import Generation
+from ctcdraft.model import DraftConfig, export_head, load_base
+from ctcdraft.model.decode.decoder import Generation
+from ctcdraft.model.heads import CtcConfig
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 
@@ -67,7 +68,7 @@ def heads(base, tmp_path_factory):
     found = {}
     for seed, label in enumerate(("one", "two", "three")):
         found[label] = tmp_path_factory.mktemp("heads") / label
-        export_head(random_head(HeadConfig(slots=4), base, seed), base, found[label], TRAINING)
+        export_head(random_head(CtcConfig(slots=4), base, seed), base, found[label], TRAINING)
     return found
 
 

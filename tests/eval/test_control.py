@@ -7,7 +7,7 @@ from bases import write_base
 from ctcdraft.eval.bench import Setting
 from ctcdraft.eval.control import Control, bound_in_words, scores
 from ctcdraft.model import Decoder, load_base
-from ctcdraft.model.rounding import bound_of, forced_logits
+from ctcdraft.model.base.rounding import bound_of, forced_logits
 
 PROMPT = [5, 9, 77, 30, 12]
 GREEDY, WARM = Setting(), Setting(1.0, 3)

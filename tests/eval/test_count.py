@@ -12,7 +12,9 @@ from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
 from ctcdraft.eval.report import count_table
-from ctcdraft.model import DraftConfig, HeadConfig, export_head, generate, load_base
+from ctcdraft.model import DraftConfig, export_head, load_base
+from ctcdraft.model.decode import generate
+from ctcdraft.model.heads import CtcConfig
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
@@ -30,7 +32,7 @@ def heads(base, tmp_path_factory):
     folders = {}
     for seed, name in enumerate("ab"):
         folders[name] = tmp_path_factory.mktemp(name) / "head"
-        export_head(random_head(HeadConfig(slots=4), base, seed), base, folders[name], TRAINING)
+        export_head(random_head(CtcConfig(slots=4), base, seed), base, folders[name], TRAINING)
     return folders
 
 

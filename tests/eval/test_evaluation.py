@@ -18,9 +18,9 @@ from ctcdraft.eval.place import Evaluated
 from ctcdraft.eval.report import figures, report
 from ctcdraft.eval.results import aggregate, blocks_of, compact, measured
 from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
-from ctcdraft.model import Decoder, DraftConfig, HeadConfig, export_head, load_base, load_head
-from ctcdraft.model.decoder import Generation
-from ctcdraft.model.head import head_on
+from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
+from ctcdraft.model.decode.decoder import Generation
+from ctcdraft.model.heads import CtcConfig, head_on
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
@@ -35,7 +35,7 @@ def chat_base(tmp_path_factory):
 def head_folder(chat_base, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head") / "head"
-    export_head(head_on(chat_base, HeadConfig(slots=4)), chat_base, folder, TRAINING)
+    export_head(head_on(chat_base, CtcConfig(slots=4)), chat_base, folder, TRAINING)
     return folder
 
 
@@ -324,7 +324,7 @@ def test_orders_are_balanced_over_questions_and_settings(chat_base, questions, m
     honest = runner._timed
     monkeypatch.setattr(runner, "_timed", lambda d, *rest: order.append(names[d]) or honest(d, *rest))
     monkeypatch.setattr(runner, "Decoder", lambda base: plain)
-    head = head_on(chat_base, HeadConfig(slots=2))
+    head = head_on(chat_base, CtcConfig(slots=2))
     plain, a, b = Decoder(chat_base), Decoder(chat_base, head, DRAFT), Decoder(chat_base, head, DRAFT)
     names = {plain: "p", a: "a", b: "b"}
     run(chat_base, {"a": a, "b": b}, load_questions(config, chat_base, None, 0), config)

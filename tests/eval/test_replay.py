@@ -9,7 +9,7 @@ from drafting import HEADS, prompts, random_head
 
 from ctcdraft.eval.replay import Known, known_rows, replay
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.budget import Calibration
+from ctcdraft.model.draft.budget import Calibration
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import chat
 from ctcdraft.launch.door import compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry
-from ctcdraft.model import HeadConfig, load_base
+from ctcdraft.model import load_base
 from ctcdraft.model.export import export_head
-from ctcdraft.model.head import head_on
+from ctcdraft.model.heads import CtcConfig, head_on
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 
@@ -24,7 +24,7 @@ def places(tmp_path_factory):
     folder = write_base(tmp_path_factory.mktemp("chat") / "b")
     base = load_base(str(folder))
     torch.manual_seed(0)
-    export_head(head_on(base, HeadConfig(slots=4)), base, folder.parent / "head", TRAINING)
+    export_head(head_on(base, CtcConfig(slots=4)), base, folder.parent / "head", TRAINING)
     return [f"head.path={folder.parent / 'head'}", f"base.path={folder}", "max_new_tokens=12"]
 
 
@@ -67,7 +67,7 @@ def test_chat_gives_the_template_what_it_got_in_the_heads_training(tmp_path, mon
     folder = write_base(tmp_path / "b", vocab_size=264)
     tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(folder)
     base = with_template_args(load_base(str(folder)), {"enable_thinking": False})
-    export_head(head_on(base, HeadConfig(slots=4)), base, tmp_path / "head", TRAINING)
+    export_head(head_on(base, CtcConfig(slots=4)), base, tmp_path / "head", TRAINING)
     prompts = []
     answer = chat.answer
     monkeypatch.setattr(chat, "answer", lambda d, prompt, *rest: prompts.append(prompt) or answer(d, prompt, *rest))

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from ctcdraft.launch import stages
 from ctcdraft.launch.door import _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
+from ctcdraft.model.heads import head_config
 from ctcdraft.train.shards import DataConfig, RegenerateConfig
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +35,16 @@ def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
     config = typed(compose("train", []), TrainEntry)
     for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
         part, plain = getattr(config, name), type(getattr(config, name))()
-        if name == "head":  # the simplest head is CTC without a transition, the default one has a band and one
-            assert part.transition == "full"
-            assert (part.merge, part.band) == (False, 1)
-            plain = replace(plain, transition="full")
-            plain = replace(plain, merge=False, band=1, draft_vocab_size=16384)
         if name == "objective":  # as many labels as the default has slots
             assert part.labels == config.head.slots
             plain = replace(plain, labels=config.head.slots)
         assert part == plain, name
+
+
+def test_a_head_is_the_same_by_name_and_from_python():
+    for kind in ("ctc", "parallel", "medusa", "eagle"):
+        given = OmegaConf.to_container(compose("train", [f"head={kind}"]).head)
+        assert head_config(given) == head_config({"kind": kind})
 
 
 def test_every_choice_composes():
@@ -294,14 +297,15 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path):
     assert stages.find_run(None, str(tmp_path)).name == "mine"
 
 
-ALLOWED = {
-    "model/kernels": {"model/kernels"},
-    "model": {"model", "model/kernels"},
-    "data": {"data"},
-    "eval": {"eval", "model", "model/kernels", "data"},
-    "train": {"train", "model", "model/kernels", "data"},
-    "launch": {"launch", "train", "eval", "model", "model/kernels", "data"},
+ALLOWED = {  # folders, and those of model/: what each may import
+    "model": set(),
+    "data": {"model"},
+    "eval": {"model", "data"},
+    "train": {"model", "data"},
+    "launch": {"model", "data", "train", "eval"},
 }
+FLOORS = ("base", "lattice", "loss", "draft", "load", "heads", "decode")  # of model/, each on those before
+LEAVES = {"folders"}  # of model/ itself: what floors may import
 OWNERS = {
     "hydra": {"launch"},
     "omegaconf": {"launch"},
@@ -311,28 +315,44 @@ OWNERS = {
 
 
 def imports(path):
+    """Names that a file imports, relative ones in full."""
+    package = ["ctcdraft", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def test_imports_point_one_way_and_heavy_packages_have_one_owner():
     checked = 0
-    for folder, allowed in ALLOWED.items():
+    for folder, others in ALLOWED.items():
         for path in (ROOT / folder).rglob("*.py"):
-            if folder == "model" and "kernels" in path.parts:
-                continue
+            place = path.relative_to(ROOT)
             for name in imports(path):
                 parts = name.split(".")
                 if parts[0] == "ctcdraft" and len(parts) > 1:
-                    used = "model/kernels" if parts[1:3] == ["model", "kernels"] else parts[1]
-                    assert used in allowed, f"{path} imports {name}"
-                owners = OWNERS.get(parts[0])
-                if owners:
-                    place = path.relative_to(ROOT)
-                    assert str(place) in owners or place.parts[0] in owners, f"{path} imports {name}"
+                    assert parts[1] in {folder, *others}, f"{place} imports {name}"
+                    if place.parts[1] in FLOORS and len(parts) > 2:
+                        below = {*FLOORS[: FLOORS.index(place.parts[1]) + 1], *LEAVES}
+                        assert parts[2] in below, f"{place} imports {name}"
+                assert {place.parts[0], str(place)} & OWNERS.get(parts[0], {folder}), f"{place} imports {name}"
                 checked += 1
     assert checked > 200
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    files = {f"ctcdraft.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}": path for path in product_files()}
+    ahead = {name: {used for used in imports(path) if used in files} - {name} for name, path in files.items()}
+    assert sum(map(len, ahead.values())) > 200
+    while ends := [name for name, used in ahead.items() if not used & ahead.keys()]:
+        for name in ends:
+            del ahead[name]
+    assert not ahead, f"these import each other: {sorted(ahead)}"
+
+
+def product_files():
+    return [path for folder in ALLOWED for path in (ROOT / folder).rglob("*.py") if path.stem != "__init__"]

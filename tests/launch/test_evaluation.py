@@ -14,9 +14,9 @@ from ctcdraft.launch import eval as entry
 from ctcdraft.launch.door import compose, enter, typed
 from ctcdraft.launch.schema import BasePath, EvalEntry
 from ctcdraft.launch.stages import run_base
-from ctcdraft.model import HeadConfig, export_head, load_base
-from ctcdraft.model.decoder import Decoder
-from ctcdraft.model.head import head_on
+from ctcdraft.model import export_head, load_base
+from ctcdraft.model.decode.decoder import Decoder
+from ctcdraft.model.heads import CtcConfig, head_on
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 SMALL = ["bench=toy", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
@@ -29,7 +29,7 @@ def place(tmp_path_factory):
     base = load_base(str(write_base(root / "base", eos_token_id=1, initializer_range=0.05)))
     for seed, name in enumerate(("a", "b")):
         run = root / "runs" / name
-        head = random_head(HeadConfig(slots=4), base, seed)
+        head = random_head(CtcConfig(slots=4), base, seed)
         for folder in (run / "head", root / "shipped" / name):
             export_head(head, base, folder, TRAINING)
         (run / "config.yaml").write_text("run: {}")
@@ -147,7 +147,7 @@ def switched(tmp_path_factory):
     write_base(root / "base", eos_token_id=5, vocab_size=264)  # <|im_end|>
     tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(root / "base")
     base = load_base(str(root / "base"))
-    head = head_on(base, HeadConfig(slots=4))
+    head = head_on(base, CtcConfig(slots=4))
     export_head(head, with_template_args(base, {"enable_thinking": False}), root / "off", TRAINING)
     export_head(head, base, root / "plain", TRAINING)
     return root

@@ -21,6 +21,7 @@ from ctcdraft.launch import stages
 from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
+from ctcdraft.model.heads import CtcConfig
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.shards import DataConfig
 
@@ -50,10 +51,10 @@ def test_pickled_weights_are_refused_unread(base_folder, tmp_path):
 
 
 def test_a_heads_or_runs_folder_with_pickles_in_it_is_read_without_them(base, tmp_path):
-    from ctcdraft.model import HeadConfig, export_head, load_head
-    from ctcdraft.model.head import head_on
+    from ctcdraft.model import export_head, load_head
+    from ctcdraft.model.heads import head_on
 
-    head = head_on(base, HeadConfig(slots=4))
+    head = head_on(base, CtcConfig(slots=4))
     training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
     export_head(head, base, tmp_path / "head", training)
     mark = tmp_path / "mark"

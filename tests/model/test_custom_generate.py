@@ -10,9 +10,10 @@ from bases import tiny_tokenizer, write_base
 from drafting import random_head
 from transformers import AutoModelForCausalLM, WatermarkingConfig, set_seed
 
-from ctcdraft.model import Decoder, HeadConfig, load_base
+from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.custom_generate import _decoder
 from ctcdraft.model.export import export_head
+from ctcdraft.model.heads import CtcConfig
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 
@@ -21,7 +22,7 @@ TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
 def stock(tmp_path_factory):
     folder = write_base(tmp_path_factory.mktemp("stock") / "b")
     base = load_base(str(folder), dtype="fp64")
-    head = random_head(HeadConfig(slots=4), base)
+    head = random_head(CtcConfig(slots=4), base)
     export_head(head, base, folder.parent / "head", TRAINING)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), str(folder.parent / "head"), base
 
@@ -93,7 +94,7 @@ def test_a_model_takes_its_decoders_with_it_and_a_new_head_is_seen(stock, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float64)
     first = _decoder(model, place, base.tokenizer, 4)
     assert _decoder(model, place, base.tokenizer, 4) is first
-    head = random_head(HeadConfig(slots=4), base, seed=1)
+    head = random_head(CtcConfig(slots=4), base, seed=1)
     export_head(head, base, place, TRAINING)
     second = _decoder(model, place, base.tokenizer, 4)
     assert not torch.equal(second.head.slot, first.head.slot)

@@ -6,9 +6,9 @@ import torch
 from bases import TEMPLATE, write_base
 from drafting import random_head
 
-from ctcdraft.model import HeadConfig, export_head, load_base, load_head
-from ctcdraft.model.cache import TreeCache
-from ctcdraft.model.head import candidates, head_on
+from ctcdraft.model import export_head, load_base, load_head
+from ctcdraft.model.base.cache import TreeCache
+from ctcdraft.model.heads import CtcConfig, head_config, head_on
 
 TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
 
@@ -16,7 +16,7 @@ TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.
 @pytest.fixture
 def exported(base, tmp_path):
     torch.manual_seed(0)
-    head = head_on(base, HeadConfig(slots=4)).eval()
+    head = head_on(base, CtcConfig(slots=4)).eval()
     export_head(head, base, tmp_path / "head", TRAINING)
     return head, tmp_path / "head"
 
@@ -25,7 +25,7 @@ def exported(base, tmp_path):
 def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_path, kind, layers):
     base = load_base(str(base_folder))
     torch.manual_seed(1)
-    head = random_head(HeadConfig(kind=kind, slots=4, layers=layers), base)
+    head = random_head(head_config({"kind": kind, "slots": 4, "layers": layers}), base)
     export_head(head, base, tmp_path / "head", TRAINING)
     loaded = load_head(tmp_path / "head", base)
     assert loaded.attended == head.attended
@@ -33,7 +33,7 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     hidden, root = base.hidden(ids, cache=read, attended=head.attended), base.embed(ids)
     read.keep([range(4)])
     slots = [(h.step(hidden, root, [4], h.new_cache(1, 64, read)), torch.tensor([8]), h) for h in (head, loaded)]
-    lattices = [candidates(*given, given[-1].vocabulary(base, 8)).lattices()[0] for given in slots]
+    lattices = [h.candidates(*given, h.vocabulary(base, 8)).lattices()[0] for *given, h in slots]
     assert np.array_equal(lattices[0].log_p, lattices[1].log_p)
     assert np.array_equal(lattices[0].log_blank, lattices[1].log_blank)
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1
@@ -47,7 +47,7 @@ def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(expor
     assert "was trained with base.eos=[1], and tiny-llama has [1,9] here" in str(recwarn.pop().message)
     dated = str(write_base(tmp_path / "dated", template="{{ strftime_now('%Y') }}" + TEMPLATE))
     base = load_base(dated)
-    export_head(head_on(base, HeadConfig(slots=4)), base, tmp_path / "of-dated", TRAINING)
+    export_head(head_on(base, CtcConfig(slots=4)), base, tmp_path / "of-dated", TRAINING)
     load_head(tmp_path / "of-dated", base)
     assert not recwarn
     load_head(tmp_path / "of-dated", load_base(dated, date="2025-01-31"))

@@ -28,7 +28,7 @@ def trained(make, folder, *options):
     return trainer, rows
 
 
-def head_of(trainer):
+def build_head(trainer):
     return engine.head_state(trainer.engine, trainer.task.head)
 
 
@@ -86,8 +86,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_gives_the_same_r
     assert "warning: checkpoint" in capsys.readouterr().err
     assert opened == ["step_000004"], "a file was read whose checksum is wrong"
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole[2][4:]]
-    for name, weight in head_of(trainer).items():
-        assert torch.equal(weight, head_of(whole[1])[name])
+    for name, weight in build_head(trainer).items():
+        assert torch.equal(weight, build_head(whole[1])[name])
     assert files.unsealed(copy / "checkpoints" / "step_000006") is None
 
 
@@ -158,7 +158,7 @@ def test_the_best_head_is_part_of_every_checkpoint_after_it(small, tmp_path):
     best = checkpoint.read_checkpoint(trainer.checkpoints).best
     again = small(tmp_path, "train.eval_every=4")
     assert again.state.best_step == again.state.step == 4
-    assert all(torch.equal(weight, best[name]) for name, weight in head_of(again).items())
+    assert all(torch.equal(weight, best[name]) for name, weight in build_head(again).items())
 
 
 STRANGE = {
@@ -223,7 +223,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_whole_checkpoint(small, tmp_pat
                 done = False
         again = small(folder, f"zero={stage}")
         seen.append(again.state.step)
-        assert all(torch.equal(w, head_of(trainer)[name]) for name, w in head_of(again).items())
+        assert all(torch.equal(w, build_head(trainer)[name]) for name, w in build_head(again).items())
         if done:
             break
     assert seen == sorted(seen), "the old one until the new one is whole, then the new one"

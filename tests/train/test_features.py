@@ -15,9 +15,9 @@ from workers import logged_batches, store_of, storing, wait_for
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features, decoded
 from ctcdraft.data.store import Example, load_corpus, save_corpus
-from ctcdraft.model import HeadConfig, build_head, load_base
-from ctcdraft.model.base import Base
-from ctcdraft.model.head import head_on
+from ctcdraft.model import load_base
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.heads import CtcConfig, build_head, head_on
 from ctcdraft.train import features as stage
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
@@ -73,7 +73,7 @@ def outcome(base, task, sampler, steps):
 def task_on(base, layers=0):
     """With so many of the base's layers in the head's body; 0: with blocks among slots."""
     torch.manual_seed(0)
-    config = HeadConfig(slots=4, layers=layers or 1)
+    config = CtcConfig(slots=4, layers=layers or 1)
     head = head_on(base, config) if layers else build_head(config, base.hidden_size)
     torch.nn.init.normal_(head.enter.weight, std=0.1)  # which would read nothing at first
     return DraftTask(head, ObjectiveConfig(labels=4), base)

@@ -7,11 +7,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ctcdraft.data import batches
-from ctcdraft.model import head as heads
-from ctcdraft.model import load_base, mask
-from ctcdraft.model.decoder import Decoder, DraftConfig
-from ctcdraft.model.head import HeadConfig
-from ctcdraft.model.step import EagerStep
+from ctcdraft.model import load_base
+from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.decode.step import EagerStep
+from ctcdraft.model.draft import mask
+from ctcdraft.model.heads import head as heads
+from ctcdraft.model.heads import head_config
 from ctcdraft.train import gate as gates
 from ctcdraft.train import task
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
@@ -49,7 +50,7 @@ def trained_base(request):
 
 def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     sizes = {"draft_vocab_size": 4096} | options
-    head = HeadConfig(kind=kind, **sizes)
+    head = head_config({"kind": kind, **sizes})
     objective = ObjectiveConfig(kind=objective, follow=None)
     plan = Plan(head, objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
     return OverfitGate(base, MESSAGES, plan, DataConfig(), answer_tokens=32, steps=steps).findings()

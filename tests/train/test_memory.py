@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from ctcdraft.model import load_base
-from ctcdraft.model.decoder import DraftConfig
-from ctcdraft.model.head import HeadConfig, build_head, head_on
+from ctcdraft.model.decode.decoder import DraftConfig
+from ctcdraft.model.heads import CtcConfig, build_head, head_on
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.memory import memory_per_rank
@@ -25,7 +25,7 @@ def estimate(base, head, stage=0, ranks=1, precision="fp32"):
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("sizes", [{}, {"layers": 1}, {"slots": 16}, {"slots": 3, "transition": "full"}])
 def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes, copied):
-    config = HeadConfig(**sizes)
+    config = CtcConfig(**sizes)
     head = head_on(fp32_base, config) if copied else build_head(config, fp32_base.hidden_size)
     behind = 0 if head.attended is None else head.attended.size
     hidden = torch.randn(2, 200, fp32_base.hidden_size + behind)
@@ -47,7 +47,7 @@ def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes, copied)
 
 
 def test_zero_shares_what_it_says_among_ranks(fp32_base):
-    head = head_on(fp32_base, HeadConfig())
+    head = head_on(fp32_base, CtcConfig())
     one = estimate(fp32_base, head)
     parts = ["optimizer", "gradients", "head weights"]
     for stage, shared in ((1, set(parts[:1])), (2, set(parts[:2])), (3, set(parts))):

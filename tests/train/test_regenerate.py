@@ -15,7 +15,8 @@ from workers import logged_answers, preparing, wait_for
 
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus
-from ctcdraft.model import Decoder, generate, load_base
+from ctcdraft.model import Decoder, load_base
+from ctcdraft.model.decode import generate
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import Dialogue, rewrite
 from ctcdraft.train.shards import DataConfig, RegenerateConfig

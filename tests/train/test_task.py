@@ -7,9 +7,9 @@ from bases import write_base
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
-from ctcdraft.model import HeadConfig, build_head, load_base
-from ctcdraft.model.head import head_on
-from ctcdraft.model.vocabulary import DraftVocabulary
+from ctcdraft.model import load_base
+from ctcdraft.model.heads import CtcConfig, MedusaConfig, build_head, head_on
+from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.train.simulate import some_rows
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, soft_labels
 
@@ -48,7 +48,7 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     """whole: with a body of the base's layers, and a transition."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     torch.manual_seed(0)
-    config = HeadConfig(kind=kind, slots=4, transition="full" if whole else "none")
+    config = CtcConfig(slots=4, transition="full" if whole else "none") if kind == "ctc" else MedusaConfig(slots=4)
     head = (head_on(base, config) if whole else build_head(config, base.hidden_size)).double()
     base.model.set_attn_implementation(attention)  # copies keep theirs: eager attention has its softmax in float32
     if head.transition is not None:
@@ -70,7 +70,7 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
 def test_without_the_document_mask_the_loss_is_another(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     torch.manual_seed(0)
-    head = head_on(base, HeadConfig(slots=4)).double()
+    head = head_on(base, CtcConfig(slots=4)).double()
     task = DraftTask(head, ObjectiveConfig(labels=4), base)
     sampler = Sampler(corpus, batch=1, pack=True, anchors=100, labels=4, max_length=LONGEST, seed=0)
     batch = sampler.collate(0, slice(None))
@@ -91,7 +91,7 @@ def test_later_prefixes_count_as_they_come_true():
 
 def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
-    head = head_on(base, HeadConfig(slots=4, merge=False, band=1)).double()
+    head = head_on(base, CtcConfig(slots=4, transition="none")).double()
     task = DraftTask(head, ObjectiveConfig(labels=4, decay=0.01, follow=0.1, distill=0.0), base)
     sampler = Sampler(corpus, batch=4, anchors=100, labels=4, max_length=LONGEST, seed=0)
     batch = sampler.collate(0, slice(None))
@@ -133,7 +133,7 @@ def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corp
 
 def test_a_head_that_is_distilled_learns_another_loss_of_the_same_psi(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
-    head = head_on(base, HeadConfig(slots=4, merge=False, band=1, transition="full")).double()
+    head = head_on(base, CtcConfig(slots=4)).double()
     batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
     features = base_features(base, batch, torch.float64, head)
     losses = [DraftTask(head, ObjectiveConfig(labels=4, distill=d), base)(*features, batch) for d in (0.0, 1e-9, 1.0)]

@@ -18,13 +18,13 @@ class Rows(list):
         """Nothing is on a disk here."""
 
 
-def head_of(trainer):
+def build_head(trainer):
     return engine.head_state(trainer.engine, trainer.task.head)
 
 
 def weights_and_moments(trainer):
     """Everything that a step may change, in whatever form the ZeRO stage keeps it."""
-    return held([trainer.engine.optimizer.state_dict(), head_of(trainer)])
+    return held([trainer.engine.optimizer.state_dict(), build_head(trainer)])
 
 
 def held(value):
@@ -187,7 +187,7 @@ def test_two_deterministic_runs_are_the_same_bits_and_say_so_to_torch(small, tmp
             trainer, rows = small(tmp_path / name, "train.deterministic=true"), Rows()
             trainer.run(rows)
             figures = [{k: v for k, v in r.items() if not k.startswith(("perf/", "time/"))} for r in rows]
-            runs.append((figures, head_of(trainer)))
+            runs.append((figures, build_head(trainer)))
         assert torch.are_deterministic_algorithms_enabled()
         assert runs[0][0] == runs[1][0]
         assert all(torch.equal(weight, runs[1][1][name]) for name, weight in runs[0][1].items())

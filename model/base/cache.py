@@ -1,0 +1,209 @@
+"""Keys and values of base or head for several sequences of unequal lengths: allocated once, compacted in place.
+
+One tensor per shape of keys and values, usually one for all of them, so that keeping the accepted path of a tree is one
+indexed copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block is [rows, B, heads, capacity, width],
+and each layer has a row for its keys and one for its values.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .context import Sight
+
+CAPACITY_STEP = 256  # entries by which it grows
+
+
+class Watched(Cache):
+    """What the `watched` layers of a forward make, `made[layer]`: keys, already turned, and values, [B, heads, rows,
+    width] each. It keeps nothing else: a forward with it is one without a cache."""
+
+    def __init__(self, watched: Sequence[int]) -> None:
+        super().__init__(layers=[])
+        self.watched = watched
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # of some layers nothing: they look at another's
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in self.watched:
+            self.made[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def flat(self) -> Tensor:
+        """Of each row the keys of all watched layers and heads, then their values: [B, rows, 2 * heads * width]."""
+        pairs = [self.made[layer] for layer in self.watched]
+        both = torch.stack([torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True)], dim=1)
+        return both.permute(0, 3, 1, 2, 4).flatten(2)
+
+
+class TreeCache(Cache):
+    """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
+
+    batch: how many sequences have room; all of them are there until `clear`, behind which `add` takes one.
+    of_base: behind a head's cache, that of the base with the same positions, for slots that attend to it.
+
+    The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
+    not move, about rows `at` places that only the device knows.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int, of_base: "TreeCache | None" = None) -> None:
+        super().__init__(layers=[])
+        self.of_base = of_base
+        self.lengths = np.zeros(batch, np.int64)
+        self.batch, self.capacity = batch, capacity
+        self._layers = layers
+        self._blocks: list[Tensor] = []
+        self._free: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by heads, width: block, row
+        self._place: list[tuple[tuple[int, int], tuple[int, int]]] = []  # of each layer's keys, of its values
+        self._alone: int | None = None
+        self._index: tuple[Tensor, Tensor]  # where a forward of several sequences writes
+        self._static: tuple[Tensor, int] | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        lengths = self._lengths_in_forward
+        return int(lengths.max()) if len(lengths) else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Entries that a forward of so many rows sees, and where they begin: for the masks that transformers makes."""
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def _lengths_in_forward(self) -> np.ndarray:
+        return self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
+
+    @property
+    def is_filled(self) -> bool:
+        """Has any layer written keys and values?"""
+        return bool(self._place)
+
+    def alone(self, sequence: int | None) -> None:
+        """The next forward holds this sequence only (None: all of them again)."""
+        self._alone = sequence
+
+    def at(self, slots_Q: Tensor | None, width: int = 0) -> None:
+        """The next forwards write entries `slots` [Q] of the only sequence, or of the one alone, and give back those
+        below `width`, for a mask to choose from. None ends that."""
+        self._static = None if slots_Q is None else (slots_Q, width)
+
+    def sight(self, rows: int, device: torch.device) -> Sight:
+        """What `rows` new positions of each sequence see, or of the one alone: its own committed ones, and those before
+        them."""
+        past_B1 = torch.from_numpy(self._lengths_in_forward[:, None]).to(device)
+        positions_BL = past_B1 + torch.arange(rows, device=device)
+        longest = self.get_seq_length()
+        if longest == 0 or (rows == 1 and len(past_B1) == 1):
+            return Sight(positions_BL, None)
+        entry_S = torch.arange(longest + rows, device=device)
+        return Sight(positions_BL, (entry_S <= positions_BL.unsqueeze(2)).unsqueeze(1))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
+        if layer_idx >= len(self._place):
+            self._allocate(key_states, value_states)
+        Q, device = key_states.shape[2], key_states.device
+        keys, values = self._seen(layer_idx, Q)
+        if layer_idx == 0 and len(keys) > 1:  # for all layers
+            slots = torch.from_numpy(self.lengths[: self.batch, None] + np.arange(Q)[None]).to(device)
+            self._index = torch.arange(self.batch, device=device)[:, None], slots
+        for seen, made in ((keys, key_states), (values, value_states)):
+            if self._static is not None:
+                seen[0].index_copy_(1, self._static[0], made[0])
+            elif len(seen) == 1:
+                seen[0, :, self.get_seq_length() :] = made[0]
+            else:
+                sequence_B1, slot_BQ = self._index
+                seen[sequence_B1, :, slot_BQ] = made.transpose(1, 2)
+        return keys, values
+
+    def keep(self, rows: Sequence[Sequence[int]]) -> None:
+        """Of what the last forward appended to sequence b, commit entries rows[b], in order; drop the rest."""
+        moved = [b for b, kept in enumerate(rows) if list(kept) != list(range(len(kept)))]
+        if moved:
+            P = max(len(rows[b]) for b in moved)
+            source_BP = np.zeros((len(moved), P), np.int64)
+            for i, b in enumerate(moved):
+                source_BP[i, : len(rows[b])] = rows[b]  # padding copies entry 0 over what is dropped anyway
+            past_B1 = self.lengths[moved, None]
+            device = self._blocks[0].device
+            source, target = (torch.from_numpy(past_B1 + r).to(device) for r in (source_BP, np.arange(P)[None]))
+            if len(self.lengths) == 1:
+                self.move(source[0], target[0])  # in a third of the time
+            else:
+                sequence = torch.tensor(moved, device=device)[:, None]
+                for block in self._blocks:
+                    block[:, sequence, :, target] = block[:, sequence, :, source]
+        for b, kept in enumerate(rows):
+            self.lengths[b] += len(kept)
+
+    def move(self, source_P: Tensor, target_P: Tensor) -> None:
+        """Copy entries of the only sequence; places are on the device."""
+        for block in self._blocks:
+            block.index_copy_(3, target_P, block.index_select(3, source_P))
+
+    def drop(self, sequence: int) -> None:
+        """Forget a sequence: the last one takes its place."""
+        last = self.batch - 1
+        self.begin(sequence, last, int(self.lengths[last]))
+        self.batch = last
+
+    def begin(self, sequence: int, source: int, length: int) -> None:
+        """A sequence then holds the first `length` entries of another, or of its own, and nothing else."""
+        if sequence != source:
+            for block in self._blocks:
+                block[:, sequence, :, :length] = block[:, source, :, :length]
+        self.lengths[sequence] = length
+
+    def add(self) -> int:
+        """Another sequence, with nothing committed yet, behind those in use; its number."""
+        self.lengths[self.batch] = 0
+        self.batch += 1
+        return self.batch - 1
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many entries per sequence; what is committed is copied where it was less."""
+        if capacity <= self.capacity:
+            return
+        capacity, end = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP, self.get_seq_length()
+        for number, block in enumerate(self._blocks):
+            grown = block.new_zeros(*block.shape[:3], capacity, block.shape[4])
+            grown[:, : self.batch, :, :end] = block[:, : self.batch, :, :end]
+            self._blocks[number] = grown
+        self.capacity = capacity
+
+    def clear(self) -> None:
+        """Forget every sequence, keep the memory."""
+        self.batch = 0
+
+    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not
+        move, up to the width of `at`); no copies."""
+        return self._seen(layer)
+
+    def _seen(self, layer: int, new: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sequences in the next forward, up to the longest and so many new entries."""
+        several = self._alone is None and self._static is None
+        sequences = slice(self.batch) if several else slice(self._alone or 0, (self._alone or 0) + 1)
+        end = self.get_seq_length() + new if self._static is None else self._static[1]
+        keys, values = (self._blocks[block][row, sequences, :, :end] for block, row in self._place[layer])
+        return keys, values
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Rows for the next layer: in blocks of their shapes, or in new ones for all layers that are left."""
+        left = max(1, self._layers - len(self._place))
+        per_layer = 2 if keys.shape == values.shape else 1
+        self._place.append((self._row(keys, per_layer * left), self._row(values, per_layer * left)))
+
+    def _row(self, like: Tensor, rows: int) -> tuple[int, int]:
+        heads, width = like.shape[1], like.shape[3]
+        free = self._free[heads, width]
+        if not free:
+            free += [(len(self._blocks), row) for row in reversed(range(rows))]
+            self._blocks.append(like.new_zeros(rows, len(self.lengths), heads, self.capacity, width))
+        return free.pop()

@@ -1,0 +1,86 @@
+"""What rounding does to a base's logits: the same tokens give other ones in a forward of another shape.
+
+Verifying a tree is a forward of N + 1 rows where plain decoding has one, and a GEMM of another shape rounds in another
+way; through many layers in bfloat16 this moves logits by tenths. Here tokens that are known go through the base `width`
+at a time, with an ordinary cache and an ordinary causal mask: no head, no tree, no compaction. What moves then is the
+shape's doing and nobody else's.
+
+Shape suffixes: V vocabulary, Q rows of a forward, K cached and new entries, R rows of logits.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .llm import Base
+
+TIE_GAP = 1e-5
+SPACINGS = 8
+
+
+@dataclass(frozen=True)
+class ShapeNoise:
+    """The most that another shape moved, over some tokens. nats: a next token's distribution, as a Kullback-Leibler
+    divergence; logit: a single logit."""
+
+    nats: float
+    logit: float
+
+
+def shape_noise(base: Base, prompt: Sequence[int], tokens: Sequence[int], width: int) -> ShapeNoise:
+    """Between one row at a time and `width`, before each of the tokens behind the prompt."""
+    nats = logit = 0.0
+    both = (forced_logits(base, prompt, tokens, rows) for rows in (width, 1))
+    for wide_V, narrow_V in zip(*both, strict=True):
+        nats = max(nats, float(divergence(wide_V, narrow_V)))
+        logit = max(logit, float((wide_V.double() - narrow_V.double()).abs().max()))
+    return ShapeNoise(nats, logit)
+
+
+def divergence(got_RV: Tensor, want_RV: Tensor) -> Tensor:
+    """KL(softmax(want) || softmax(got)) of logits, [R] in nats.
+
+    It weighs a logit by its probability, so what rounding does to tens of thousands of unlikely tokens adds up to next
+    to nothing, where the largest of their differences is as large as that of a fault.
+    """
+    got_RV, want_RV = got_RV.double().log_softmax(-1), want_RV.double().log_softmax(-1)
+    return (want_RV.exp() * (want_RV - got_RV)).sum(-1)
+
+
+def bound_of(logits_V: Tensor) -> float:
+    """The largest gap between two logits that rounding may close. In float32 and float64: 1e-5. Below: 8 spacings of
+    the precision at the magnitude of the largest logit, so that each of the two may have moved by 4."""
+    if logits_V.dtype.itemsize >= 4:
+        return TIE_GAP
+    peak = float(logits_V.abs().max())
+    return SPACINGS * torch.finfo(logits_V.dtype).eps * 2.0 ** math.floor(math.log2(peak)) if peak else 0.0
+
+
+@torch.no_grad()
+def forced_logits(base: Base, prompt: Sequence[int], tokens: Sequence[int], width: int) -> Iterator[Tensor]:
+    """The base's logits [V] before each of `tokens`, which go through it `width` at a time behind the prompt."""
+    cache = DynamicCache()
+    device = base.device
+    whole = base.hidden(torch.tensor([list(prompt)], device=device), cache=cache)
+    yield base.logits(whole[0, -1:])[0]
+    for start in range(0, len(tokens) - 1, width):
+        ids = list(tokens[start : min(start + width, len(tokens) - 1)])
+        past, real = len(prompt) + start, len(ids)
+        positions_Q = torch.arange(past, past + width, device=device).clamp(max=base.context_length - 1)
+        hidden_QD = base.hidden(
+            torch.tensor([ids + [0] * (width - real)], device=device),  # of the same shape to the last
+            attention_mask=None if width == 1 else _causal(base, width, past),
+            position_ids=positions_Q.unsqueeze(0),
+            cache=cache,
+        )[0]
+        yield from base.logits(hidden_QD)[:real]
+
+
+def _causal(base: Base, width: int, past: int) -> Tensor:
+    """An additive mask [1, 1, Q, K]."""
+    blocked_QK = torch.full((width, past + width), torch.finfo(base.dtype).min, dtype=base.dtype, device=base.device)
+    return blocked_QK.triu(past + 1)[None, None]

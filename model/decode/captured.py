@@ -1,0 +1,214 @@
+"""A decoding step of one sequence in fixed shapes, which a GPU replays as CUDA graphs.
+
+A step takes a tree, and gives back, in one copy, the accepted path, the token behind it and the candidates of the next
+draft. It computes what `EagerStep` computes, which is its oracle (tests/model/decode/test_captured.py).
+
+Shape suffixes: Q rows (root and nodes, padded to a bucket), P rows of the longest path (root included), K cache entries
+looked at, V vocabulary, T slots, X candidates, D hidden.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ..base.context import Anchors, Sight
+from ..base.llm import Base
+from ..draft.tree import Tree
+from ..heads.head import Head, OnePassHead, Vocabulary
+from ..lattice.candidates import Candidates, Lattice
+from .request import Request
+from .sampling import Sampling, gumbel
+from .step import EagerStep
+
+WARM_UPS = 2  # forwards before a capture: libraries allocate their workspaces in them
+LEAST_WIDTH = 256
+MOST_SHAPES = 64  # captured steps that are kept: each holds its buffers on the device
+
+
+def width_of(entries: int) -> int:
+    """The bucket of cache entries: in steps of 256, later of an eighth to a quarter of what is needed."""
+    step = max(LEAST_WIDTH, 1 << max(0, entries.bit_length() - 3))
+    return -(-entries // step) * step
+
+
+class CapturedStep(EagerStep):
+    """Of one sequence after the other; the first draft behind a prompt, whose length is any, is the eager one.
+
+    sizes: the numbers of nodes that drafts are padded to, rising. longest: rows of the longest path that a draft may
+    hold, the root included. capture: record each shape of step once and replay it (CUDA); otherwise the same functions
+    run as they are.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        head: Head | None,
+        vocabulary: Vocabulary | None,
+        capacity: int,
+        *,
+        sizes: Sequence[int],
+        longest: int,
+    ) -> None:
+        super().__init__(base, head, vocabulary, 1, width_of(capacity))
+        self.sizes, self.longest = sizes, longest
+        self.capture = base.device.type == "cuda"
+        self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest, V] where sampling needs it
+        self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
+
+    def begin(self, ends: Iterable[int]) -> None:
+        super().begin(ends)
+        self.drafted: Lattice | None = None
+
+    def verify(self, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:
+        """As the eager step does, and the next draft with it."""
+        (request,), (tree,) = self.active, drafts
+        past, rows = int(self.cache.lengths[0]), 1 + next(size for size in self.sizes if len(tree) <= size)
+        with self.clock("verify"):
+            if request.sampling.temperature:
+                self._draw(request, int(tree.depths.max(initial=0)))
+            width, sampling = width_of(past + rows), request.sampling
+            if (rows, width, sampling) not in self._shapes:
+                if len(self._shapes) == MOST_SHAPES:
+                    del self._shapes[next(iter(self._shapes))]
+                self._shapes[rows, width, sampling] = _Shape(self, rows, width, sampling)
+            shape = self._shapes[rows, width, sampling]
+            path, bonus, self.drafted = shape.run(tree, request.root, past)
+        self.clock.seconds["verify"] -= shape.draft_seconds
+        self.clock.seconds["draft"] += shape.draft_seconds
+        for cache in self.caches:
+            cache.lengths[0] += len(path) + 1
+        return [(path, bonus)]
+
+    def draft(self) -> list[Lattice | Tree]:
+        return super().draft() if self.drafted is None else [self.drafted]
+
+    def _draw(self, request: Request, deepest: int) -> None:
+        V, device = self.base.vocab_size, self.base.device
+        if not len(self.noise_PV):
+            self.noise_PV = torch.zeros(self.longest, V, dtype=torch.float64, device=device)
+        for depth in range(deepest + 1):
+            self.noise_PV[depth] = gumbel(request.seed, request.length + depth, V, device)
+
+
+class _Shape:
+    """The two halves of a step for one number of rows and one width of the cache: verify, then draft."""
+
+    def __init__(self, step: CapturedStep, rows: int, width: int, sampling: Sampling) -> None:
+        self.step, self.rows, self.width, self.sampling = step, rows, width, sampling
+        self.longest = min(rows, step.longest)
+        # Committed entries, then each row's token (-1: padding), parent and depth, and whom it sees: one copy.
+        self.host_given = torch.zeros(1 + 3 * rows + rows * rows, dtype=torch.int32, pin_memory=step.capture)
+        self.given = self.host_given.to(step.base.device, copy=True)
+        self.halves: list[Callable[[], None]] = []
+        self.ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if step.capture else []
+        self.draft_seconds = 0.0  # of the last run, by the device's own clock
+        self.found: Candidates | None = None
+
+    @torch.no_grad()
+    def run(self, tree: Tree, root: int, past: int) -> tuple[list[int], int, Lattice | None]:
+        """Accepted nodes, what the base says behind them, and the lattice of the next draft (None without a head)."""
+        self._give(tree, root, past)
+        if not self.halves:
+            self.halves = self._captured() if self.step.capture else [self._verify, self._draft]
+        for number, half in enumerate(self.halves):
+            half()
+            if self.ends:
+                self.ends[number].record()
+        answer = self.answer.cpu().numpy()  # which waits for the device
+        if self.ends and self.found is not None:
+            self.draft_seconds = self.ends[0].elapsed_time(self.ends[1]) / 1e3
+        P, count = self.longest, int(answer[0])
+        path = [int(row) - 1 for row in answer[2 : 1 + count]]
+        lattice = None if self.found is None else self.found.unpacked(answer[None, 1 + 2 * P :])[0]
+        return path, int(answer[P + count]), lattice
+
+    def _give(self, tree: Tree, root: int, past: int) -> None:
+        Q, rows, flat = self.rows, len(tree) + 1, self.host_given.numpy()
+        flat[0], flat[1:] = past, 0
+        token, parent, depth = flat[1 : 1 + 3 * Q].reshape(3, Q)
+        token[0], token[1:rows], token[rows:] = root, tree.tokens, -1
+        parent[1:rows], depth[1:rows] = tree.parents + 1, tree.depths
+        sees = flat[1 + 3 * Q :].reshape(Q, Q)
+        np.fill_diagonal(sees, 1)
+        sees[:rows, :rows] = tree.ancestors()
+        self.given.copy_(self.host_given, non_blocking=True)
+
+    def _captured(self) -> list[Callable[[], None]]:
+        """Both halves as CUDA graphs. A base that cannot be captured runs them as they are."""
+        step = self.step
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self._verify()
+                    self._draft()
+            torch.cuda.current_stream().wait_stream(stream)
+            return [_graph_of(self._verify), _graph_of(self._draft)]
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            warnings.warn(f"{step.base.name} is decoded without CUDA graphs: {reason}", stacklevel=2)
+            step.capture = False
+            return [self._verify, self._draft]
+        finally:
+            for cache in step.caches:
+                cache.at(None)
+
+    def _verify(self) -> None:
+        """Forward under the tree mask, choose, accept, compact; what the head is to read stays in buffers."""
+        base, cache, Q, K = self.step.base, self.step.cache, self.rows, self.width
+        past_1 = self.given[:1].long()
+        token_Q, parent_Q, depth_Q = self.given[1 : 1 + 3 * Q].view(3, Q).long()
+        sees_QQ = self.given[1 + 3 * Q :].view(Q, Q).bool()
+        row_Q = torch.arange(Q, device=base.device)
+        own_K = torch.arange(K, device=base.device) - past_1  # the row that an entry belongs to
+        inside_K = (own_K >= 0) & (own_K < Q)
+        allowed_QK = (own_K < 0) | (inside_K & sees_QQ[:, own_K.clamp(0, Q - 1)])
+        mask_QK = torch.zeros(Q, K, dtype=base.dtype, device=base.device)
+        mask_QK = mask_QK.masked_fill_(~allowed_QK, torch.finfo(base.dtype).min)
+        cache.at(past_1 + row_Q, K)
+        hidden_1QD = base.hidden(
+            token_Q.clamp(min=0).unsqueeze(0),
+            attention_mask=mask_QK[None, None],
+            position_ids=(past_1 + depth_Q).unsqueeze(0),
+            cache=cache,
+            attended=self.step.attended,
+        )
+        cache.at(None)
+        noise_QV = None if not self.sampling.temperature else self.step.noise_PV.index_select(0, depth_Q)
+        targets_Q = self.sampling.choose(base.logits(hidden_1QD[0]), None, noise_QV)
+        said_Q = (token_Q == targets_Q[parent_Q]) | (row_Q == 0)
+        accepted_Q = ~(sees_QQ & ~said_Q).any(dim=1)  # a node is, where it and all its ancestors are what was chosen
+        order_P = torch.where(accepted_Q, row_Q, row_Q + Q).sort().values[: self.longest] % Q  # then rejected rows
+        cache.move(past_1 + order_P, past_1 + row_Q[: self.longest])
+        self.past_1, self.count_1 = past_1, accepted_Q.sum().unsqueeze(0)
+        self.hidden_PD, self.following_P = hidden_1QD[0, order_P], targets_Q[order_P]
+        self.answer = self.verified = torch.cat([self.count_1, order_P, self.following_P]).int()
+
+    def _draft(self) -> None:
+        """The head over the accepted rows, and the candidates of its slots; all into `answer`."""
+        head, vocabulary, caches = self.step.head, self.step.vocabulary, self.step.caches
+        if head is None or vocabulary is None:
+            return
+        assert isinstance(head, OnePassHead)
+        dtype, device = next(head.parameters()).dtype, self.step.base.device
+        slots_P = self.past_1 + torch.arange(self.longest, device=device)
+        for cache in caches:
+            cache.at(slots_P, self.width)
+        root_1PD = vocabulary.embed(self.following_P.unsqueeze(0), dtype)
+        sight = Sight(slots_P.unsqueeze(0))
+        last_1, hidden_1PD = self.count_1 - 1, self.hidden_PD.to(dtype).unsqueeze(0)
+        slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1), sight, caches[1])
+        for cache in caches:
+            cache.at(None)
+        self.found = head.candidates(slots, self.following_P.index_select(0, last_1), vocabulary)
+        self.answer = torch.cat([self.verified, self.found.packed()[0]])
+
+
+def _graph_of(half: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        half()
+    return graph.replay

@@ -1,0 +1,276 @@
+"""Lossless speculative decoding: draft a tree, verify it in one base forward.
+
+Committed tokens are x_1..x_{t+1}; the newest, the root, has not been through the base yet. One step feeds the base
+[root, nodes...] under a tree mask, walks from the root along the base's own choices, keeps the cache entries of the
+accepted path, and takes the choice at its end as the new root (the bonus token). Several sequences go through the
+base together, each with a tree and a length of its own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Unpack
+
+from ..base.llm import Base
+from ..draft import tree as trees
+from ..draft.budget import SIZES, Budget, chain_of, step_seconds
+from ..draft.prompt_lookup import BUILT_IN, with_copies
+from ..draft.tree import Tree
+from ..heads.head import Head, OnePassHead, Vocabulary
+from ..lattice.candidates import Lattice
+from .captured import CapturedStep
+from .request import Generation, Prompt, Request, Settings, Span, requests_of
+from .step import EagerStep
+
+LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
+PROBE_TOKENS = 64  # context of the steps that are timed for the budget, and psi of each node behind the one before
+PROBE_PSI = 0.5
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """kind: `tree` or `chain`; nodes: the budget N; top_k: tokens that a draft may hold, the likeliest in any slot.
+
+    budget: `fixed`: always `nodes`; `measured`: at most `nodes`, as many per step as pay by calibrated psi and the time
+    of a step, which is measured once (for one sequence at a time; several keep to `nodes`); `auto`: `measured` on a
+    CPU, where each row costs, `fixed` elsewhere. Tokens do not depend on it; the number of steps that they take is
+    another whenever times are.
+
+    prune: the share of a prefix's alignments that the search may leave out, see `tree.search`; 0: psi is exact.
+
+    prompt_lookup: where the last tokens were read before, at most so many of those that followed are drafted too, see
+    `prompt_lookup`; 0: none.
+    """
+
+    kind: str = "tree"
+    nodes: int = 32
+    top_k: int = 512
+    budget: str = "auto"
+    prune: float = 0.03
+    prompt_lookup: int = 32
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("tree", "chain"):
+            raise ValueError(f"draft.kind={self.kind!r} is unknown: choose tree or chain")
+        if self.budget not in ("auto", "fixed", "measured"):
+            raise ValueError(f"draft.budget={self.budget!r} is unknown: choose auto, fixed or measured")
+        if self.nodes < 1 or self.top_k < 1:
+            raise ValueError(f"draft.nodes={self.nodes} and draft.top_k={self.top_k} must be at least 1")
+        if not 0.0 <= self.prune < 1.0:
+            raise ValueError(f"draft.prune={self.prune} must be at least 0 and below 1")
+        if self.prompt_lookup < 0:
+            raise ValueError(f"draft.prompt_lookup={self.prompt_lookup} must be at least 0 (no lookup)")
+
+
+class Decoder:
+    """Decodes with `base`, drafted by `head` and by prompt lookup; head None: by prompt lookup alone; draft None: plain
+    decoding.
+
+    All run through the same loop with the same cache and limits, so that timing one against the other is fair.
+    Output tokens are the base's own choices, whatever the head proposes.
+
+    graphs: on CUDA, the steps of one sequence without a repetition penalty have fixed shapes, which are captured as
+    CUDA graphs when they first occur (`CapturedStep`); all others, and all where that is False, are eager.
+    """
+
+    def __init__(self, base: Base, head: Head | None = None, draft: DraftConfig | None = None) -> None:
+        if head is not None and head.hidden_size != base.hidden_size:
+            raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
+        self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
+        self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0)
+        self.copy_rates = BUILT_IN if head is None or head.copy_rates is None else head.copy_rates
+        self.graphs = base.device.type == "cuda" and (self.head is None or isinstance(self.head, OnePassHead))
+        measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
+        self.measures = self.drafts and self.draft.budget in measured
+        self.budget: Budget | None = None
+        self._captured: CapturedStep | None = None
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str: the first that fits counts
+        self, prompts: Prompt, max_new_tokens: int, **settings: Unpack[Settings]
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], max_new_tokens: int, **settings: Unpack[Settings]
+    ) -> list[Generation]: ...
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int, **settings: Unpack[Settings]
+    ) -> Generation | list[Generation]:
+        """Continue one prompt (text or tokens), or several together, each until an end-of-sequence token, a stop
+        string, max_new_tokens or the end of the context.
+
+        settings: temperature, top_k, top_p, repetition_penalty, seed, stop and eos, see Settings. One prompt gives a
+        Generation, a list of prompts a list of them. What a request yields depends on its prompt, settings and seed
+        alone, not on what it shares a batch with. Raises ValueError on an empty prompt, one that fills the context,
+        or settings outside their range.
+        """
+        listed = not isinstance(prompts, str) and len(prompts) > 0
+        several = listed and (isinstance(prompts[0], str) or np.ndim(prompts[0]) > 0)  # type: ignore[arg-type]
+        eos = settings.pop("eos", None)
+        requests = requests_of(
+            self.base, cast(Sequence[Prompt], prompts if several else [prompts]), max_new_tokens, **settings
+        )
+        if len(requests) == 1:
+            self.prepare()
+        with self._begun(requests, eos) as step:
+            while step.retire():
+                self.advance(step)
+        outs = [request.finished(self.base) for request in requests]
+        return outs if several else outs[0]
+
+    def stream(self, prompt: Prompt, max_new_tokens: int, **settings: Unpack[Settings]) -> Iterator[Span | Generation]:
+        """`generate` for one prompt, step by step: Spans as they come, and the whole Generation at the end."""
+        eos = settings.pop("eos", None)
+        (request,) = requests_of(self.base, [prompt], max_new_tokens, streamed=True, **settings)
+        text, done = request.text, 0
+        assert text is not None
+        self.prepare()
+        with self._begun([request], eos) as step:
+            while True:
+                tokens, final = request.tokens[done:], bool(request.out.finish)
+                done += len(tokens)
+                if final:
+                    text.finish()
+                yield Span(tokens, text.take(final))
+                if final:
+                    break
+                self.advance(step)
+        yield request.finished(self.base)
+
+    def prepare(self) -> None:
+        """Time steps, once, where the budget is measured. `generate` does it for one sequence; who times that comes
+        here first."""
+        if self.measures and self.budget is None:
+            self.budget = self.measure_budget()
+
+    def tree_of(
+        self,
+        drafted: Lattice | Tree,
+        read: NDArray[np.int64],
+        max_depth: int | None = None,
+        eos: Iterable[int] | None = None,
+    ) -> Tree:
+        """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
+
+        read: the tokens so far, the root last. psi is calibrated where the head's was measured, and that of the head's
+        nodes and of copied ones together where there is prompt lookup.
+        """
+        nodes, prune = self.draft.nodes, self.draft.prune
+        leaves, chain = np.array([*(self.base.eos_ids if eos is None else eos)], np.int64), self.draft.kind == "chain"
+        if isinstance(drafted, Tree):
+            tree = trees.chosen(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        else:
+            tree = trees.search(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
+        if self.head is not None and self.head.calibration is not None:
+            tree = self.head.calibration.applied(tree)
+        if self.draft.prompt_lookup:
+            both = with_copies(tree, read, self.copy_rates, self.draft.prompt_lookup)
+            tree = trees.chosen(both, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
+        return tree
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What its head drafts with, made when first asked for: a decoder's head no longer changes."""
+        assert self.head is not None
+        return self.head.vocabulary(self.base, self.draft.top_k)
+
+    # -- the loop -------------------------------------------------------------------------------------------
+
+    def eager_step(self, rows: int, capacity: int) -> EagerStep:
+        """A step with room for so many sequences of so many cache entries."""
+        return EagerStep(self.base, self.head, self.vocabulary if self.head else None, rows, capacity)
+
+    def advance(self, step: EagerStep) -> None:
+        """One step of every request in flight: draft, verify, take what was accepted."""
+        drafts = self._draft(step)
+        for request, tree, (path, bonus) in zip(step.active, drafts, self._verify(step, drafts), strict=True):
+            request.out.steps += 1
+            request.out.nodes.append(len(tree))
+            request.out.accepted.append(len(path))
+            request.out.expected.append(float(tree.psi.sum()) if len(tree) else 0.0)
+            request.out.accepted_from.update(tree.sources(path))
+            request.append(tree.tokens[path].tolist(), bonus, step.ends)
+
+    @contextmanager
+    def _begun(self, requests: Sequence[Request], eos: Sequence[int] | None) -> Iterator[EagerStep]:
+        """A step with all requests and their first tokens."""
+        capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + self.draft.nodes + 1
+        step = self._captured_step(requests, capacity) or self.eager_step(len(requests), capacity)
+        step.begin(self.base.eos_ids if eos is None else eos)
+        step.in_use = True
+        try:
+            for request in requests:
+                step.admit(request)
+            yield step
+        finally:
+            step.in_use = False
+
+    def _captured_step(self, requests: Sequence[Request], capacity: int) -> CapturedStep | None:
+        """The fixed-shape step, which is kept; None where it does not apply, or serves another call."""
+        kept = self._captured
+        alone = len(requests) == 1 and requests[0].sampling.repetition_penalty == 1.0
+        if not self.graphs or not alone or (kept is not None and kept.in_use):
+            return None
+        if kept is None or kept.cache.capacity < capacity:
+            room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
+            room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
+            most = self.draft.nodes if self.drafts else 0
+            depth = max(self.draft.prompt_lookup, 0 if self.head is None else self.head.config.slots)
+            self._captured = kept = CapturedStep(
+                self.base,
+                self.head,
+                self.vocabulary if self.head else None,
+                room,
+                sizes=[*(n for n in SIZES if n < most and self.measures), most],
+                longest=1 + (depth if self.drafts else 0),
+            )
+        return kept
+
+    def _draft(self, step: EagerStep) -> list[Tree]:
+        drafts = [trees.EMPTY] * len(step.active)
+        if not self.drafts:
+            return drafts
+        drafted = drafts if self.head is None else step.draft()
+        with step.clock("tree"):
+            drafts = [self._propose(r, one, step.ends) for r, one in zip(step.active, drafted, strict=True)]
+            if self.budget is not None and len(drafts) == 1:
+                drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
+        return drafts
+
+    def _propose(self, request: Request, drafted: Lattice | Tree, ends: Iterable[int]) -> Tree:
+        return self.tree_of(drafted, request.read, request.room, ends)
+
+    def _verify(self, step: EagerStep, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:
+        return step.verify(drafts)
+
+    def measure_budget(self) -> Budget:
+        """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
+        rng, most = np.random.default_rng(0), self.draft.nodes
+        length = max(1, min(PROBE_TOKENS, self.base.context_length - most - 1))
+        prompt, nodes = (rng.integers(0, self.base.vocab_size, n).tolist() for n in (length, most))
+        request = Request(prompt, most + 2)
+        request.fit(self.base)
+        with self._begun([request], ()) as step:
+            self._draft(step)
+            hidden, following = request.hidden, request.following
+            past = [cache.lengths.copy() for cache in step.caches]
+
+            def rewind() -> None:
+                for cache, lengths in zip(step.caches, past, strict=True):
+                    cache.lengths[:] = lengths
+                request.hidden, request.following = None if hidden is None else hidden[:, -1:], following[-1:]
+
+            def verify(count: int) -> None:
+                step.verify([chain_of(nodes[:count], PROBE_PSI)])
+                rewind()
+
+            def draft() -> None:  # in fixed shapes a part of `verify`: then only the tree is left to time
+                self._draft(step)
+                rewind()
+
+            return Budget(step_seconds(most, verify, draft))

@@ -1,0 +1,109 @@
+"""The base's own continuations of many prompts, decoded together: continuous batching over one cache.
+
+A row that ends is taken at once by the next prompt that waits (Yu et al., Orca, OSDI 2022), and keys and values are
+written in place.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, Protocol, TypeVar
+
+from ..base.llm import Base
+from .decoder import Decoder
+from .request import Request
+from .sampling import Sampling
+
+T = TypeVar("T")
+
+
+class Answers(Protocol):
+    """Answers by what was asked, which may outlive a process, as data.store.Journal does."""
+
+    def get(self, key: str) -> Any: ...
+    def put(self, key: str, value: Any) -> None: ...
+
+
+def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
+    """Numbers of the sequences in batches of like length, shortest first."""
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def continue_all(base: Base, waiting: deque[Request], rows: int) -> Iterator[Request]:
+    """Take requests from the left of `waiting`, at most `rows` of them in flight, and yield each when it is done.
+
+    More may be appended to `waiting` whenever one is yielded; the last of them takes its place at once where it goes
+    on from there, as the next turn of a conversation does. Greedy tokens are those of transformers' `generate`, sampled
+    ones those that `Decoder.generate` draws from the same seed; what else is in flight changes a token only where
+    rounding does. The cache grows with the longest row in flight. Raises ValueError on an empty prompt, or one that
+    leaves no room in the context.
+    """
+    decoder = Decoder(base)
+    step = decoder.eager_step(rows, 0)
+
+    def admit(request: Request, row: int | None = None) -> None:
+        request.fit(base)
+        step.cache.reserve(len(request.prompt) + request.max_new_tokens)
+        step.admit(request, row)
+
+    while waiting or step.active:
+        while waiting and len(step.active) < rows:
+            admit(waiting.popleft())
+        for row in reversed(range(len(step.active))):
+            while row < len(step.active) and (done := step.active[row]).out.finish:
+                yield done
+                if waiting:
+                    follows = waiting[-1].prompt[: done.length] == done.prompt + done.tokens
+                    admit(waiting.pop() if follows else waiting.popleft(), row)
+                else:
+                    step.drop(row)
+        if step.active:
+            decoder.advance(step)
+
+
+def continued(
+    base: Base,
+    work: deque[tuple[T, list[int], float, str]],
+    top_p: float,
+    answers: Answers,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+) -> Iterator[tuple[T, list[int]]]:
+    """(owner, continuation) of each (owner, prompt, temperature, name), as they are done, `batch_size` in flight.
+
+    More may be appended to `work` whenever one is given. The noise of a sample goes by its prompt and name. An answer
+    is in `answers` before it is given, known by what was asked: one that was in flight when a process was killed is
+    decoded again beside others, and may then differ where rounding decides (in bf16 it does now and then).
+    """
+    waiting: deque[Request] = deque()
+    asked: dict[Request, tuple[T, str]] = {}
+
+    def already_known() -> Iterator[tuple[T, list[int]]]:
+        while work:
+            owner, prompt, temperature, name = work.popleft()
+            most = min(max_new_tokens, base.context_length - len(prompt))
+            key, _ = work_key(prompt, name if temperature else "", temperature, top_p, most, seed)
+            answer = answers.get(key)
+            if answer is not None:
+                yield owner, answer
+                continue
+            noise = work_key(prompt, name, temperature, seed)[1]
+            waiting.append(Request(prompt, most, Sampling(temperature, top_p=top_p), noise))
+            asked[waiting[-1]] = owner, key
+
+    yield from already_known()
+    for done in continue_all(base, waiting, batch_size):
+        owner, key = asked.pop(done)
+        answers.put(key, done.tokens)
+        yield owner, done.tokens
+        yield from already_known()
+
+
+def work_key(*parts: Any) -> tuple[str, int]:
+    """What work is known by, and the seed of its noise."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+    return digest.hex(), int.from_bytes(digest[:6], "big")

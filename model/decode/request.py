@@ -1,0 +1,197 @@
+"""What is asked of the decoder and what comes back: requests on their way, and generations.
+
+Shape suffixes: L positions, D hidden size, V vocabulary.
+"""
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..base.llm import Base
+from .sampling import Sampling
+from .text import TextStream
+
+Prompt = str | Sequence[int]
+
+
+class Settings(TypedDict, total=False):
+    """temperature (0: greedy), top_k (0: all), top_p, repetition_penalty: as in transformers, see Sampling.
+
+    seed: of the noise; one number for all requests, which then share their noise, or one for each (for several samples
+    of one prompt). stop: strings that end the text. eos: tokens that end a request instead of the base's own.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    seed: int | Sequence[int]
+    stop: Sequence[str]
+    eos: Sequence[int] | None
+
+
+@dataclass
+class Generation:
+    """New tokens (end of sequence included), their text, and how they came about.
+
+    finish: `eos`, `stop` (a stop string: tokens hold it, text ends before it), `length` or `context`. drafted says of
+    each token whether it was an accepted draft. nodes, accepted and expected hold, per step, how many tokens the draft
+    had, how many of them were accepted, and the sum of psi that foretold these; accepted_from counts who proposed them:
+    `head`, `lookup` or `both`. seconds splits the time of the whole batch into verify, draft, tree and other.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    drafted: list[bool] = field(default_factory=list)
+    steps: int = 0
+    nodes: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    accepted_from: Counter[str] = field(default_factory=Counter)
+    expected: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Growth per base forward after the prompt's, which gives the first token; plain decoding = 1."""
+        return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one step added: tokens, and the text that can be shown by now in pieces (text, from a draft?)."""
+
+    tokens: list[int]
+    pieces: list[tuple[str, bool]]
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and at most `max_new_tokens` behind it, on their way through the decoder.
+
+    sampling, seed: how its tokens are chosen, and of their noise. text: what looks for stop strings and gives the text
+    by and by; None: there are none. Of the base's states `hidden` [1, L, D] the head has not seen yet, and `following`
+    are the tokens after each of them; the last one is the root. `seen` [V] is for the repetition penalty.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    text: TextStream | None = None
+    out: Generation = field(default_factory=Generation)
+    at_limit: str = "length"
+    following: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+    seen_V: Tensor | None = None
+
+    def fit(self, base: Base) -> None:
+        """Keep it within the context. Raises ValueError where its prompt is empty, or leaves no room there."""
+        room = base.context_length - len(self.prompt)
+        if not self.prompt or room < 1:
+            raise ValueError(
+                f"a prompt has {len(self.prompt)} tokens; {base.name} takes 1 to {base.context_length - 1} of them"
+            )
+        if room < self.max_new_tokens:
+            self.max_new_tokens, self.at_limit = room, "context"
+        self._ids = np.array([*self.prompt, *[0] * self.max_new_tokens])
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those so far, an end of sequence included."""
+        return self.out.tokens
+
+    @property
+    def read(self) -> NDArray[np.int64]:
+        """The prompt and the tokens so far, the root last."""
+        return self._ids[: self.length]
+
+    @property
+    def root(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def room(self) -> int:
+        """How deep a draft may be: a bonus token always follows it."""
+        return self.max_new_tokens - len(self.tokens) - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, the root included: the position of what the base chooses next."""
+        return len(self.prompt) + len(self.tokens)
+
+    def append(self, accepted: list[int], bonus: int, ends: Container[int]) -> None:
+        """Take a step's tokens, up to the first that ends the request."""
+        self.following = [*accepted, bonus]
+        for i, token in enumerate(self.following):
+            self._ids[self.length] = token
+            self.tokens.append(token)
+            self.out.drafted.append(i < len(accepted))
+            if self.seen_V is not None:
+                self.seen_V[token] = True
+            if token in ends:
+                self.out.finish = "eos"
+            elif self.text is not None and self.text.push(token, i < len(accepted)):
+                self.out.finish = "stop"
+            elif len(self.tokens) == self.max_new_tokens:
+                self.out.finish = self.at_limit
+            if self.out.finish:
+                return
+
+    def finished(self, base: Base) -> Generation:
+        """The generation with its text."""
+        if self.text is None:
+            self.out.text = base.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        else:
+            self.text.finish()
+            self.out.text = self.text.text
+        return self.out
+
+
+def requests_of(
+    base: Base,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    streamed: bool = False,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] = (),
+    **sampling: Any,
+) -> list[Request]:
+    """One request per prompt; sampling: fields of `Sampling`. Raises ValueError on what cannot be asked."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop={stop!r}: give a list of non-empty strings")
+    seeds = [seed] * len(prompts) if isinstance(seed, int | np.integer) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each")
+    chosen_by, requests = Sampling(**sampling), []
+    for prompt, own_seed in zip(prompts, seeds, strict=True):
+        tokens = _tokens(base, prompt)
+        text = TextStream(base.tokenizer, stop, tokens) if streamed or stop else None
+        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text))
+        requests[-1].fit(base)
+    return requests
+
+
+def _tokens(base: Base, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return list(base.tokenizer(prompt).input_ids)
+    try:
+        tokens = [index(token) for token in prompt]
+    except TypeError:
+        raise ValueError("a prompt is a text, or a sequence of whole numbers") from None
+    if not all(0 <= token < base.token_count for token in tokens):
+        raise ValueError(f"the prompt has a token outside [0, {base.token_count})")
+    return tokens

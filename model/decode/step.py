@@ -1,0 +1,234 @@
+"""One decoding step of several sequences: verify trees in one base forward, then draft the next ones.
+
+Shape suffixes: B sequences, Q rows of the longest draft (root, nodes, padding), R rows that choose, D hidden size, V
+vocabulary.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import takewhile
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..base.cache import TreeCache
+from ..base.llm import Base
+from ..draft.mask import tree_mask
+from ..draft.tree import EMPTY, Tree
+from ..heads.head import Head, Vocabulary
+from ..lattice.candidates import Lattice
+from .attention import decoding_attention
+from .request import Request
+from .sampling import gumbel
+
+LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
+LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three
+
+Place = tuple[Request, Tree, int]  # where the base says something: behind the root (row 0) or node row - 1 of a draft
+
+
+class Clock:
+    """Seconds per part. `verify` and `draft` end with a copy to the host, so they wait for an accelerator."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
+
+
+class EagerStep:
+    """The requests in flight, sequence b of the caches for `active[b]`, and what a step does with them: `verify` their
+    drafts, then `draft` anew. Every shape is as it comes.
+
+    The caches have room for `rows` sequences of `capacity` entries. ends: tokens that end a request. in_use: by a call,
+    of a step that serves several.
+    """
+
+    def __init__(self, base: Base, head: Head | None, vocabulary: Vocabulary | None, rows: int, capacity: int) -> None:
+        self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
+        self.attended = None if head is None else head.attended
+        self.cache = TreeCache(base.depth, rows, capacity)
+        self.caches = [self.cache]
+        if head is not None:
+            self.caches.append(head.new_cache(rows, capacity + head.config.slots, self.cache))
+        self.begin(base.eos_ids)
+
+    def begin(self, ends: Iterable[int]) -> None:
+        """Forget every sequence, keep the memory."""
+        self.active: list[Request] = []
+        self.ends, self.clock = set(ends), Clock()
+        for cache in self.caches:
+            cache.clear()
+
+    @torch.no_grad()
+    def admit(self, request: Request, row: int | None = None) -> None:
+        """Read a prompt and choose its first token; row: of an active request, whose place it takes. `Request.fit` came
+        before.
+
+        Without a head, what the prompt has in common with one of the rows is copied from there: a system prompt,
+        earlier turns.
+        """
+        base, cache = self.base, self.cache
+        request.out.seconds = self.clock.seconds
+        with self.clock("verify"):
+            if row is None:
+                row = len(self.active)
+                for each in self.caches:
+                    each.add()
+            source, shared = self._longest_shared(request) if self.head is None else (row, 0)
+            for each in self.caches:
+                each.begin(row, source, shared)
+            self.active[row : row + 1] = [request]
+            cache.alone(row)
+            ids_1L = torch.tensor([request.prompt[shared:]], device=base.device)
+            sight = cache.sight(ids_1L.shape[1], base.device)
+            mask = sight.additive(base.dtype)
+            places = {"attention_mask": mask, "position_ids": sight.positions_BL}
+            hidden_1LD = base.hidden(ids_1L, **places, cache=cache, attended=self.attended)
+            cache.alone(None)
+            cache.lengths[row] = len(request.prompt)
+            if request.sampling.repetition_penalty != 1.0:
+                request.seen_V = torch.zeros(base.vocab_size, dtype=torch.bool, device=base.device)
+                request.seen_V[request.prompt] = True
+            (root,) = self._choose(base.logits(hidden_1LD[:, -1]), [(request, EMPTY, 0)])
+        request.append([], root, self.ends)
+        if self.head is not None:
+            request.hidden, request.following = hidden_1LD, [*request.prompt[1:], root]
+
+    def _longest_shared(self, request: Request) -> tuple[int, int]:
+        """The row that begins with most of a prompt, and how many tokens these are; the last is always read."""
+        source, most = 0, 0
+        for row, other in enumerate(self.active):
+            pairs = zip(request.prompt[:-1], other.prompt + other.tokens[:-1], strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if shared > most:
+                source, most = row, shared
+        return source, most
+
+    def retire(self) -> bool:
+        """Forget the requests that have ended; are there others?"""
+        for row in reversed(range(len(self.active))):
+            if self.active[row].out.finish:
+                self.drop(row)
+        return bool(self.active)
+
+    def drop(self, row: int) -> None:
+        """Forget a request: the last one takes its row."""
+        for cache in self.caches:
+            cache.drop(row)
+        self.active[row] = self.active[-1]
+        self.active.pop()
+
+    @torch.no_grad()
+    def verify(self, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:
+        """Per request the accepted nodes of its draft, and the token that the base says behind them. The caches then
+        hold what is accepted."""
+        active = self.active
+        with self.clock("verify"):
+            ids_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
+            for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
+                ids_BQ[b, 0], ids_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
+            mask, positions_BQ = tree_mask(self.base, drafts, self.cache.lengths[: len(active)])
+            single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
+            with decoding_attention(self.base.model) if single_rows else nullcontext():
+                hidden_BQD = self.base.hidden(
+                    torch.from_numpy(ids_BQ).to(self.base.device),
+                    attention_mask=mask,
+                    position_ids=positions_BQ,
+                    cache=self.cache,
+                    attended=self.attended,
+                )
+            found = self._walks(drafts, hidden_BQD)
+        with self.clock("other"):
+            kept = [[0, *(node + 1 for node in path)] for path, _ in found]
+            self.cache.keep(kept)
+            if self.head is not None:
+                for b, request in enumerate(active):
+                    request.hidden = hidden_BQD[b : b + 1, kept[b]]
+        return found
+
+    @torch.no_grad()
+    def draft(self) -> list[Lattice | Tree]:
+        """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
+        assert self.head is not None
+        assert self.vocabulary is not None
+        with self.clock("draft"):
+            counts = [len(request.following) for request in self.active]
+            following_BL = pad_sequence([torch.tensor(request.following) for request in self.active], True)
+            hidden_BLD = pad_sequence([r.hidden[0] for r in self.active if r.hidden is not None], True)
+            hidden_BLD = hidden_BLD.to(next(self.head.parameters()).dtype)
+            following_BL = following_BL.to(self.base.device)
+            return self.head.drafts(hidden_BLD, following_BL, counts, self.caches[1], self.vocabulary)
+
+    def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:
+        """Along each tree from its root, to the child that holds what the base chooses where we stand."""
+        active = self.active
+        rows, hidden_RD = [self._chosen_at_once(tree) for tree in drafts], hidden_BQD.flatten(0, 1)
+        first_R = [b * hidden_BQD.shape[1] + row for b, own in enumerate(rows) for row in own]
+        if len(first_R) < len(hidden_RD):
+            hidden_RD = hidden_RD[first_R]
+        places = [(active[b], drafts[b], row) for b, own in enumerate(rows) for row in own]
+        chosen = iter(self._choose(self.base.logits(hidden_RD), places))
+        known = [dict(zip(own, chosen, strict=False)) for own in rows]
+
+        def said(b: int, row: int) -> int:
+            if row not in known[b]:
+                logits_1V = self.base.logits(hidden_BQD[b, [row]])
+                (known[b][row],) = self._choose(logits_1V, [(active[b], drafts[b], row)])
+            return known[b][row]
+
+        return [tree.walk(lambda row, b=b: said(b, row)) for b, tree in enumerate(drafts)]  # type: ignore[misc]
+
+    @property
+    def _lazy(self) -> bool:
+        """Are logits of unlikely nodes computed when a walk comes by? On a CPU a row costs its share of a GEMM, and a
+        sample a sort; an accelerator would be waited for each time."""
+        return self.base.device.type == "cpu"
+
+    def _chosen_at_once(self, tree: Tree) -> list[int]:
+        """Rows whose logits are computed before the walk: likely ones, since each alone would be a pass over the LM
+        head."""
+        if not self._lazy or not len(tree):
+            return list(range(len(tree) + 1))
+        likely = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
+        return likely if len(likely) >= LEAST_ROWS else list(range(min(LEAST_ROWS, len(tree) + 1)))
+
+    def _choose(self, logits_RV: Tensor, places: Sequence[Place]) -> list[int]:
+        """What the base says at each place, places of one kind of sampling together."""
+        chosen, V = [0] * len(places), logits_RV.shape[1]
+        for sampling in {request.sampling for request, _, _ in places}:
+            rows = [i for i, (request, _, _) in enumerate(places) if request.sampling == sampling]
+            noise_RV = seen_RV = None
+            if sampling.temperature:
+                keys = [(places[i][0].seed, _position(*places[i])) for i in rows]
+                noise = {(seed, at): gumbel(seed, at, V, logits_RV.device) for seed, at in sorted(set(keys))}
+                noise_RV = torch.stack([noise[key] for key in keys])
+            if sampling.repetition_penalty != 1.0:
+                seen_RV = torch.stack([_seen(*places[i]) for i in rows])
+            found = sampling.choose(logits_RV if len(rows) == len(places) else logits_RV[rows], seen_RV, noise_RV)
+            for i, token in zip(rows, found.tolist(), strict=True):
+                chosen[i] = token
+        return chosen
+
+
+def _position(request: Request, tree: Tree, row: int) -> int:
+    """Of what is said at a place."""
+    return request.length + (int(tree.depths[row - 1]) if row else 0)
+
+
+def _seen(request: Request, tree: Tree, row: int) -> Tensor:
+    """The tokens [V] that stand before a place."""
+    assert request.seen_V is not None
+    seen_V, node = request.seen_V.clone(), row - 1
+    while node >= 0:
+        seen_V[int(tree.tokens[node])] = True
+        node = int(tree.parents[node])
+    return seen_V

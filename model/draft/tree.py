@@ -1,0 +1,184 @@
+"""From lattice to draft tree: best-first search on exact CTC prefix probabilities (docs/method.md).
+
+psi never grows along a path, so the N best prefixes form a tree, and it is the N-node tree with the
+largest expected number of accepted tokens under the head's own beliefs. Best-first finds them in order.
+
+A node's children are all scored at once (a SIMD loop over the candidates), and only its best child that is not
+taken yet competes with those of other nodes: no heap of all children.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from ..lattice import best_first
+from ..lattice.candidates import Lattice
+
+HEAD, LOOKUP = 1, 2  # bits of Tree.source
+SOURCES = {HEAD: "head", LOOKUP: "lookup", HEAD | LOOKUP: "both"}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Draft nodes, parents first: token ids, parent index (-1: the root), depth (1..), psi. All [N].
+
+    source: who proposed each node, HEAD, LOOKUP or both; None: the head did all.
+    """
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    psi: NDArray[np.float32]
+    source: NDArray[np.int8] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, nodes: int) -> "Tree":
+        """The tree of the first nodes: parents come first, so it is one."""
+        source = None if self.source is None else self.source[:nodes]
+        return Tree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.psi[:nodes], source)
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """[N + 1, N + 1]: may row i attend to column j? Index 0 is the root, i + 1 is node i."""
+        return _ancestors(self.parents)
+
+    def walk(self, said: Callable[[int], int]) -> tuple[list[int], int]:
+        """The accepted nodes, and what is said behind the last of them: from the root, to the child that holds what is
+        said where we stand. said(row): after the root (row 0) or node row - 1."""
+        at, path, token = -1, list[int](), said(0)
+        while len(self):
+            children = np.flatnonzero((self.parents == at) & (self.tokens == token))
+            if not len(children):
+                break
+            at = int(children[0])
+            path.append(at)
+            token = said(at + 1)
+        return path, token
+
+    def sources(self, path: Sequence[int]) -> list[str]:
+        """Who proposed each node of a path: `head`, `lookup` or `both`."""
+        return [SOURCES[HEAD if self.source is None else int(self.source[node])] for node in path]
+
+    def path_of(self, labels: Sequence[int]) -> list[int]:
+        """The nodes that hold the labels, the base's own continuation of the root, as far as they go."""
+        left = iter(labels)
+        return self.walk(lambda _: next(left, -1))[0]
+
+    def accepted(self, labels: Sequence[int]) -> int:
+        """How many of the labels the tree holds as a path."""
+        return len(self.path_of(labels))
+
+
+NO_TOKENS = np.zeros(0, np.int64)
+EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+
+
+def search(
+    lattice: Lattice,
+    nodes: int,
+    *,
+    max_depth: int | None = None,
+    leaves: NDArray[np.int64] | None = None,
+    chain: bool = False,
+    prune: float = 0.0,
+) -> Tree:
+    """The best `nodes` prefixes of the lattice by psi, at most `max_depth` deep.
+
+    Tokens in `leaves` (end of sequence) get no children. chain=True follows the best child only. prune: behind each
+    prefix the last slots are left out that at most this share of its alignments reach without a new token, so that psi
+    of depth d is at most d * prune too small.
+    """
+    slots = len(lattice.log_p)
+    depth = slots if max_depth is None else min(max_depth, slots)
+    if nodes < 1 or depth < 1:
+        return EMPTY
+    tokens, parents, depths, psi = best_first.search(
+        lattice=lattice,
+        ends=NO_TOKENS if leaves is None else leaves,
+        nodes=nodes,
+        max_depth=depth,
+        chain=chain,
+        prune=np.float32(prune),
+    )
+    return Tree(tokens, parents, depths, psi)
+
+
+def chosen(
+    scored: Tree,
+    nodes: int,
+    *,
+    max_depth: int | None = None,
+    leaves: NDArray[np.int64] | None = None,
+    chain: bool = False,
+) -> Tree:
+    """The best `nodes` nodes by psi of a tree whose psi never grows along a path: what `search` is for a lattice."""
+    kept = _chosen(
+        tokens=scored.tokens,
+        parents=scored.parents,
+        depths=scored.depths,
+        psi=scored.psi,
+        ends=NO_TOKENS if leaves is None else leaves,
+        nodes=nodes,
+        max_depth=int(scored.depths.max(initial=0)) if max_depth is None else max_depth,
+        chain=chain,
+    )
+    number = np.full(len(scored) + 1, -1)
+    number[kept] = np.arange(len(kept))
+    source = None if scored.source is None else scored.source[kept]
+    return Tree(scored.tokens[kept], number[scored.parents[kept]], scored.depths[kept], scored.psi[kept], source)
+
+
+@njit(cache=True)
+def _chosen(tokens, parents, depths, psi, ends, nodes, max_depth, chain):
+    order = np.argsort(-psi, kind="mergesort")  # stable: parents come before children of the same psi
+    taken = np.zeros(len(tokens) + 1, np.bool_)
+    taken[-1] = True  # the root
+    kept = np.empty(min(nodes, len(tokens)), np.int64)
+    count, last = 0, -1
+    for i in order:
+        if count == len(kept):
+            break
+        parent = parents[i]
+        ended = False
+        for end in ends:
+            ended |= parent >= 0 and tokens[parent] == end
+        if taken[parent] and not ended and depths[i] <= max_depth and psi[i] > 0 and (not chain or parent == last):
+            taken[i] = True
+            kept[count] = i
+            count, last = count + 1, i
+    return kept[:count]
+
+
+@njit(cache=True)
+def _ancestors(parents):
+    N = len(parents)
+    allowed = np.zeros((N + 1, N + 1), np.bool_)
+    allowed[0, 0] = True
+    for i in range(N):
+        allowed[i + 1] = allowed[parents[i] + 1]
+        allowed[i + 1, i + 1] = True
+    return allowed
+
+
+@njit(cache=True)
+def calibrated(psi, depths, parents, knot_psi, knot_rate, begins):
+    """Each node's psi through the knots of its depth (budget.Calibration), at most its parent's."""
+    p = np.empty(len(psi))
+    for i in range(len(psi)):
+        row = min(depths[i], len(begins) - 1) - 1
+        first, last = begins[row], begins[row + 1] - 1
+        k = first
+        while k < last and knot_psi[k + 1] <= psi[i]:
+            k += 1
+        if k == last or psi[i] <= knot_psi[first]:
+            p[i] = knot_rate[k]
+        else:
+            share = (psi[i] - knot_psi[k]) / (knot_psi[k + 1] - knot_psi[k])
+            p[i] = knot_rate[k] + share * (knot_rate[k + 1] - knot_rate[k])
+        if parents[i] >= 0:
+            p[i] = min(p[i], p[parents[i]])
+    return p

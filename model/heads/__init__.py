@@ -1,0 +1,81 @@
+"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), medusa, eagle. Parts: copies
+of the base's last layers (last_layers), block, transition and draft vocabulary (vocabulary)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+from torch import nn
+
+from ..base.context import Attended
+from ..base.llm import Base
+from .eagle import EagleConfig, EagleHead
+from .head import Head, HeadConfig
+from .last_layers import LastLayers, layers_to_copy
+from .medusa import MedusaConfig, MedusaHead
+from .slots import CtcConfig, ParallelConfig, SlotHead
+
+AnyHeadConfig = Annotated[CtcConfig | ParallelConfig | MedusaConfig | EagleConfig, Field(discriminator="kind")]
+TABLED = ("transition.to_state", "transition.from_context")  # what is computed once for the whole vocabulary
+
+
+def head_config(fields: Mapping[str, Any]) -> HeadConfig:
+    """The config of the kind that the fields name. Raises ValueError on an unknown kind or field, or sizes that do not
+    fit."""
+    return TypeAdapter(AnyHeadConfig).validate_python(dict(fields))
+
+
+def head_on(base: Base, config: HeadConfig) -> Head:
+    """A freshly initialised head for that base, of a draft vocabulary no larger than the base's. Raises ValueError
+    where the base has fewer layers."""
+    attended, drafted = attended_on(base, config), config.draft_vocab_size
+    config = replace(config, draft_vocab_size=None if drafted is None or drafted >= base.vocab_size else drafted)
+    return build_head(config, base.hidden_size, None if attended is None else LastLayers(base, attended))
+
+
+def build_head(config: HeadConfig, hidden_size: int, body: LastLayers | None = None) -> Head:
+    """A freshly initialised head on a base of that hidden size; body: of `ctc` and `parallel`."""
+    if isinstance(config, ParallelConfig):
+        return SlotHead(config, hidden_size, body)
+    if isinstance(config, MedusaConfig):
+        return MedusaHead(config, hidden_size)
+    assert isinstance(config, EagleConfig)
+    return EagleHead(config, hidden_size)
+
+
+def attended_on(base: Base, config: HeadConfig) -> Attended | None:
+    """The layers of the base that a head of that config copies, if any. Raises ValueError as `head_on` does."""
+    return layers_to_copy(base, config.layers) if isinstance(config, ParallelConfig) else None
+
+
+def parameters_of(module: nn.Module) -> int:
+    """How many parameters a head, or what trains it, has."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
+    """(body, LM head) multiply-adds of one draft, the attention over the context and a transition's products left
+    out."""
+    body = 0
+    for name, p in head.named_parameters():
+        if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
+            body += p.numel() * (1 if name.startswith(head.once) else head.lm_rows)
+    return body, head.lm_rows * (head.config.draft_vocab_size or base.vocab_size) * base.hidden_size
+
+
+__all__ = [
+    "AnyHeadConfig",
+    "CtcConfig",
+    "EagleConfig",
+    "Head",
+    "HeadConfig",
+    "MedusaConfig",
+    "ParallelConfig",
+    "attended_on",
+    "build_head",
+    "flops_per_draft",
+    "head_config",
+    "head_on",
+    "parameters_of",
+]

@@ -1,0 +1,218 @@
+"""What all heads are: `Head`, and `OnePassHead` for those that fill all slots in one forward.
+
+At position t the base has produced hidden state h_t and the root x_{t+1}; a head fills T slots from which
+a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positions, N anchors, T slots,
+D hidden size of the base, S positions with keys and values, Q slots of all anchors of a row.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, NamedTuple, Self
+
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from ..base.cache import TreeCache
+from ..base.context import Anchors, Attended, Sight
+from ..base.llm import Base
+from ..draft.budget import Calibration
+from ..draft.prompt_lookup import CopyRates
+from ..draft.tree import Tree
+from ..lattice.candidates import Candidates, Lattice, Tables, candidates_of
+from ..lattice.topology import ONE_TO_ONE, Topology
+from .transition import Transition
+from .vocabulary import DraftVocabulary
+
+# What a damaged config asks for would take hours to build:
+Size = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
+Layers = Annotated[int, Field(strict=True, ge=1, le=256)]
+CHECKED = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class HeadConfig:
+    """What each kind has. slots: T. draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all of
+    the base's. Raises ValueError on sizes that do not fit."""
+
+    kind: str
+    slots: Size = 12
+    draft_vocab_size: Size | None = 16384
+
+    @property
+    def topology(self) -> Topology:
+        """Which alignments of its slots count."""
+        return ONE_TO_ONE
+
+
+class Slots(NamedTuple):
+    """states [N, T, D], to be multiplied with the base's LM head; the blank's log-odds against all tokens together
+    [N, T], or None; A x_t [N, T, R] of a transition, or None."""
+
+    states_NTD: Tensor
+    blank_NT: Tensor | None
+    slot_NTR: Tensor | None = None
+
+
+class Vocabulary(NamedTuple):
+    """What turns slots into candidates: the draft tokens, how many of them each slot may put forward, tables of the
+    transition."""
+
+    tokens: DraftVocabulary
+    top_k: int
+    tables: Tables | None
+
+    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """As the base's first layer gets them, [..., D]."""
+        return self.tokens.base.embed(ids).to(dtype)
+
+
+class Head(nn.Module, ABC):
+    """What drafts.
+
+    transition: None where slots do not depend on what was collapsed before.
+    attended: layers of the base whose keys and values slots see, or None: of whole sequences they come behind
+    each hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
+    calibration, copy_rates: what its psi, and copied tokens, were seen to be worth on held-out text, if that was
+    measured.
+    """
+
+    calibration: Calibration | None = None
+    copy_rates: CopyRates | None = None
+    attended: Attended | None = None
+    once: ClassVar[tuple[str, ...]] = ()  # beginnings of names of weights that are used once per draft, not per slot
+    draft_ids_X: Tensor
+
+    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config, self.hidden_size, self.topology = config, hidden_size, config.topology
+        self.transition: Transition | None = None
+        some = config.draft_vocab_size is not None
+        self.register_buffer("draft_ids_X", torch.arange(config.draft_vocab_size or 0), persistent=some)
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        sight: Sight | None = None,
+        label_NUD: Tensor | None = None,
+    ) -> Slots:
+        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position.
+
+        sight: where rows hold several documents, which positions belong together; None: rows are one each.
+        label_NUD embeds the labels, for a head that is trained along them.
+        """
+
+    @abstractmethod
+    def drafts(
+        self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
+    ) -> list[Lattice | Tree]:
+        """Append counts[b] <= L committed positions of each sequence to the cache, draft from the last of each: rows
+        past counts[b] are padding. root_BL: the tokens after each position.
+
+        A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
+        """
+
+    @abstractmethod
+    def drafts_at(
+        self,
+        hidden_BLD: Tensor,
+        root_BL: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        sight: Sight | None,
+        vocabulary: Vocabulary,
+    ) -> list[Lattice | Tree]:
+        """The same at anchors within whole sequences."""
+
+    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
+        """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included; of_base: the
+        base's cache, which holds what is committed here before it is."""
+        return TreeCache(0, batch, capacity, of_base)
+
+    @property
+    def lm_rows(self) -> int:
+        """Rows that a draft puts through the LM head."""
+        return self.config.slots
+
+    def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
+        """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider."""
+        return self.to(base.device, torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+
+    def draft_vocabulary(self, base: Base) -> DraftVocabulary:
+        """The tokens that it can draft, of its base's."""
+        return DraftVocabulary(base, None if self.config.draft_vocab_size is None else self.draft_ids_X)
+
+    def vocabulary(self, base: Base, top_k: int) -> Vocabulary:
+        """What drafting needs, anew when the weights change."""
+        tokens = self.draft_vocabulary(base)
+        return Vocabulary(tokens, top_k, None if self.transition is None else self.transition.tables(tokens))
+
+
+class OnePassHead(Head):
+    """A draft is one forward, in fixed shapes: `fill` turns a position into T slots."""
+
+    @abstractmethod
+    def fill(
+        self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
+    ) -> Slots:
+        """The T slots of each anchor within whole sequences, or on top of what the cache holds."""
+
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        sight: Sight | None = None,
+        label_NUD: Tensor | None = None,
+    ) -> Slots:
+        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
+        return self.fill(hidden_BLD, root_BLD, Anchors.of(batch_N, position_N, len(hidden_BLD)), sight)
+
+    @torch.no_grad()
+    def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
+        """The slots behind the last of the positions that `drafts` appends, N = B. They are filled from that position
+        alone: those before it stand in the base's cache."""
+        last_B = torch.tensor(counts, device=hidden_BLD.device) - 1
+        row_B = torch.arange(len(last_B), device=last_B.device)
+        cache.keep([range(count - 1) for count in counts])
+        sight = cache.sight(1, last_B.device)
+        cache.keep([range(1)] * len(counts))
+        anchors = Anchors.one_per_row(torch.zeros_like(last_B))
+        return self.fill(hidden_BLD[row_B, last_B, None], root_BLD[row_B, last_B, None], anchors, sight, cache)
+
+    @torch.no_grad()
+    def drafts(
+        self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
+    ) -> list[Lattice | Tree]:
+        slots = self.step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), counts, cache)
+        root_N = torch.stack([root_L[count - 1] for root_L, count in zip(root_BL, counts, strict=True)])
+        return [*self.candidates(slots, root_N, vocabulary).lattices()]
+
+    @torch.no_grad()
+    def drafts_at(
+        self,
+        hidden_BLD: Tensor,
+        root_BL: Tensor,
+        batch_N: Tensor,
+        position_N: Tensor,
+        sight: Sight | None,
+        vocabulary: Vocabulary,
+    ) -> list[Lattice | Tree]:
+        slots = self(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), batch_N, position_N, sight)
+        return [*self.candidates(slots, root_BL[batch_N, position_N], vocabulary).lattices()]
+
+    @torch.no_grad()
+    def candidates(self, slots: Slots, root_N: Tensor, vocabulary: Vocabulary) -> Candidates:
+        """What each anchor's slots put forward of the vocabulary; root_N: the token before its first slot."""
+        tokens, top_k, tables = vocabulary
+        logits_NTX = tokens.logits(slots.states_NTD)
+        moved = None
+        if slots.slot_NTR is not None and tables is not None:
+            moved = slots.slot_NTR, tokens.numbered(root_N), tables
+        return candidates_of(logits_NTX, slots.blank_NT, top_k, self.topology, tokens.host_ids, moved)

@@ -1,0 +1,130 @@
+"""The base's last decoder layers, copied: the body of a head. Slots go through them on the base's own keys and values.
+
+A slot asks for a token that stands where the base has not read yet. The base's last layers turn a state into the next
+token, and what they know of the context lies in their keys and values, so a head that begins as a copy of them need not
+learn either. A drafter whose layers look at the keys and values of the base's last ones: GliDe (Du et al. 2024, arXiv
+2402.02082), whose own begin at random.
+
+Shape suffixes: B sequences, Q new positions of each, S positions before them, D hidden size.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from ..base.context import Attended, KeysAndValues, Sight
+from ..base.llm import Base
+
+TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
+
+
+class PrefixCache(Cache):
+    """Keys and values of what stands before the new positions, per layer; those see each other's besides, and nothing
+    is kept."""
+
+    def __init__(self, read: KeysAndValues) -> None:
+        super().__init__(layers=[])
+        self.read = read
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return next(iter(self.read.values()))[0].shape[2]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        keys, values = self.read[layer_idx]
+        keys, values = keys.to(key_states.dtype), values.to(value_states.dtype)
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+
+class LastLayers(nn.Module):
+    """Copies of the layers that `layers_to_copy` found and of the norm behind them, to be trained, in float32.
+
+    On a base in bfloat16 they are trained in mixed precision (autocast).
+    """
+
+    def __init__(self, base: Base, attended: Attended) -> None:
+        super().__init__()
+        self.attended = attended
+        self.decoder = _shortened(base.decoder, attended.layers)
+        self.decoder.layers = copy.deepcopy(self.decoder.layers)
+        for name, part in base.decoder.named_children():
+            if name != "layers" and not isinstance(part, nn.Embedding) and any(True for _ in part.parameters()):
+                del vars(self.decoder)[name]
+                setattr(self.decoder, name, copy.deepcopy(part))  # as the last norm: drafts need not be as sharp
+        self.decoder.requires_grad_(True).float()
+        self.mixed = base.dtype == torch.bfloat16
+
+    def train(self, mode: bool = True) -> "LastLayers":
+        """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
+        return super().train(False)
+
+    def forward(self, x_BQD: Tensor, sight: Sight, read: KeysAndValues) -> Tensor:
+        """States after the final norm [B, Q, D]; sight: of the S positions that were read and of the Q rows."""
+        own = next(self.decoder.layers.parameters()).dtype
+        mixed = self.mixed and torch.is_grad_enabled()
+        mask_BQK = sight.additive(torch.bfloat16 if mixed else own)
+        assert mask_BQK is not None
+        with torch.autocast(x_BQD.device.type, torch.bfloat16, enabled=mixed):
+            found_BQD = _run(self.decoder, x_BQD.to(own), mask_BQK, sight.positions_BL, read)
+        return found_BQD.to(x_BQD.dtype)
+
+
+def layers_to_copy(base: Base, count: int) -> Attended | None:
+    """The last `count` layers of a base whose class can run them alone, as a trial shows; None where it cannot.
+
+    Raises ValueError where there are not as many.
+    """
+    attended = base.attended(count)
+    if attended is None:
+        return None
+    try:
+        wrong, scale = _trial(base, attended)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return None
+    return attended._replace(scale=scale) if wrong < CLOSE else None
+
+
+def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, read: KeysAndValues) -> Tensor:
+    out = decoder(
+        inputs_embeds=x_BQD,
+        attention_mask=mask_BQK,
+        position_ids=positions_BQ,
+        past_key_values=PrefixCache(read),
+        use_cache=True,
+    )
+    return out.last_hidden_state
+
+
+def _shortened(decoder: Any, numbers: Sequence[int]) -> Any:
+    """A decoder of some of the layers of another, which stay where they are. Nothing else is registered as its own."""
+    short = copy.copy(decoder)
+    own = {name: copy.copy(part) if isinstance(part, dict) else part for name, part in vars(decoder).items()}
+    short.__dict__ = own | decoder._modules  # found as attributes, registered nowhere; hooks are each one's own
+    short._modules = {}
+    del short.__dict__["layers"]
+    short.layers = nn.ModuleList(decoder.layers[number] for number in numbers)
+    short.config = copy.deepcopy(decoder.config)
+    short.config.num_hidden_layers = len(numbers)
+    if getattr(decoder.config, "layer_types", None):
+        short.config.layer_types = [decoder.config.layer_types[number] for number in numbers]
+    return short
+
+
+@torch.no_grad()
+def _trial(base: Base, attended: Attended) -> tuple[float, float]:
+    """How far the layers by themselves are from the base at a position, of the largest number there; and the root mean
+    square of the state that enters them."""
+    D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
+    states_BLX = base.hidden(ids_BL, attended=attended)
+    pairs = attended.keys_and_values(states_BLX).items()
+    read = {layer: (keys[:, :, :-1], values[:, :, :-1]) for layer, (keys, values) in pairs}
+    want, entering = states_BLX[:, -1:, :D], states_BLX[:, -1:, D : 2 * D]
+    mask, at = entering.new_zeros(1, 1, 1, TRIED), torch.full((1, 1), TRIED - 1, device=base.device)
+    got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, read)
+    return float((got - want).abs().max() / want.abs().max()), float(entering.float().square().mean().sqrt())

@@ -1,0 +1,142 @@
+"""`ctc`, a lattice of tokens and blanks, and `parallel`, its control without a blank: one body.
+
+Shape suffixes: B batch, L positions, N anchors, A of them in a row (padded), T slots, D hidden size of the base, X what
+`Base.hidden` gives per position, S positions with keys and values, Q slots of all anchors of a row, R rank.
+"""
+
+from typing import Annotated, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from ..base.cache import TreeCache
+from ..base.context import Anchors, KeysAndValues, Sight
+from ..base.llm import Base
+from ..base.packed import pack
+from ..lattice.topology import Topology
+from .block import Block
+from .head import CHECKED, HeadConfig, Layers, OnePassHead, Size, Slots
+from .last_layers import LastLayers
+from .transition import Transition
+
+RARE_BLANK = -2.0  # log-odds that the blank begins with
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class ParallelConfig(HeadConfig):
+    """layers: of the base's last ones, copied, as the body (last_layers.py; where the base's class cannot run them
+    alone, as many blocks in which slots see each other). transition: `full`: what a slot emits depends on the token
+    that was collapsed last, by a product of that `rank` (transition.py); or `none`."""
+
+    kind: Literal["parallel"] = "parallel"
+    slots: Size = 7
+    layers: Layers = 2
+    transition: Literal["none", "full"] = "none"
+    rank: Size = 128
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class CtcConfig(ParallelConfig):
+    """merge, band: see `Topology`."""
+
+    kind: Literal["ctc"] = "ctc"  # type: ignore[assignment]
+    transition: Literal["none", "full"] = "full"
+    merge: Annotated[bool, Field(strict=True)] = False
+    band: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] | None = 1
+
+    def __post_init__(self) -> None:
+        if self.merge and self.band is not None:
+            raise ValueError(f"head.merge=true takes any number of blanks: use head.band=null, not {self.band}")
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.merge, self.band)
+
+
+class SlotHead(OnePassHead):
+    """`ctc` and `parallel`: T slots, which see the context and each other in copies of the base's last layers.
+
+    They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none. Slot t stands where its token
+    would be read if nothing were blank, t + 1 positions behind the anchor; slot 0 begins as the root itself. Without
+    `body` blocks take its place in which slots see each other alone.
+    """
+
+    once = ("enter",)
+    scale: Tensor  # what is learnt of an input is as small as other weights, and states are not
+
+    def __init__(self, config: "CtcConfig | ParallelConfig", hidden_size: int, body: LastLayers | None = None) -> None:
+        super().__init__(config, hidden_size)
+        D, T = hidden_size, config.slots
+        self.state_gain = nn.Parameter(torch.ones(T, 1))
+        self.root_gain = nn.Parameter(torch.ones(T, 1))
+        self.slot = nn.Parameter(torch.zeros(T, D))
+        self.enter = nn.Linear(2 * D, D, bias=False)
+        nn.init.zeros_(self.enter.weight)
+        self.register_buffer("scale", torch.tensor(1.0 if body is None else body.attended.scale))
+        self.body = body
+        if body is None:
+            self.blocks = nn.ModuleList(Block(D, _heads_of(D)) for _ in range(config.layers))
+            self.norm = nn.RMSNorm(D)
+        else:
+            self.attended = body.attended
+        with_blank = isinstance(config, CtcConfig)
+        self.blank = nn.Linear(D, 1) if with_blank else None
+        if self.blank is not None:
+            nn.init.zeros_(self.blank.weight)
+            nn.init.constant_(self.blank.bias, RARE_BLANK)
+        if config.transition != "none":
+            self.transition = Transition(D, D, config.rank, with_blank=with_blank)
+
+    def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
+        """The same, copied layers in the precision of the base's own."""
+        super().for_drafting(base, dtype)
+        if self.body is not None:
+            pack(self.body.to(base.dtype))
+        return self
+
+    def fill(
+        self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
+    ) -> Slots:
+        D = self.hidden_size
+        hidden_ND, root_ND = anchors.own(hidden_BLX[..., : 2 * D]), anchors.own(root_BLD)
+        hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
+        read_ND = self.enter(torch.cat([F.rms_norm(root_ND, (D,)), F.rms_norm(hidden_ND, (D,))], dim=-1))
+        own_NTD = self.state_gain * entering_ND.unsqueeze(1) + self.root_gain * root_ND.unsqueeze(1)
+        x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
+        if self.body is None:
+            T = self.config.slots
+            everywhere = Sight(x_NTD.new_zeros(1, T), x_NTD.new_ones(1, 1, T, T, dtype=torch.bool))
+            for block in self.blocks:
+                x_NTD = block(x_NTD, everywhere)
+            x_NTD = self.norm(x_NTD)
+        elif cache is None:
+            x_NTD = self._through_layers(x_NTD, self.body.attended.keys_and_values(hidden_BLX), anchors, sight)
+        else:
+            assert cache.of_base is not None
+            read = {layer: cache.of_base.committed(layer) for layer in self.body.attended.layers}
+            x_NTD = self._through_layers(x_NTD, read, anchors, sight)
+        blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
+        slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
+        return Slots(x_NTD, blank_NT, slot_NTR)
+
+    def _through_layers(self, x_NTD: Tensor, read: KeysAndValues, anchors: Anchors, sight: Sight) -> Tensor:
+        """Slots after the copied layers: each sees the positions up to its anchor, and all slots of that anchor."""
+        assert self.body is not None
+        B, _, S, _ = next(iter(read.values()))[0].shape
+        A, (_, T, D) = anchors.most, x_NTD.shape
+        position_BA, context_BAS = sight.of_anchors(anchors, S)
+        position_BQ = (position_BA.unsqueeze(2) + 1 + torch.arange(T, device=x_NTD.device)).view(B, A * T)
+        anchor_Q = torch.arange(A, device=x_NTD.device).repeat_interleave(T)
+        own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
+        seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
+        rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
+        rows_BQD = self.body(rows_BQD, Sight(position_BQ, seen_BQS.unsqueeze(1)), read)
+        return anchors.gathered(rows_BQD.view(B, A, T, D))
+
+
+def _heads_of(width: int) -> int:
+    """Attention heads of a block of that width: of 64 numbers each, or the next number of them that fits."""
+    return next(heads for heads in range(max(1, width // 64), 0, -1) if width % (2 * heads) == 0)

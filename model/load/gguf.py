@@ -1,0 +1,113 @@
+"""A GGUF file as a base: dequantised once into an ordinary transformers folder in the cache.
+
+transformers' own loader reads the file; its weights are kept in float32, in which every GGUF type is exact.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..folders import claimed, new_folder
+
+MAGIC = b"GGUF"
+
+
+def is_gguf(path: str) -> bool:
+    """Does the name say that this is a GGUF file?"""
+    return path.lower().endswith(".gguf")
+
+
+def converted(cache: Path, sha256: str) -> Path | None:
+    """The transformers folder that was made of the GGUF file with that content; None where none was."""
+    return next(iter(_entry(cache, sha256).glob("*")), None)
+
+
+def convert_gguf(file: Path, cache: Path) -> Path:
+    """The transformers folder of a GGUF file: float32 safetensors and the tokenizer, made where it is not there yet.
+
+    It is kept in `cache` under the SHA-256 of the file's content and bears the file's name. Of several processes one
+    converts and the others wait for it. Raises ValueError, in one sentence, when the file is not there, is no GGUF,
+    is damaged, holds no causal LM that transformers knows, or does not fit on the disk; nothing stays behind then.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file")
+    with file.open("rb") as stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{file} is no GGUF file: it does not begin with the letters GGUF")
+        stream.seek(0)
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    entry = _entry(cache, sha256)
+    with claimed(entry.with_name(f"{entry.name}.lock"), wait=True):
+        if not entry.is_dir():
+            for left in cache.glob(f"unfinished-{entry.name}-*"):  # by a process that was killed
+                shutil.rmtree(left)
+            with new_folder(entry) as fresh:
+                _convert(file, fresh / file.stem)
+    folder = converted(cache, sha256)
+    if folder is None:
+        raise ValueError(f"{entry} is damaged: delete it and run the command again")
+    return folder
+
+
+def _entry(cache: Path, sha256: str) -> Path:
+    return cache / f"gguf-{sha256[:16]}"
+
+
+def _convert(file: Path, folder: Path) -> None:
+    _check(file, folder.parent)
+    model, tokenizer = _load(file)
+    config = model.config
+    del config.quantization_config  # which save_pretrained would refuse, and which is no longer true
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    try:
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} could not be written as a folder in {folder.parent.parent}: {error}") from error
+
+
+def _check(file: Path, folder: Path) -> None:
+    """Raises ValueError on a file that ends too early or does not fit on the disk as a folder."""
+    try:
+        reader = GGUFReader(file)
+        size = torch.float32.itemsize * sum(int(tensor.n_elements) for tensor in reader.tensors)
+    except Exception as error:  # whatever the reader stumbles over: it trusts every length that it reads
+        raise ValueError(f"{file} is cut short or damaged: fetch it again") from error
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise ValueError(
+            f"{file} takes {size / 2**30:.2f} GB as a folder and the disk of {folder.parent} has "
+            f"{free / 2**30:.2f} GB free: make room, or give another cache_dir"
+        )
+
+
+def _load(file: Path) -> tuple[Any, Any]:
+    """Model and tokenizer, from the file alone: what lies beside it, a config.json say, must not be read."""
+    with tempfile.TemporaryDirectory() as alone:
+        (Path(alone) / "model.gguf").symlink_to(file.resolve())
+        source: Any = {"pretrained_model_name_or_path": alone, "gguf_file": "model.gguf"}
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+            model, info = loaded
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+        except Exception as error:  # whatever a file that is no causal LM makes transformers raise
+            reason = str(error).strip().split("\n")[0][:200]
+            raise ValueError(
+                f"{file} is not a causal LM with a tokenizer that transformers can read ({reason}): give the model "
+                "as a folder of safetensors"
+            ) from error
+    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if absent:  # transformers would have drawn them at random
+        raise ValueError(f"{file} lacks {len(absent)} of the model's weights, {absent[0]} for one: fetch it again")
+    return model, tokenizer

@@ -1,0 +1,174 @@
+"""Loading a base from a folder, the Hub or a GGUF file, with what its users may choose: dtype, template, date, ends."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import logging as hf_logging
+
+from ..base.llm import Base
+from ..base.packed import pack
+from .checks import check_verifiable, windows_work
+from .gguf import convert_gguf, is_gguf
+from .precision import resolve_dtype
+from .template_date import PINNED_DATE, with_date, writes_date
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+TEMPLATES = {  # vicuna is FastChat's vicuna_v1.1
+    file.stem: file.read_text().removesuffix("\n")
+    for file in sorted(Path(__file__).with_name("templates").glob("*.jinja"))
+}
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError on a dtype that a base cannot be loaded in."""
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {('auto', *DTYPES)}")
+
+
+def load_base(
+    path: str,
+    dtype: str = "fp32",
+    device: str = "auto",
+    template: str | None = None,
+    trust_remote_code: bool = False,
+    cache: str | Path = ".cache",
+    eos: str | int | Sequence[str | int] | None = None,
+    date: str | None = None,
+) -> Base:
+    """Load a frozen base and its tokenizer from a local folder or the Hub: safetensors alone, never pickles, and none
+    of its Python code unless trust_remote_code asks for it. A GGUF file is converted in `cache` first (gguf.py).
+
+    dtype: fp32, bf16, fp64, or auto, which is bf16 where the machine is faster in it (precision.py).
+    On a CPU its linear layers are packed (packed.py), which takes the memory of its weights once more.
+    template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
+    another; None keeps the tokenizer's own, and gives one that has none the plain format.
+    eos: the tokens (texts or ids) that end a sequence instead of those that the folder names. date: YYYY-MM-DD, what
+    the chat template writes as today's (None: PINNED_DATE).
+    Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
+    makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
+    """
+    check_dtype(dtype)
+    if device == "auto":
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    dtype = resolve_dtype(dtype, Path(cache), device)
+    if template is not None and template not in TEMPLATES:
+        raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
+    if is_gguf(path):
+        path = str(convert_gguf(Path(path).expanduser(), Path(cache)))
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ValueError(f"base.path={path}: no such folder")
+    source = str(folder) if folder.is_dir() else path
+    with _quiet_transformers():
+        try:
+            trusted = {"trust_remote_code": trust_remote_code}
+            AutoConfig.from_pretrained(source, **trusted)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=DTYPES[dtype], use_safetensors=True, **trusted
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
+        except Exception as error:  # whatever a broken folder makes transformers raise
+            raise ValueError(f"base.path={path}: {_why_not(folder, error)}") from error
+    tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
+    model = model.to(device).eval().requires_grad_(False)
+    pack(model)
+    plain = template is None and tokenizer.chat_template is None
+    if plain or template:
+        tokenizer.chat_template = TEMPLATES[template or "plain"]
+    tokenizer.chat_template = with_date(tokenizer.chat_template, date or PINNED_DATE)
+    eos_ids = _eos_ids(model, tokenizer) if eos is None else _chosen_eos(eos, model, tokenizer, path)
+    # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
+    model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
+    found = base_of(model, tokenizer, path, eos_ids=eos_ids, plain_template=plain, template=template)
+    return replace(found, date=date or PINNED_DATE) if writes_date(tokenizer.chat_template) else found
+
+
+def base_of(
+    model: Any,
+    tokenizer: Any,
+    path: str,
+    *,
+    eos_ids: tuple[int, ...] | None = None,
+    plain_template: bool = False,
+    template: str | None = None,
+) -> Base:
+    """A base from a model that is already there, by default with its own ends of sequence.
+
+    Raises ValueError where it cannot be verified against drafts.
+    """
+    length, ends = _context_length(model), _eos_ids(model, tokenizer) if eos_ids is None else eos_ids
+    base = Base(model, tokenizer, path, ends, length, plain_template, template)
+    if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
+        model.set_experts_implementation("eager")
+    check_verifiable(base)
+    window = base.windows.width
+    if window is not None and window < length and not windows_work(base):
+        warnings.warn(
+            f"{base.name} gets a context of {window} tokens, its window: its {type(model).__name__} takes no mask that "
+            "would let a draft tree see a window",
+            stacklevel=2,
+        )
+        base = replace(base, context_length=window)
+    return base
+
+
+def _why_not(folder: Path, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0][:200]
+    if "trust_remote_code" in str(error):
+        return "it brings Python code of its own; where you have read it, base.trust_remote_code=true runs it"
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        return "it holds its weights as pickles (*.bin), which can run code: save it again as safetensors"
+    return f"not a causal LM with a tokenizer ({reason})"
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    ids = model.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [ids]
+    rows = model.get_output_embeddings().weight.shape[0]
+    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None and i < rows}))
+
+
+def _chosen_eos(eos: str | int | Sequence[str | int], model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:
+    """The ids of tokens that a user named. Raises ValueError on one that the base does not know."""
+    chosen = [eos] if isinstance(eos, str | int) else list(eos)
+    if not chosen:
+        raise ValueError("base.eos=[]: give at least one token, or leave it out for the base's own")
+    rows, known = model.get_output_embeddings().weight.shape[0], tokenizer.get_vocab()
+    ids = [token if isinstance(token, int) else known.get(token, -1) for token in chosen]
+    for token, number in zip(chosen, ids, strict=True):
+        if not 0 <= number < rows:
+            what = f"its tokens are 0 to {rows - 1}" if isinstance(token, int) else "its tokenizer has no such token"
+            what = f"it has no embedding for that token ({number})" if number >= rows and token != number else what
+            raise ValueError(f"base.eos={token}: base.path={path}: {what}")
+    return tuple(sorted(set(ids)))
+
+
+def _context_length(model: Any) -> int:
+    """Positions that may be used: no more than from where longrope turns every row of a forward by other angles, since
+    a draft beyond it would change its own root's."""
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", 0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_kinds = all(isinstance(one, dict) for one in rope.values())  # some have one for each kind of layer
+    ropes = rope.values() if of_kinds else [rope]
+    short = [one["original_max_position_embeddings"] for one in ropes if one.get("rope_type") == "longrope"]
+    return min([longest, *short])
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        hf_logging.enable_progress_bar()

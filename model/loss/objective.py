@@ -1,0 +1,344 @@
+"""Training objectives, from slot states to the loss: CTC, prefix CTC, cross-entropy.
+
+Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`Topology.window`), V vocabulary, D hidden.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..lattice.topology import CTC, ONE_TO_ONE, Topology
+from .kernels import linear_lse_gather, prefix_lattice
+from .reference import LOG_ZERO
+
+OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class AnchorLoss(NamedTuple):
+    """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
+    anchors the mean probability of the blank per slot [T] where the loss looks at it (`slots_looked_at`; 0 without a
+    blank; behind as many labels as there were slots before, and where no band rules it out).
+
+    log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
+    """
+
+    loss_N: Tensor
+    feasible_N: Tensor
+    log_psi_NU: Tensor
+    blank_rate_T: Tensor
+
+
+def feasible_prefixes(
+    labels_NU: Tensor, label_lengths_N: Tensor, slot_lengths_N: Tensor, topology: Topology = CTC
+) -> Tensor:
+    """[N, U]: can y_1..y_k be written in the slots at all? It needs k slots, and, where equal neighbours merge, a
+    blank per repeat."""
+    U = labels_NU.shape[1]
+    length_U = torch.arange(1, U + 1, device=labels_NU.device)
+    blanks_NU = _repeats(labels_NU, topology).long().cumsum(dim=1)
+    return (length_U <= label_lengths_N.unsqueeze(1)) & (length_U + blanks_NU <= slot_lengths_N.unsqueeze(1))
+
+
+def slots_looked_at(
+    slot_lengths_N: Tensor, label_lengths_N: Tensor, objective: str, topology: Topology = CTC
+) -> Tensor:
+    """[N]: how many slots of each anchor an objective depends on: none by which a band has all labels written."""
+    if objective == "prefix_ctc" and topology.band is not None:
+        return torch.minimum(slot_lengths_N, label_lengths_N + topology.band)
+    return slot_lengths_N
+
+
+def ctc_losses(
+    *,
+    lse_NTW: Tensor,
+    emit_NTW: Tensor,
+    stay_NTW: Tensor,
+    blank_NTW: Tensor,
+    labels_NU: Tensor,
+    label_lengths_N: Tensor,
+    slot_lengths_N: Tensor,
+    objective: str,
+    weight_U: Tensor | None = None,
+    topology: Topology = CTC,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k).
+
+    lse: over the vocabulary without the blank. Logits behind each prefix of a slot's window: of the label that comes
+    next, of the one that came last, and of the blank, a logit of its own. Blank and lse have one column where they are
+    the same behind all prefixes. weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even.
+    Returns loss [N] and log psi [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
+
+    Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
+    the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
+    """
+    T, U = emit_NTW.shape[1], labels_NU.shape[1]
+    window_TW = topology.window(T, U).to(emit_NTW.device)
+    if topology.band is not None:
+        spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
+        blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
+    total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
+
+    def behind_every(values_NTW: Tensor) -> Tensor:
+        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], U + 1), LOG_ZERO)
+        return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
+
+    emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
+    stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
+    blank_NTS = behind_every(blank_NTW - total_NTW)
+    repeat_NU = _repeats(labels_NU, topology)
+    log_psi_NU, log_end_NS = prefix_lattice(emit_NTU, stay_NTU, blank_NTS, repeat_NU, slot_lengths_N, implementation)
+    if objective == "ctc":
+        return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
+    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
+    return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
+
+
+def anchor_losses(
+    states: Tensor,
+    weight_VD: Tensor,
+    blank: Tensor | None,
+    labels_NU: Tensor,
+    label_lengths_N: Tensor,
+    *,
+    objective: str,
+    weight_U: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    slot_lengths_N: Tensor | None = None,
+    topology: Topology = CTC,
+    blank_is_odds: bool = False,
+    soft_NUD: Tensor | None = None,
+    implementation: str = "auto",
+) -> AnchorLoss:
+    """The loss of every anchor from its slot states and the LM head.
+
+    states [N, T, D], and blank logits [N, T]; or, where they depend on what was collapsed before (`Transition`), those
+    behind every prefix of a slot's window, [N, T, W, D] and [N, T, W]. blank is None exactly for `cross_entropy`.
+    weight [U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to the logits in a normaliser, 0 for
+    every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
+    blank_is_odds: blank holds its log-odds against all tokens together, not a logit beside theirs.
+    soft [N, U, D]: what stands for each label's row of the LM head in the loss, as the mean row under the base's own
+    distribution; log psi stays that of the labels.
+    Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
+    all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
+    anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
+    unknown objective, or a blank that does not fit it.
+    """
+    N, T = states.shape[:2]
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is unknown: choose one of {OBJECTIVES}")
+    if (blank is None) != (objective == "cross_entropy"):
+        raise ValueError(f"objective={objective}: {'needs a' if blank is None else 'has no'} blank logit")
+    labels_NU, slots_N = _checked(labels_NU, label_lengths_N, slot_lengths_N, weight_VD.shape[0], T)
+    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
+    if blank is None:  # slot k predicts label k, alone
+        slots_N, topology = torch.minimum(slots_N, label_lengths_N), ONE_TO_ONE
+        states = states[:, : labels_NU.shape[1]]
+    slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
+    kept = feasible_N.nonzero().squeeze(1)
+    states = states if len(kept) == N else states[kept]
+    labels_NU, lengths_N, slots_N = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    soft_NTW = None
+    if soft_NUD is not None:
+        soft_NTW = _soft_logits(states, soft_NUD[kept], lengths_N, slots_N, topology)
+    if bias_V is not None:
+        states = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
+        weight_VD = torch.cat([weight_VD, bias_V.to(weight_VD).unsqueeze(1)], dim=1)
+
+    lse_NTW, emit_NTW, stay_NTW = _label_logits(
+        states, weight_VD, labels_NU, lengths_N, slots_N, topology=topology, implementation=implementation
+    )
+    valid_NT = torch.arange(states.shape[1], device=states.device) < slots_N.unsqueeze(1)
+    blank_rate_T = states.new_zeros(T, dtype=torch.float32)
+    if blank is None:
+        log_p_NT = (emit_NTW - lse_NTW).squeeze(2)
+        learnt_NT = log_p_NT if soft_NTW is None else (soft_NTW - lse_NTW).squeeze(2)
+        loss, log_psi = -_weighted_mean(learnt_NT, valid_NT, weight_U), log_p_NT.cumsum(dim=1)
+    else:
+        blank_NTW = blank[kept] if blank.dim() == 3 else blank[kept].unsqueeze(2)
+        blank_NTW = blank_NTW.to(emit_NTW.dtype)
+        blank_NTW = blank_NTW + lse_NTW if blank_is_odds else blank_NTW
+        blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
+
+        def losses(emit_NTW: Tensor) -> tuple[Tensor, Tensor]:
+            return ctc_losses(
+                lse_NTW=lse_NTW,
+                emit_NTW=emit_NTW,
+                stay_NTW=stay_NTW,
+                blank_NTW=blank_NTW,
+                labels_NU=labels_NU,
+                label_lengths_N=lengths_N,
+                slot_lengths_N=slots_N,
+                objective=objective,
+                weight_U=weight_U,
+                topology=topology,
+                implementation=implementation,
+            )
+
+        loss, log_psi = losses(emit_NTW if soft_NTW is None else soft_NTW)
+        if soft_NTW is not None:
+            with torch.no_grad():
+                _, log_psi = losses(emit_NTW)
+        rate_NTW = torch.sigmoid(blank_NTW - lse_NTW).detach()
+        if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
+            first_T = topology.window(T, labels_NU.shape[1])[:, 0].to(lengths_N.device)
+            slot_T = torch.arange(T, device=lengths_N.device)
+            straight_NT = (torch.minimum(slot_T, lengths_N.unsqueeze(1)) - first_T).clamp(min=0)
+            rate_NTW = rate_NTW.gather(2, straight_NT.unsqueeze(2))
+        blank_rate_T = (rate_NTW.squeeze(2) * valid_NT).sum(dim=0) / valid_NT.sum(dim=0).clamp(min=1)
+    every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
+    return AnchorLoss(
+        loss.new_zeros(N).index_copy(0, kept, loss),
+        feasible_N,
+        every_psi_NU.index_copy(0, kept, log_psi),
+        blank_rate_T,
+    )
+
+
+def fused_ctc_loss(
+    hidden_NTD: Tensor,
+    weight_VD: Tensor,
+    blank_D: Tensor,
+    labels_NU: Tensor,
+    label_lengths_N: Tensor,
+    *,
+    blank_bias: Tensor | None = None,
+    slot_lengths_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
+    objective: str = "ctc",
+    decay: float = 1.0,
+    reduction: str = "mean",
+    return_feasible: bool = False,
+    implementation: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """CTC loss of T slot states per anchor against an LM head, without [N, T, V] logits.
+
+    hidden [N, T, D], weight [V, D] (frozen, or trained where it requires a gradient), blank [D], labels [N, U]
+    int64, label_lengths [N]; objective `ctc` or `prefix_ctc`, with weights of decay^(k-1). Infeasible anchors count
+    0. `mean` is the mean over feasible anchors weighted by weights [N] (default 1), `sum` their weighted sum,
+    `none` the weighted losses [N]. With return_feasible the answer is (loss, feasible [N] bool).
+    Raises ValueError on bad labels, lengths, objective, reduction or implementation.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown: choose one of {REDUCTIONS}")
+    if objective not in ("ctc", "prefix_ctc"):
+        raise ValueError(f"objective={objective!r} is unknown: choose ctc or prefix_ctc")
+    T, V = hidden_NTD.shape[1], weight_VD.shape[0]
+    labels_NU, slots_N = _checked(labels_NU, label_lengths_N, slot_lengths_N, V, T)
+    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, CTC)
+    used_NT = (torch.arange(T, device=slots_N.device) < slots_N.unsqueeze(1)) & feasible_N.unsqueeze(1)
+    if not bool(used_NT.all()):  # a NaN in padding would reach the gradient of the blank as 0 * NaN
+        hidden_NTD = hidden_NTD.masked_fill(~used_NT.unsqueeze(2), 0.0)
+    blank_NT = hidden_NTD @ blank_D
+    if blank_bias is not None:
+        blank_NT = blank_NT + blank_bias
+    out = anchor_losses(
+        hidden_NTD,
+        weight_VD,
+        blank_NT,
+        labels_NU,
+        label_lengths_N,
+        objective=objective,
+        weight_U=decay ** torch.arange(labels_NU.shape[1], device=labels_NU.device, dtype=torch.float64),
+        slot_lengths_N=slot_lengths_N,
+        implementation=implementation,
+    )
+    weights_N = torch.ones_like(out.loss_N) if weights_N is None else weights_N.to(out.loss_N.dtype)
+    loss = out.loss_N * weights_N
+    if reduction != "none":
+        total_weight = (weights_N * out.feasible_N).sum()
+        loss = loss.sum() if reduction == "sum" else loss.sum() / total_weight.where(total_weight > 0, 1.0)
+    return (loss, out.feasible_N) if return_feasible else loss
+
+
+def _repeats(labels_NU: Tensor, topology: Topology) -> Tensor:
+    """Labels that equal the one before, which merging would take for one."""
+    repeat_NU = torch.zeros_like(labels_NU, dtype=torch.bool)
+    if topology.merge:
+        repeat_NU[:, 1:] = labels_NU[:, 1:] == labels_NU[:, :-1]
+    return repeat_NU
+
+
+def _weighted_mean(values_NK: Tensor, valid_NK: Tensor, weight_U: Tensor | None) -> Tensor:
+    weight_NK = valid_NK.to(values_NK.dtype)
+    if weight_U is not None:
+        weight_NK = weight_NK * weight_U[: values_NK.shape[1]].to(weight_NK)
+    weight_NK = weight_NK / weight_NK.sum(dim=1, keepdim=True).clamp(min=torch.finfo(values_NK.dtype).tiny)
+    return (weight_NK * values_NK.masked_fill(~valid_NK, 0.0)).sum(dim=1)
+
+
+def _feasible(
+    objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor, topology: Topology
+) -> Tensor:
+    possible_NU = feasible_prefixes(labels_NU, lengths_N, slot_lengths_N, topology)
+    if objective == "ctc":
+        ends_N = True if topology.band is None else slot_lengths_N - lengths_N <= topology.band
+        return (possible_NU.sum(dim=1) == lengths_N) & ends_N
+    return possible_NU.any(dim=1) if objective == "prefix_ctc" else torch.minimum(lengths_N, slot_lengths_N) > 0
+
+
+def _label_logits(
+    states: Tensor,
+    weight_VD: Tensor,
+    labels_NU: Tensor,
+    lengths_N: Tensor,
+    slots_N: Tensor,
+    *,
+    topology: Topology,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """lse over the vocabulary, and logits of the labels that come next and that came last behind the prefixes of each
+    slot's window, [N, T, W]; lse has one column where it is the same behind all. 0 in slots that are not looked at:
+    what those hold, NaN included, has no effect."""
+    window_TW = topology.window(states.shape[1], labels_NU.shape[1]).to(labels_NU.device)
+    slot_T1 = torch.arange(len(window_TW), device=window_TW.device).unsqueeze(1)
+    next_NTW = F.pad(labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
+    seen = slot_T1 < slots_N[:, None, None]
+    moved = states.dim() == 4
+    if moved:  # behind more labels than there are, or than there are slots before, no alignment comes
+        seen = seen & (window_TW <= torch.minimum(slot_T1, lengths_N[:, None, None]))
+        last_NTW = F.pad(labels_NU, (1, 0))[:, window_TW]
+        index = torch.stack([next_NTW, last_NTW] if topology.merge else [next_NTW], dim=3)
+    else:
+        index = next_NTW.unsqueeze(2)
+    states_MD, index_MK, seen_M = states.flatten(0, -2), index.flatten(0, -2), seen.flatten()
+    if bool(seen_M.all()):
+        lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
+    else:
+        at = seen_M.nonzero().squeeze(1)
+        few = linear_lse_gather(states_MD[at], weight_VD, index_MK[at], implementation)
+        lse_M, logits_MK = (part.new_zeros(len(seen_M), *part.shape[1:]).index_copy(0, at, part) for part in few)
+    lse_NTW, logits = lse_M.view(seen.shape), logits_MK.view(index.shape)
+    if moved:
+        return lse_NTW, logits[..., 0], logits[..., -1]
+    return lse_NTW, logits[:, :, 0], F.pad(logits[:, :, 0, :-1], (1, 0))
+
+
+def _soft_logits(states: Tensor, soft_NUD: Tensor, lengths_N: Tensor, slots_N: Tensor, topology: Topology) -> Tensor:
+    """Of the soft label that comes next behind each prefix of a slot's window, [N, T, W]; 0 where no label comes, or in
+    slots that are not looked at: what those hold, NaN included, has no effect."""
+    window_TW = topology.window(states.shape[1], soft_NUD.shape[1]).to(states.device)
+    slot_T1 = torch.arange(len(window_TW), device=states.device).unsqueeze(1)
+    seen_NTW1 = ((slot_T1 < slots_N[:, None, None]) & (window_TW < lengths_N[:, None, None])).unsqueeze(3)
+    states = states if states.dim() == 4 else states.unsqueeze(2)
+    next_NTWD = F.pad(soft_NUD, (0, 0, 0, 1))[:, window_TW].masked_fill(~seen_NTW1, 0.0)
+    return (states.masked_fill(~seen_NTW1, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
+
+
+def _checked(
+    labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor | None, vocab: int, slots: int
+) -> tuple[Tensor, Tensor]:
+    """Labels, 0 past an anchor's length, and slot lengths, by default all slots."""
+    U = labels_NU.shape[1]
+    slots_N = torch.full_like(lengths_N, slots) if slot_lengths_N is None else slot_lengths_N
+    for name, values_N, most in (("label_lengths", lengths_N, U), ("slot_lengths", slots_N, slots)):
+        if values_N.numel() and not 0 <= int(values_N.min()) <= int(values_N.max()) <= most:
+            raise ValueError(f"{name} must lie in [0, {most}]")
+    present_NU = torch.arange(U, device=labels_NU.device) < lengths_N.unsqueeze(1)
+    labels_NU = labels_NU.where(present_NU, 0)
+    if labels_NU.numel() and not 0 <= int(labels_NU.min()) <= int(labels_NU.max()) < vocab:
+        raise ValueError(f"labels must lie in [0, {vocab}), found {labels_NU.min()}..{labels_NU.max()}")
+    return labels_NU, slots_N

@@ -1,0 +1,58 @@
+"""The same tokens in forwards of other shapes."""
+
+import pytest
+import torch
+from bases import write_base
+
+from ctcdraft.model import Decoder, load_base
+from ctcdraft.model.base.rounding import bound_of, divergence, forced_logits, shape_noise
+
+PROMPT = [5, 9, 77, 30, 12]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_base(tmp_path_factory.mktemp("rounding") / "b", context=64, initializer_range=0.05))
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    return load_base(folder, "fp64")
+
+
+@pytest.mark.parametrize("width", [1, 4, 100])
+def test_forced_logits_are_the_models_own(exact, width):
+    tokens = (
+        Decoder(exact).generate(PROMPT, 59).tokens
+    )  # to the end of the context, where the last block is mostly padding
+    got = torch.stack(list(forced_logits(exact, PROMPT, tokens, width)))
+    want = exact.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    assert got.shape == (59, 260)
+    torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("fp64", 0.0, 1e-13), ("fp32", 0.0, 1e-5), ("bf16", 1e-7, 0.1)])
+def test_the_noise_of_a_shape_is_as_large_as_the_dtype_is_rough(folder, dtype, least, most):
+    base = load_base(folder, dtype)
+    tokens = Decoder(base).generate(PROMPT, 40).tokens
+    noise = shape_noise(base, PROMPT, tokens, 9)
+    assert least <= noise.nats < most
+    assert least <= noise.logit < most
+    assert shape_noise(base, PROMPT, tokens, 1).logit == 0.0
+
+
+def test_the_divergence_is_that_of_the_wanted_from_the_other_distribution():
+    got, want = torch.randn(2, 3, 50, dtype=torch.float64)
+    expected = torch.nn.functional.kl_div(got.log_softmax(1), want.softmax(1), reduction="none").sum(1)
+    torch.testing.assert_close(divergence(got, want + 7.0), expected)
+    torch.testing.assert_close(divergence(want, want - 3.0), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_the_bound_is_eight_spacings_of_the_largest_logit():
+    logits = torch.tensor([-18.25, 3.0, 7.5])
+    assert bound_of(logits.bfloat16()) == 8 * 2.0**-3  # between 16 and 32 bf16 has steps of 1/8
+    assert bound_of(torch.tensor([0.3, 1.0]).bfloat16()) == 8 * 2.0**-7
+    assert bound_of(torch.zeros(3).bfloat16()) == 0.0
+    assert bound_of(logits) == bound_of(logits.double()) == 1e-5
+    step = torch.tensor(18.25).bfloat16().nextafter(torch.tensor(99.0).bfloat16()) - 18.25
+    assert float(step) == 2.0**-3

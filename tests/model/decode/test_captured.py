@@ -1,0 +1,164 @@
+"""The fixed-shape step against the eager one: same paths, same caches, same drafts."""
+
+import numpy as np
+import pytest
+import torch
+from bases import write_base
+from drafting import (
+    HEADS,
+    SETTINGS,
+    assert_entries_of_a_fresh_prefill,
+    oracle_decoder,
+    prompts,
+    random_head,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.decode.captured import width_of
+from ctcdraft.model.draft.budget import Budget, Calibration
+
+PLAIN = [s for s in SETTINGS if "repetition_penalty" not in s]
+
+DRAFTS = [DraftConfig(kind, n, budget="fixed") for kind, n in (("tree", 1), ("tree", 23), ("chain", 4))]
+
+
+def pair(base, head, draft):
+    """The same decoder twice: eager, and in fixed shapes (on a GPU as CUDA graphs)."""
+    eager, static = Decoder(base, head, draft), Decoder(base, head, draft)
+    eager.graphs, static.graphs = False, True
+    return eager, static
+
+
+@pytest.mark.parametrize("config", HEADS[:-1], ids=lambda c: c.kind)  # eagle has no fixed shapes
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_fixed_shapes_decode_what_the_eager_step_decodes(base, config, draft):
+    eager, static = pair(base, random_head(config, base), draft)
+    for prompt in prompts(8):
+        want, got = eager.generate(prompt, 40), static.generate(prompt, 40)
+        assert (got.tokens, got.accepted, got.finish) == (want.tokens, want.accepted, want.finish)
+        assert np.allclose(got.expected, want.expected, atol=1e-5)
+        assert not static._captured.in_use
+
+
+@pytest.mark.parametrize("settings", PLAIN, ids=str)
+def test_right_drafts_are_accepted_in_fixed_shapes(base, settings):
+    for number, prompt in enumerate(prompts(4, seed=21)):
+        plain = Decoder(base).generate(prompt, 50, seed=number, **settings)
+        scripted = oracle_decoder(base, plain.tokens + [5] * 10)
+        scripted.graphs = True
+        out = scripted.generate(prompt, 50, seed=number, **settings)
+        assert (out.tokens, out.text, out.finish) == (plain.tokens, plain.text, plain.finish)
+        assert len(plain.tokens) <= 10 or max(out.accepted) == 6
+
+
+def test_every_cache_entry_is_that_of_a_fresh_prefill(base):
+    prompt = prompts(1, seed=3)[0]
+    truth = Decoder(base).generate(prompt, 40).tokens
+    scripted, seen = oracle_decoder(base, truth + [5] * 10), []
+    scripted.graphs = True
+
+    def check(active, cache):
+        seen.append(assert_entries_of_a_fresh_prefill(base, cache, prompt + truth))
+
+    scripted.check = check
+    assert scripted.generate(prompt, 40).tokens == truth
+    assert len(seen) > 5
+
+
+def test_plain_decoding_has_fixed_shapes_too(base):
+    eager, static = pair(base, None, None)
+    for number, prompt in enumerate(prompts(4)):
+        for settings in PLAIN:
+            want = eager.generate(prompt, 30, seed=number, **settings).tokens
+            assert static.generate(prompt, 30, seed=number, **settings).tokens == want
+
+
+def test_what_fixed_shapes_do_not_cover_is_decoded_eagerly(base):
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    asked = prompts(3, seed=33)
+    assert [o.tokens for o in static.generate(asked, 20)] == [o.tokens for o in eager.generate(asked, 20)]
+    penalty = {"repetition_penalty": 1.3}
+    assert static.generate(asked[0], 20, **penalty).tokens == eager.generate(asked[0], 20, **penalty).tokens
+    assert static._captured is None
+
+
+def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    a, b = prompts(2, seed=9)
+    first, second = static.stream(a, 30), static.stream(b, 30)
+    spans = [[], []]
+    for _ in range(5):
+        spans[0].append(next(first))
+        spans[1].append(next(second))
+    for span, rest, prompt in ((spans[0], first, a), (spans[1], second, b)):
+        *more, last = rest
+        assert last.tokens == eager.generate(prompt, 30).tokens == [t for s in (*span, *more) for t in s.tokens]
+    abandoned = static.stream(a, 30)
+    next(abandoned)
+    abandoned.close()
+    assert not static._captured.in_use
+
+
+def test_a_longer_request_gets_a_longer_cache(base):
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    for prompt, limit in (([5, 6], 5), (prompts(1, seed=1)[0], 200), ([7], 10)):
+        assert static.generate(prompt, limit).tokens == eager.generate(prompt, limit).tokens
+
+
+def test_a_budget_chosen_per_step_moves_between_shapes(base):
+    head = random_head(HEADS[0], base)
+    head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.9]])
+    static = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
+    static.graphs = True
+    static.budget = static.measure_budget()
+    assert {rows for rows, *_ in static._captured._shapes} == {1, 2, 3, 5, 9, 17, 25}
+    chosen = set()
+    for slope, prompt in zip((0.0, 0.01, 0.1, 0.3, 2.0), prompts(5, seed=70), strict=True):
+        static.budget = Budget(1 + slope * np.arange(25.0))
+        out = static.generate(prompt, 40)
+        assert out.tokens == Decoder(base).generate(prompt, 40).tokens
+        chosen |= {round(e, 3) for e in out.expected}
+    assert len(chosen) > 2
+
+
+def test_widths_are_few_and_never_too_small():
+    widths = [width_of(n) for n in range(1, 9000)]
+    assert all(width >= n for n, width in enumerate(widths, 1))
+    assert widths == sorted(widths)
+    assert all(width <= max(256, 1.26 * n + 256) for n, width in enumerate(widths, 1))
+    assert len(set(widths)) < 25
+
+
+class Recorded(TorchDispatchMode):
+    """The names of all operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket._qualified_op_name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+
+
+@pytest.mark.parametrize("settings", PLAIN, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_no_operation_of_a_step_asks_the_device_for_a_value(tmp_path, family, settings):
+    """What a CUDA graph cannot hold: a shape, a branch or a number that depends on data."""
+    extra = {"sliding_window": 128, "pad_token_id": 0} if family == "gemma2" else {}
+    base = load_base(str(write_base(tmp_path / "b", family, **extra)), dtype="fp64")
+    _, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    static.generate([5, 6, 7], 12, **settings)
+    (shape,) = static._captured._shapes.values()
+    with Recorded() as seen, torch.no_grad():
+        shape._verify()
+        shape._draft()
+    assert not seen.names & WAITING
+    assert "sort" in seen.names
+    with Recorded() as control:
+        int(torch.ones(3).sum())
+    assert control.names & WAITING

@@ -1,0 +1,185 @@
+"""Copies: against a brute-force search of matches, by hand, and through the decoder."""
+
+import numpy as np
+import pytest
+from drafting import HEADS, SETTINGS, prompts, random_head
+
+from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model.decode.step import EagerStep
+from ctcdraft.model.draft.budget import Calibration
+from ctcdraft.model.draft.prompt_lookup import BUILT_IN, LONGEST_MATCH, CopyRates, copied, fit_rates, match
+from ctcdraft.model.draft.prompt_lookup import with_copies as all_copies
+from ctcdraft.model.draft.tree import EMPTY, Tree, chosen
+
+RATES = CopyRates([0.5, 0.8], [0.4], [0.9])
+
+
+def with_copies(head, read, rates, *, nodes, longest, **limits):
+    return chosen(all_copies(head, read, rates, longest), nodes, **limits)
+
+
+def tree(tokens, parents, depths, psi):
+    return Tree(*(np.array(x, np.int64) for x in (tokens, parents, depths)), np.array(psi, np.float32))
+
+
+def paths(found):
+    """{path: psi}"""
+    out = []
+    for i in range(len(found)):
+        parent = int(found.parents[i])
+        assert parent < i
+        out.append((*(out[parent] if parent >= 0 else ()), int(found.tokens[i])))
+        assert found.depths[i] == len(out[i])
+    return dict(zip(out, found.psi.tolist(), strict=True))
+
+
+def brute_force_match(read, other_than):
+    best = (-1, 0)
+    for end in range(len(read) - 1):
+        common = 0
+        while common <= end and common < LONGEST_MATCH and read[end - common] == read[-1 - common]:
+            common += 1
+        if common and read[end + 1] != other_than and common >= best[1]:
+            best = (end + 1, common)
+    return best
+
+
+def test_a_match_is_the_latest_of_the_longest():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        read = rng.integers(0, rng.integers(2, 5), rng.integers(1, 90))
+        first = match(read, -1)
+        assert first == brute_force_match(read, -1)
+        if first[1]:
+            other = match(read, read[first[0]])
+            assert other == brute_force_match(read, read[first[0]])
+
+
+def test_a_copy_goes_on_into_itself():
+    read = np.array([9, 1, 2, 3, 1, 2, 3, 1])
+    assert match(read, -1) == (5, 4)
+    assert copied(read, 5, 8).tolist() == [2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_copies_alone_are_a_tree_of_two_chains():
+    read = np.array([5, 7, 8, 1, 7, 6, 5, 7])  # 5 7 was followed by 8 1 7 .., and 7 by 6 5 7 ..
+    found = with_copies(EMPTY, read, RATES, nodes=6, longest=3)
+    want = {(8,): 0.8, (8, 1): 0.72, (8, 1, 7): 0.648, (6,): 0.08, (6, 5): 0.072, (6, 5, 7): 0.0648}
+    assert paths(found) == pytest.approx(want)
+    assert list(paths(found)) == list(want)  # the likeliest first
+    assert found.sources(range(6)) == ["lookup"] * 6
+
+
+def test_a_node_that_both_propose_is_one_and_the_head_shares_what_copies_leave():
+    read = np.array([3, 7, 8, 1, 4, 7])  # 7 was followed by 8 1 4 ..
+    head = tree([8, 6, 1, 2], [-1, -1, 0, 0], [1, 1, 2, 2], [0.6, 0.3, 0.3, 0.12])
+    found = with_copies(head, read, RATES, nodes=9, longest=2)
+    p8 = 0.5 + 0.5 * 0.6
+    want = {(8,): p8, (6,): 0.5 * 0.3, (8, 1): p8 * (0.9 + 0.1 * 0.5), (8, 2): p8 * 0.1 * 0.2}
+    assert paths(found) == pytest.approx(want)
+    by_path = dict(zip(paths(found), found.sources(range(4)), strict=True))
+    assert by_path == {(8,): "both", (8, 1): "both", (6,): "head", (8, 2): "head"}
+
+
+def test_any_tree_stays_one_with_the_likeliest_nodes_first():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        read = rng.integers(0, 4, rng.integers(1, 40))
+        tokens, parents, depths, psi = [], [], [], []
+        for _ in range(rng.integers(0, 12)):
+            parent = int(rng.integers(-1, len(tokens)))
+            token = int(rng.integers(0, 4))
+            rest = (psi[parent] if parent >= 0 else 1.0) - sum(
+                p for p, a in zip(psi, parents, strict=True) if a == parent
+            )
+            if (parent, token) not in zip(parents, tokens, strict=True):
+                tokens.append(token)
+                parents.append(parent)
+                depths.append(1 + (depths[parent] if parent >= 0 else 0))
+                psi.append(rest * rng.random())
+        head, options = tree(tokens, parents, depths, psi), {"longest": int(rng.integers(1, 9))}
+        whole = with_copies(head, read, RATES, nodes=99, **options)
+        assert (np.diff(whole.psi) <= 0).all()
+        assert len(paths(whole)) == len(whole)  # no path twice
+        assert set(paths(head)) <= set(paths(whole))
+        for node in range(-1, len(whole)):
+            mine = whole.psi[whole.parents == node].sum()
+            assert mine <= (whole.psi[node] if node >= 0 else 1.0) + 1e-5
+        few = with_copies(head, read, RATES, nodes=5, **options)
+        assert paths(few) == paths(whole.first(5))
+        chain = with_copies(head, read, RATES, nodes=5, chain=True, **options)
+        assert (chain.parents == np.arange(len(chain)) - 1).all()
+
+
+def test_depth_and_ends_of_sequence_limit_copies():
+    read = np.array([1, 2, 9, 3, 1])
+    assert with_copies(EMPTY, read, RATES, nodes=9, longest=8, max_depth=2).tokens.tolist() == [2, 9]
+    assert with_copies(EMPTY, read, RATES, nodes=9, longest=8, max_depth=0).tokens.tolist() == []
+    assert with_copies(EMPTY, read, RATES, nodes=9, longest=8, leaves=np.array([9])).tokens.tolist() == [2, 9]
+    assert len(with_copies(EMPTY, np.array([4]), RATES, nodes=9, longest=8)) == 0
+
+
+def test_rates_are_counted_where_drafts_begin():
+    tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 9])
+    rates = fit_rates([(tokens, np.arange(10) >= 4)], prior=0)
+    # root 1: a match of one token, 2 and 3 right (runs of 2 and 3), 4 wrong (a run of 4 was not reached);
+    # root 5: never read; root 1: one token, 2 wrong; nothing else followed a 1
+    assert rates.first[0] == 0.5
+    assert rates.later[:3] == [0.0, 1.0, 0.0]
+    tried_nothing = fit_rates([], prior=1)
+    assert np.allclose(tried_nothing.table, BUILT_IN.table)
+    assert CopyRates.from_dict(rates.to_dict()) == rates
+
+
+@pytest.mark.parametrize("found", [{}, {"first": [0.5], "second": [], "later": [1]}, 3, {"first": 1}])
+def test_damaged_rates_are_refused(found):
+    with pytest.raises(ValueError, match="rates of copied tokens are damaged"):
+        CopyRates.from_dict(found)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):
+    calibrated = random_head(HEADS[1], base)
+    calibrated.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.4]])
+    for kind, nodes, copied_tokens in (("tree", 12, 32), ("tree", 3, 5), ("chain", 6, 32)):
+        draft = DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed")
+        for head in (None, random_head(HEADS[0], base), calibrated):
+            decoder = Decoder(base, head, draft)
+            decoder.graphs = fixed
+            accepted = 0
+            for number, prompt in enumerate(prompts(3, seed=9)):
+                prompt = prompt * 3
+                want = Decoder(base).generate(prompt, 40, seed=number, **settings)
+                got = decoder.generate(prompt, 40, seed=number, **settings)
+                assert (got.tokens, got.finish) == (want.tokens, want.finish)
+                assert sum(got.accepted_from.values()) == sum(got.accepted)
+                accepted += got.accepted_from["lookup"]
+    assert accepted or settings
+
+
+def test_a_loop_is_read_in_few_steps(base, monkeypatch):
+    """A base that goes round in circles: every copy is right, and as long as it may be."""
+    prompt = prompts(1, seed=3)[0]
+    loop = [11, 12, 13]
+    monkeypatch.setattr(EagerStep, "_choose", lambda self, logits, places: [loop_at(*place) for place in places])
+
+    def loop_at(request, tree, row):
+        depth = 0 if row == 0 else int(tree.depths[row - 1])
+        return loop[(request.length - len(request.prompt) + depth) % 3]
+
+    out = Decoder(base, None, DraftConfig("tree", 32, prompt_lookup=16, budget="fixed")).generate(prompt, 60, eos=[])
+    assert out.tokens == (loop * 20)
+    assert max(out.accepted) == 16
+    assert out.accepted_from == {"lookup": sum(out.accepted)}
+    assert Decoder(base).generate(prompt, 60, eos=[]).steps == 59
+
+
+def test_no_lookup_is_the_heads_own_tree(base):
+    head = random_head(HEADS[0], base)
+    without = Decoder(base, head, DraftConfig("tree", 12, prompt_lookup=0, budget="fixed"))
+    out = without.generate(prompts(1, seed=9)[0] * 3, 30)
+    assert set(out.accepted_from) <= {"head"}
+    assert Decoder(base, None, DraftConfig(prompt_lookup=0, budget="fixed")).generate([5, 6, 7], 10).accepted == [0] * 9
+    with pytest.raises(ValueError, match="at least 0"):
+        DraftConfig(prompt_lookup=-1)

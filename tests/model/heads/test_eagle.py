@@ -1,0 +1,113 @@
+"""The autoregressive control: what its beam believes is what training computes, node by node."""
+
+import numpy as np
+import pytest
+import torch
+from drafting import random_head
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctcdraft.model.base.context import Sight
+from ctcdraft.model.draft.tree import Tree, chosen
+from ctcdraft.model.heads import EagleConfig
+from ctcdraft.model.heads.head import Vocabulary
+from ctcdraft.model.heads.vocabulary import DraftVocabulary
+from ctcdraft.model.loss.objective import anchor_losses
+
+CONFIG = EagleConfig(slots=4, width=32, beam=3)
+
+
+def path_of(tree, node):
+    path = []
+    while node >= 0:
+        path.insert(0, int(tree.tokens[node]))
+        node = int(tree.parents[node])
+    return path
+
+
+def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
+    head = random_head(CONFIG, base)
+    hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
+    root = base.embed(ids)
+    batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
+    for n, tree in enumerate(
+        head.drafts_at(hidden, ids, batch, position, None, Vocabulary(DraftVocabulary(base), 8, None))
+    ):
+        assert len(tree) == 3 + 3 * 3 * 3
+        paths = [path_of(tree, node) for node in range(len(tree))]
+        assert len({tuple(path) for path in paths}) == len(tree)
+        for path, psi in zip(paths, tree.psi, strict=True):
+            labels = torch.tensor([path])
+            at = batch[n : n + 1], position[n : n + 1]
+            slots = head(hidden, root, *at, None, base.embed(labels))
+            length = torch.tensor([len(path)])
+            out = anchor_losses(slots.states_NTD, base.lm_weight, None, labels, length, objective="cross_entropy")
+            assert float(out.log_psi_NU[0, -1].exp().detach()) == pytest.approx(float(psi), rel=1e-4)
+
+
+def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
+    head = random_head(CONFIG, base)
+    hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
+    cache = head.new_cache(2, 32)
+    start = 0
+    for end in (4, 5, 9):  # each draft's own entries must not stay behind
+        counts = [end - start] * 2
+        got = head.drafts(
+            hidden[:, start:end], root[:, start:end], counts, cache, Vocabulary(DraftVocabulary(base), 8, None)
+        )
+        at = torch.tensor([0, 1]), torch.tensor([end - 1] * 2)
+        want = head.drafts_at(hidden[:, :end], root[:, :end], *at, None, Vocabulary(DraftVocabulary(base), 8, None))
+        for a, b in zip(got, want, strict=True):
+            assert np.array_equal(a.tokens, b.tokens)
+            assert np.allclose(a.psi, b.psi, rtol=1e-5)
+        start = end
+
+
+def test_anchors_do_not_see_each_other_or_what_follows_them(base):
+    head = random_head(CONFIG, base)
+    hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
+    labels = torch.randn(2, 4, base.hidden_size).double()
+    zero = torch.zeros(1, dtype=torch.long)
+    both = head(hidden, root, torch.tensor([0, 0]), torch.tensor([1, 4]), None, labels).states_NTD
+    hidden[:, 5:], root[:, 5:] = 9.0, -9.0
+    alone = head(hidden, root, zero, torch.tensor([4]), None, labels[1:]).states_NTD
+    assert torch.allclose(both[1:], alone, atol=1e-10)
+    assert not torch.allclose(both[:1], alone, atol=1e-3)
+
+
+def test_documents_that_share_a_row_know_nothing_of_each_other(base):
+    head = random_head(CONFIG, base)
+    hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
+    labels = torch.randn(1, 4, base.hidden_size).double()
+    zero = torch.zeros(1, dtype=torch.long)
+    document = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    mask = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
+    sight = Sight(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), mask)
+    packed = head(hidden, root, zero, torch.tensor([5]), sight, labels).states_NTD
+    alone = head(hidden[:, 3:], root[:, 3:], zero, torch.tensor([2]), None, labels).states_NTD
+    assert torch.allclose(packed, alone, atol=1e-10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 12), st.integers(1, 4))
+def test_of_scored_nodes_the_best_are_chosen(seed, nodes, max_depth):
+    rng = np.random.default_rng(seed)
+    size = 20
+    parents = np.array([int(rng.integers(-1, i)) for i in range(size)])
+    psi, depths = np.ones(size, np.float32), np.ones(size, np.int64)
+    for i, parent in enumerate(parents):
+        depths[i] = 1 if parent < 0 else depths[parent] + 1
+        psi[i] = (1.0 if parent < 0 else psi[parent]) * rng.choice([0.25, 0.5, 1.0])
+    tokens = rng.integers(0, 5, size)
+    scored = Tree(tokens, parents, depths, psi)
+    tree = chosen(scored, nodes, max_depth=max_depth, leaves=np.array([3]))
+
+    def allowed(i):
+        parent = parents[i]
+        return depths[i] <= max_depth and (parent < 0 or (tokens[parent] != 3 and allowed(parent)))
+
+    best = sorted((psi[i] for i in range(size) if allowed(i)), reverse=True)[:nodes]
+    assert np.array_equal(np.sort(tree.psi)[::-1], np.array(best, np.float32))
+    assert all(parent < i for i, parent in enumerate(tree.parents))
+    chain = chosen(scored, 9, chain=True)
+    assert list(chain.parents) == list(range(-1, len(chain) - 1))
