@@ -55,13 +55,13 @@ ablation: $(STAMP)  ## variants of head and objective, trained for as long, coun
 	@$(BIN)/python bench/ablation.py $(ARGS)
 
 soak: $(STAMP)  ## kill a run 30 times at random moments, compare with one never killed: ARGS="--zero 2 --ranks 2"
-	@$(BIN)/python tests/soak.py $(ARGS)
+	@$(BIN)/python tests/helpers/soak.py $(ARGS)
 
 fuzz: $(STAMP)  ## broken input at every public edge, counted: ARGS="--inputs 6000 --seed 1"
-	@$(BIN)/python tests/fuzz.py $(ARGS)
+	@$(BIN)/python tests/helpers/fuzz.py $(ARGS)
 
 conventions: $(STAMP)  ## rows in every convention, each value followed into tokens, counts or rejects: ARGS="--templates <folder>"
-	@$(BIN)/python tests/conventions.py $(ARGS)
+	@$(BIN)/python tests/helpers/conventions.py $(ARGS)
 
 doctor: $(STAMP)  ## what will not work, before the start: machine, base, template, memory, time: ARGS="--json base=..."
 	@$(BIN)/python launch/doctor.py $(ARGS)

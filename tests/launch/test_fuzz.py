@@ -11,7 +11,7 @@ from pathlib import Path
 import fuzz
 import pytest
 
-FUZZ = Path(__file__).parents[1] / "fuzz.py"
+FUZZ = Path(__file__).parents[1] / "helpers" / "fuzz.py"
 
 
 def test_sixty_broken_inputs_are_handled_or_refused_with_a_sentence():

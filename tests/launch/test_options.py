@@ -12,7 +12,7 @@ class Silent:
 
 def test_the_page_of_options_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "options.md"
-    assert page.read_text() == options.page(), "python tests/options.py > docs/options.md"
+    assert page.read_text() == options.page(), "python tests/helpers/options.py > docs/options.md"
 
 
 def test_every_option_has_a_default_and_a_meaning():

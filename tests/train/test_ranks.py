@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from trainers import TOLERANCE, write_inputs
 
-TESTS = Path(__file__).parents[1]
+HELPERS = Path(__file__).parents[1] / "helpers"
 RUNS = {f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)} | {"offload": "zero=2,zero.offload=true"}
 
 
 def sitting(work, ranks, last, runs):
     words = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--standalone"]
     words += [
-        str(TESTS / "trainers.py"),
+        str(HELPERS / "trainers.py"),
         str(work),
         str(last),
         *(f"{name}={options}" for name, options in runs.items()),

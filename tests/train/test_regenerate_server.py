@@ -24,7 +24,7 @@ from ctcdraft.data.template import Rendered, with_template_args
 from ctcdraft.model import load_base
 from ctcdraft.train.prepare import prepare
 
-SERVER = Path(__file__).parents[1] / "chat_server.py"
+SERVER = Path(__file__).parents[1] / "helpers" / "chat_server.py"
 
 
 @pytest.fixture(scope="module")

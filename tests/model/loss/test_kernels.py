@@ -278,7 +278,7 @@ def sm90():
     """What Triton makes of the kernels for sm_90, compiled with no GPU in a process of its own."""
     environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).parents[1] / "sm90.py"
+    script = Path(__file__).parents[2] / "helpers" / "sm90.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

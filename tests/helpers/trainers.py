@@ -1,6 +1,6 @@
 """A Trainer without the pipeline around it, on a tiny base; and, started by torchrun, one sitting of a run.
 
-torchrun --nproc_per_node 2 tests/trainers.py <work> <last step> <run>=<option>,<option> ...
+torchrun --nproc_per_node 2 tests/helpers/trainers.py <work> <last step> <run>=<option>,<option> ...
 """
 
 import json

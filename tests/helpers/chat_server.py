@@ -1,7 +1,7 @@
 """An OpenAI-compatible server of the standard library that runs a real (tiny) base, and fails as it is told.
 
-python tests/chat_server.py <base folder> <port> [<fault> ...]: each request meets every fault in turn, once, before it
-is answered.
+python tests/helpers/chat_server.py <base folder> <port> [<fault> ...]: each request meets every fault in turn, once,
+before it is answered.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Every option with type, default and meaning: `python tests/options.py > docs/options.md`. Types are those of the
-dataclasses, defaults those of the composed configuration; a meaning is the comment in conf/, or behind a field."""
+"""Every option with type, default and meaning: `python tests/helpers/options.py > docs/options.md`. Types are those of
+the dataclasses, defaults those of the composed configuration; a meaning is the comment in conf/, or behind a field."""
 
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from ctcdraft.launch.door import compose
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 ENTRIES = {"train": TrainEntry, "eval": EvalEntry, "chat": ChatEntry, "export": ExportEntry}
-ABOUT = """Written by `tests/options.py`. Any of these goes behind a command: `optim.lr=1e-3`, `head=parallel`.
+ABOUT = """Written by `tests/helpers/options.py`. Any of these goes behind a command: `optim.lr=1e-3`, `head=parallel`.
 A choice, and `experiment=<one of conf/experiment/>`, changes other defaults: `--cfg job` prints what a command uses.
 `launch/prepare.py` takes the options of `launch/train.py`. In eval, chat and export, null is what the run has."""
 KEY = re.compile(r"^( *)(\w+):[^#\n]*(?:# ?(.*(?:\n +#.*)*))?$", re.MULTILINE)
@@ -43,6 +43,12 @@ def rows(schema: type, config: Any, said: dict[str, str], prefix: str = "") -> I
         default = config.get(field.name, {} if is_dataclass(kind) else made)
         if is_dataclass(kind):
             yield from rows(kind, default, said, f"{name}.")
+        elif choices := [one for one in get_args(kind) if is_dataclass(one)]:  # those of the default, then others'
+            listed: dict[str, tuple[str, ...]] = {}
+            for one in choices:
+                for row in rows(one, default if one is choices[0] else {}, said, f"{name}."):
+                    listed.setdefault(row[0], row)
+            yield from listed.values()
         elif field.name != "kind":  # which is what a choice of the group sets
             text = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
             comment = re.search(rf"^    {field.name}: .*?  # (.*)$", inspect.getsource(schema), re.MULTILINE)

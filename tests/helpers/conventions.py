@@ -1,7 +1,7 @@
 """Rows in every convention that is read, each value of them a word of its own: whatever is neither rendered nor counted
 as unread nor rejected was lost in silence. `make conventions`.
 
-python tests/conventions.py [--inputs 2000] [--seed 0] [--templates <folder of *.jinja>] [--only 17]
+python tests/helpers/conventions.py [--inputs 2000] [--seed 0] [--templates <folder of *.jinja>] [--only 17]
 
 Rows go through a file of some format, are read, and rendered by each template, as given answers and as questions for
 the base. Ends with 1 where a value is lost; `--only` repeats it and shows the row.

@@ -1,8 +1,8 @@
 """What a refactor must not change, to the bit: of a small training of every kind of head its losses, weights, decoded
 tokens, and what its drafts come to along known answers.
 
-python tests/golden.py record <folder>      before
-python tests/golden.py compare <folder>     after: prints what differs, and exits with 1
+python tests/helpers/golden.py record <folder>      before
+python tests/helpers/golden.py compare <folder>     after: prints what differs, and exits with 1
 
 Bits depend on the machine and its threads: record and compare on the same one. Speed is measured in bench/.
 """
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMON = ["experiment=smoke", "logger=none", "train.deterministic=true", "train.steps=10", "draft.budget=fixed"]
 CASES = {
     "default": [],

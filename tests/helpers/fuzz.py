@@ -1,6 +1,6 @@
 """Broken input at every public edge, and what became of it. `make fuzz`.
 
-python tests/fuzz.py [--inputs 2400] [--seed 0] [--edge rows] [--only 17]
+python tests/helpers/fuzz.py [--inputs 2400] [--seed 0] [--edge rows] [--only 17]
 
 Every input must be handled (what comes out is then right) or refused with a sentence of our own. Anything else is a
 defect: another exception, a sentence that some library happened to raise, a hang, a file left half-written, or a wrong
@@ -42,7 +42,7 @@ from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.shards import DataConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 30  # for one input; it takes well under one
 VALUES = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 1e308, -0.0, 0.5, float("nan"), float("inf"), "", " ", "\x00",

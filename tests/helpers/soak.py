@@ -1,6 +1,6 @@
 """Kill a training run at random moments, half of them within a save, and compare what it ends with. `make soak`.
 
-python tests/soak.py [--kills 30] [--zero 0] [--ranks 1] [--seed 0]
+python tests/helpers/soak.py [--kills 30] [--zero 0] [--ranks 1] [--seed 0]
 
 Ends with 1 unless weights, losses, learning rates and data order are, bit for bit, those of the undisturbed run.
 """
@@ -21,7 +21,7 @@ from bases import write_base
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPTIONS = [
     "experiment=smoke",
     "base=local",
