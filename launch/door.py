@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from importlib import resources
 from typing import Any, TextIO, TypeVar
@@ -99,7 +99,7 @@ def typed(config: DictConfig, schema: type[Entry]) -> Entry:
         raise ValueError(f"{where}={_short(first['input'], 80)}: {message}") from error
 
 
-def _option_at(loc: tuple[int | str, ...], given: Any) -> str:
+def _option_at(loc: Sequence[Any], given: Any) -> str:
     """The option that pydantic's `loc` is about: without the kinds that it names on the way."""
     parts = []
     for part in loc:
