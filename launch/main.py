@@ -11,3 +11,7 @@ def main() -> None:
         sys.exit(f"usage: ctcdraft {'|'.join(COMMANDS)} [options]; --help behind a command lists what it takes")
     command = sys.argv.pop(1)
     runpy.run_module(f"ctcdraft.launch.{command}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The console command."""
+
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from ctcdraft.launch import main
+
+
+def test_a_command_runs_its_entry_with_what_stands_behind_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(runpy, "run_module", lambda name, run_name: seen.append((name, run_name, sys.argv[1:])))
+    monkeypatch.setattr(sys, "argv", ["ctcdraft", "train", "head.layers=3"])
+    main.main()
+    assert seen == [("ctcdraft.launch.train", "__main__", ["head.layers=3"])]
+
+
+@pytest.mark.parametrize("words", [[], ["fly"]])
+def test_another_word_gets_the_list_of_commands(words):
+    done = subprocess.run([sys.executable, "-m", "ctcdraft.launch.main", *words], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: ctcdraft train|eval|prepare|export|doctor|chat [options]")
+
+
+def test_an_entry_started_by_name_is_the_entry():
+    given = ["train", "head=medusa", "--cfg", "job", "--package", "head"]
+    done = subprocess.run([sys.executable, "-m", "ctcdraft.launch.main", *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kind: medusa" in done.stdout
