@@ -1,5 +1,5 @@
 """A tiny random model of every architecture that people may bring as a base: a row is a family and what it needs to be
-tiny. `python tests/helpers/architectures.py` prints what becomes of each, the table of docs/bases.md."""
+tiny. `python tests/helpers/architectures.py` prints what becomes of each, the table of docs/results/bases.md."""
 
 from collections import deque
 from dataclasses import replace
@@ -284,7 +284,7 @@ def outcome(name):
 
 
 def table():
-    """docs/bases.md's, in Markdown."""
+    """docs/results/bases.md's, in Markdown."""
     lines = ["| architecture | decodes | why not |", "|---|---|---|"]
     for name in sorted(ARCHITECTURES):
         decodes, reason = outcome(name)
