@@ -13,13 +13,14 @@ from ctcdraft.data import toy
 from ctcdraft.data.end_of_turn import warn_if_no_end
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import text_of
-from ctcdraft.data.sources import RowError
+from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.model.base.llm import Base, warn_if_plain
 from ctcdraft.model.decode.sampling import Sampling
 
-from .rows import Question, benchmark_rows, question_of
+from .question import Question, question_of
 
+HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
@@ -71,15 +72,7 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
 
     Raises ValueError where there are none, or a row is no question.
     """
-    if config.kind == "heldout":
-        if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
-            raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
-        source: Callable[[], Iterable[Any]] = partial(read_jsonl, data_folder / "heldout.jsonl")
-    elif config.path is None:
-        source = toy.questions
-    else:
-        source = partial(benchmark_rows, config.kind, config.path)
-    rows = _spread(source, config.questions)
+    rows = _spread(partial(_rows, config, data_folder), config.questions)
     questions: list[Question] = []
     for number, row in rows:
         try:
@@ -102,11 +95,40 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     return questions
 
 
+def questions_hash(path: str | None) -> str | None:
+    """Of the files that `path` names; a Hub dataset's name stands for itself."""
+    return source_hash(path) if path and local_files(path) else path
+
+
+def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
+    """Raw rows: those kept from training, our own, of local files (JSON, JSONL, .gz of them, globs), or of a Hub
+    dataset's test split (its only split where there is no test).
+
+    Raises ValueError, in one sentence, where there are none of them.
+    """
+    if config.kind == "heldout":
+        if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
+            raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
+        return read_jsonl(data_folder / "heldout.jsonl")
+    if config.path is None:
+        return toy.questions()
+    check_source("bench.path", config.path)
+    if local_files(config.path):
+        return read_rows(config.path)
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(config.path, HUB_CONFIGS.get(config.kind))
+        return splits["test"] if "test" in splits else next(iter(splits.values()))
+    except Exception as error:  # whatever the Hub or the network answers
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"bench.path={config.path}: no such file, and the Hub gave no dataset ({reason})") from error
+
+
 def _spread(source: Callable[[], Iterable[Any]], most: int | None) -> list[tuple[int, Any]]:
     """At most so many rows and their numbers. Benchmarks are ordered by category: the first rows would be of a few."""
-    count = 0 if most is None else sum(1 for _ in source())
-    if most is None or count <= most:
-        return list(enumerate(source()))
+    count = sum(1 for _ in source())
+    most = min(most or count, count)
     chosen = {place * count // most for place in range(most)}
     return [(number, row) for number, row in enumerate(source()) if number in chosen]
 

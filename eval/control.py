@@ -6,7 +6,6 @@ vocabulary.
 
 import copy
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,11 +60,6 @@ class Flips:
     turns: int = 0
     largest_gap: float = 0.0
 
-    def with_(self, other: "Flips") -> "Flips":
-        """Of both, taken together."""
-        counts = {key: getattr(self, key) + getattr(other, key) for key in ("positions", "near", "flips", "turns")}
-        return Flips(**counts, largest_gap=max(self.largest_gap, other.largest_gap))
-
 
 class Control:
     """Of speculative decoding with forwards of `width` rows (root and nodes)."""
@@ -86,16 +80,22 @@ class Control:
         return found
 
     def explain(
-        self, question: str, turn: int, setting: Setting, prompt: list[int], told: list[int], drafted: list[int]
+        self, question: str, turn: int, setting: Setting, prompt: list[int], plain: list[int], drafted: list[int]
     ) -> Divergence:
-        """The first difference between what plain decoding told and what speculative decoding drafted."""
-        pairs = zip(drafted, told, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(told)))
-        other = drafted[at] if at < min(len(drafted), len(told)) else None
-        upto = [*told[:at], 0]  # the last one is not looked at
-        plain_V, wide_V = (_last(forced_logits(self.base, prompt, upto, width)) for width in (1, self.width))
+        """The first difference between the tokens of plain and of speculative decoding."""
+        shorter = min(len(drafted), len(plain))
+        at = next((i for i in range(shorter) if drafted[i] != plain[i]), shorter)
+        other = drafted[at] if at < shorter else None
+        upto = [*plain[:at], 0]  # the last one is not looked at
+        widths = (1, self.width)
+        plain_V, wide_V = (deque(forced_logits(self.base, prompt, upto, width), maxlen=1)[0] for width in widths)
         position = len(prompt) + at
         scores_V = scores(plain_V, setting, position)
+        exact_gap = None
+        if other is not None and self._float32 is not None:
+            exact_V = next(forced_logits(self._float32, [*prompt, *plain[:at]], [0], 1))
+            exact_V = scores(exact_V, setting, position)
+            exact_gap = float(exact_V[plain[at]] - exact_V[other])
         return Divergence(
             question,
             turn,
@@ -107,15 +107,8 @@ class Control:
             bound_of(plain_V),
             float((plain_V.double() - wide_V.double()).abs().max()),
             _top2_gap(scores(wide_V, setting, position)),
-            self._float32_gap([*prompt, *told[:at]], setting, told[at] if at < len(told) else None, other),
+            exact_gap,
         )
-
-    def _float32_gap(self, ids: list[int], setting: Setting, told: int | None, other: int | None) -> float | None:
-        if self._float32 is None or told is None or other is None:
-            return None
-        logits_V = next(forced_logits(self._float32, ids, [0], 1))
-        scores_V = scores(logits_V, setting, len(ids))
-        return float(scores_V[told] - scores_V[other])
 
     @cached_property
     def _float32(self) -> Base | None:
@@ -140,10 +133,6 @@ def scores(logits_V: Tensor, setting: Setting, position: int) -> Tensor:
     if setting.temperature == 0.0:
         return logits_V
     return logits_V + setting.temperature * gumbel(setting.seed, position, len(logits_V), logits_V.device)
-
-
-def _last(logits: Iterator[Tensor]) -> Tensor:
-    return deque(logits, maxlen=1)[0]
 
 
 def _top2_gap(scores_V: Tensor) -> float:

@@ -23,7 +23,7 @@ from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.generate import continued
 
 from .evaluate import Measurement
-from .place import Evaluated, digest_of, known, latest, write_results
+from .question import Question
 from .replay import Known, Replayed, replay
 from .report import DEPTHS, count_table
 from .results import (
@@ -32,10 +32,11 @@ from .results import (
     by_category,
     calibration,
     pooled,
+    shares_by_depth,
     tokens_per_step,
 )
-from .rows import Question
 from .run import Answered, Turn
+from .store import Evaluated, digest_of, known, latest, write_results
 
 ROWS = 16  # answers that the base gives together
 
@@ -73,12 +74,12 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
     digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
     read: list[list[Known]] = [[] for _ in questions]
-    answers: list[list[list[int]]] = [[] for _ in questions]
     work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()
 
     def ask(number: int) -> None:
-        if len(answers[number]) < questions[number].asks:
-            prompt = questions[number].prompt_after(base, answers[number])
+        if len(read[number]) < questions[number].asks:
+            answers = [known.tokens[known.said].tolist() for known in read[number]]
+            prompt = questions[number].prompt_after(base, answers)
             if len(prompt) < base.context_length:
                 work.append(((number, prompt), prompt, 0.0, ""))
 
@@ -92,7 +93,6 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             tokens = np.array([*prompt, *answer], np.int64)
             read[number].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
-            answers[number].append(answer)
             bar.update()
             ask(number)
     return read
@@ -110,18 +110,23 @@ def _decoders(measurement: Measurement, head_folders: Mapping[str, Path]) -> dic
     return {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}
 
 
-def figures_of(replayed: Sequence[Replayed], owners: Sequence[Question], seed: int) -> dict[str, Any]:
-    """Of one drafter along some sequences, each of which belongs to a question."""
-    drafted = [[Turn(generation) for generation in one.generations] for one in replayed]
-    used = pooled([Answered(question, turns=turns) for question, turns in zip(owners, drafted, strict=True)])
-    accepted = np.array([draft.accepted for one in replayed for draft in one.drafts])
+def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question], seed: int) -> dict[str, Any]:
+    """Of one drafter along the answers of some sequences, each of which belongs to a question."""
+    used = pooled(
+        [
+            Answered(question, turns=[Turn(answer.generation()) for answer in answers])
+            for question, answers in zip(owners, replayed, strict=True)
+        ]
+    )
+    accepted = [len(sources) for answers in replayed for answer in answers for sources in answer.sources]
+    right = shares_by_depth(accepted) + [0.0] * max(DEPTHS)
     beliefs = calibration(used)
     return {
         **tokens_per_step(used, seed),
         "steps": sum(answered.steps for answered in used),
         "expected": beliefs["expected"],
         "accepted": beliefs["accepted"],
-        "right_at_depth": [float((accepted >= depth).mean()) if len(accepted) else 0.0 for depth in DEPTHS],
+        "right_at_depth": [right[depth - 1] for depth in DEPTHS],
         "accepted_by_source": accepted_by_source(used),
         "per_category": {name: tokens_per_step(group, seed) for name, group in by_category(used).items()},
     }

@@ -14,14 +14,14 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder, DraftConfig
 from ctcdraft.model.export import load_head, read_config
 
-from .bench import BenchConfig, load_questions
+from .bench import BenchConfig, load_questions, questions_hash
 from .control import bound_in_words
-from .place import Evaluated, digest_of, known, latest, write_results
 from .plots import draw, draw_heads
+from .question import Question
 from .report import heads_report, report
 from .results import LOOKUP_ALONE, blocks_of, compact, compared, measured
-from .rows import Question, questions_hash
 from .run import Answered, generate_rate, run
+from .store import Evaluated, digest_of, known, latest, write_results
 
 
 @dataclass(frozen=True)

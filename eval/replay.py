@@ -7,7 +7,7 @@ What is counted along the walk is what `Decoder.generate` would count at tempera
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -43,33 +43,28 @@ class Known:
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-@dataclass(frozen=True)
-class Draft:
-    """What became of the draft behind one root: accepted nodes by who proposed them, and how many psi expected."""
-
-    sources: tuple[str, ...]
-    expected: float
-
-    @property
-    def accepted(self) -> int:
-        return len(self.sources)
-
-
 @dataclass
 class Replayed:
-    """Of one sequence: per answer its tokens, and the drafts behind each of its roots, in order."""
+    """An answer, and what became of the draft behind each of its roots: the accepted nodes by who proposed them, and
+    how many psi expected."""
 
-    answers: list[tuple[list[int], list[Draft]]]
+    tokens: list[int]
+    sources: list[list[str]] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)
 
-    @property
-    def drafts(self) -> list[Draft]:
-        """Behind every root."""
-        return [draft for _, drafts in self.answers for draft in drafts]
-
-    @property
-    def generations(self) -> list[Generation]:
-        """What decoding would count of each answer: the next root lies behind what was accepted."""
-        return [_generation(tokens, drafts) for tokens, drafts in self.answers]
+    def generation(self) -> Generation:
+        """What decoding would count: the next root lies behind what was accepted."""
+        steps, root = [], 0
+        while root < len(self.sources):
+            steps.append(root)
+            root += len(self.sources[root]) + 1
+        return Generation(
+            self.tokens,
+            steps=len(steps),
+            accepted=[len(self.sources[root]) for root in steps],
+            accepted_from=Counter(source for root in steps for source in self.sources[root]),
+            expected=[self.expected[root] for root in steps],
+        )
 
 
 def known_rows(path: str) -> Iterator[Known]:
@@ -85,9 +80,13 @@ def known_rows(path: str) -> Iterator[Known]:
 @torch.no_grad()
 def replay(
     base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Known], *, progress: bool = True
-) -> dict[str, list[Replayed]]:
-    """Per decoder of that base, what it makes of each sequence. Decoders with the same head share its drafts."""
-    found = {label: [_undrafted(known) for known in sequences] for label in decoders}
+) -> dict[str, list[list[Replayed]]]:
+    """Per decoder of that base, what it makes of the answers of each sequence. Decoders with the same head share its
+    drafts."""
+    found = {
+        label: [[Replayed(known.tokens[start:end].tolist()) for start, end in known.answers()] for known in sequences]
+        for label in decoders
+    }
     drafters: dict[tuple[int, int], list[str]] = defaultdict(list)  # decoders of the same candidates
     for label, decoder in decoders.items():
         drafters[id(decoder.head), decoder.draft.top_k].append(label)
@@ -112,8 +111,10 @@ def replay(
                 drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2)
             for (row, number, root, end), one in zip(roots, drafted, strict=True):
                 for label in labels:
-                    _, drafts = found[label][batch[row]].answers[number]
-                    drafts.append(_draft(decoders[label], one, tokens[row], root, end))
+                    answer = found[label][batch[row]][number]
+                    tree = _tree(decoders[label], one, tokens[row], root, end)
+                    answer.sources.append(tree.sources(tree.path_of(tokens[row][root + 1 : end].tolist())))
+                    answer.expected.append(float(tree.psi.sum()))
     return found
 
 
@@ -127,28 +128,8 @@ def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: 
         yield from head.drafts_at(hidden_BLD, root_BL, batch_N, position_N, None, decoder.vocabulary)
 
 
-def _undrafted(known: Known) -> Replayed:
-    return Replayed([(known.tokens[start:end].tolist(), []) for start, end in known.answers()])
-
-
-def _draft(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: int, end: int) -> Draft:
+def _tree(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: int, end: int) -> Tree:
     if not decoder.drafts:
-        return Draft((), 0.0)
+        return trees.EMPTY
     room = None if tokens[end - 1] in decoder.base.eos_ids else end - root - 2  # a bonus token always follows
-    tree = decoder.tree_of(drafted, tokens[: root + 1], room)
-    path = tree.path_of(tokens[root + 1 : end].tolist())
-    return Draft(tuple(tree.sources(path)), float(tree.psi.sum()))
-
-
-def _generation(tokens: list[int], drafts: list[Draft]) -> Generation:
-    steps, at = [], 0
-    while at < len(drafts):
-        steps.append(drafts[at])
-        at += drafts[at].accepted + 1
-    return Generation(
-        tokens,
-        steps=len(steps),
-        accepted=[draft.accepted for draft in steps],
-        accepted_from=Counter(source for draft in steps for source in draft.sources),
-        expected=[draft.expected for draft in steps],
-    )
+    return decoder.tree_of(drafted, tokens[: root + 1], room)

@@ -1,28 +1,29 @@
 """Answers -> results.json: the figures of DESIGN-stable names, with bootstrap intervals over questions."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ctcdraft.model.draft.tree import SOURCES
 
-from .control import Flips
 from .run import Answered
 
 LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no training
 RESAMPLES = 2000
+BINS = 10
 PARTS = ("verify", "draft", "tree")
 COMPARED = (
     *("tokens_per_step", "tokens_per_step_ci95", "nodes_per_step", "tokens_per_second", "speedup", "seeds"),
     *("accepted_by_depth", "accepted_by_source"),
 )
-Figure = Callable[[NDArray[np.int64]], float]  # of questions, by index
-Key = TypeVar("Key", bound=Hashable)
+FIGURES: dict[str, Callable[[Answered], tuple[float, float]]] = {  # the sum of the one over questions, by the other's
+    "tokens_per_step": lambda answered: (answered.grown, answered.steps),
+    "speedup": lambda answered: (answered.tokens / answered.seconds, answered.tokens / answered.plain_seconds),
+}
 
 
 def measured(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
@@ -50,24 +51,40 @@ def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Any]]:
     }
 
 
-def by_temperature(answers: Sequence[Answered]) -> dict[float, list[Answered]]:
-    return _grouped(answers, lambda answer: answer.setting.temperature)
-
-
-def _grouped(answers: Sequence[Answered], key: Callable[[Answered], Key]) -> dict[Key, list[Answered]]:
-    groups: dict[Key, list[Answered]] = defaultdict(list)
+def grouped(answers: Sequence[Answered], key: Callable[[Answered], Any]) -> dict[Any, list[Answered]]:
+    groups = defaultdict(list)
     for answer in answers:
         groups[key(answer)].append(answer)
     return dict(groups)
+
+
+def by_temperature(answers: Sequence[Answered]) -> dict[float, list[Answered]]:
+    return grouped(answers, lambda answer: answer.setting.temperature)
+
+
+def by_category(answers: Sequence[Answered]) -> dict[str, list[Answered]]:
+    return dict(sorted(grouped(answers, lambda answer: answer.question.category).items()))
+
+
+def pooled(answers: Sequence[Answered]) -> list[Answered]:
+    """One Answered per question, the turns of all its seeds: the bootstrap draws questions, and takes all their
+    seeds."""
+    groups = grouped(answers, lambda answer: id(answer.question)).values()
+    return [
+        Answered(some[0].question, some[0].setting, [t for a in some for t in a.turns], max(a.skipped for a in some))
+        for some in groups
+    ]
 
 
 def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
     """The figures of one temperature, its seeds taken together; skipped questions are listed and count in none."""
     whole = pooled(answers)
     used = [a for a in whole if a.turns]
-    divergences = [d for a in used for d in a.divergences]
-    flips = [turn.flips for a in used for turn in a.turns if turn.flips]
-    compared = sum(len(a.turns) for a in used)
+    turns = [turn for a in used for turn in a.turns]
+    divergences = [turn.divergence for turn in turns if turn.divergence]
+    flips = [asdict(turn.flips) for turn in turns if turn.flips]
+    seconds = sum(turn.seconds for turn in turns)
+    shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in PARTS}
     return {
         "questions": len(used),
         "skipped": [{"question": a.question.id, "reason": a.skipped} for a in whole if a.skipped],
@@ -82,16 +99,18 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
         "speedup": _speedup(used, seed),
         "seeds": _by_seed(answers),
         "identical": {
-            "compared": compared,
-            "identical": compared - len(divergences),
+            "compared": len(turns),
+            "identical": len(turns) - len(divergences),
             "beyond_bound": sum(not d.within_bound for d in divergences),
             "divergences": [{**asdict(d), "within_bound": d.within_bound} for d in divergences],
-            "same_shape": asdict(reduce(Flips.with_, flips)) if flips else None,
+            "same_shape": {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
+            if flips
+            else None,
         },
         "accepted_by_depth": shares_by_depth(_per_step(used, "accepted")),
         "accepted_by_source": accepted_by_source(used),
         "calibration": calibration(used),
-        "time_share": _time_share(used),
+        "time_share": {**shares, "other": 1 - sum(shares.values())},
         "per_category": {
             name: {"questions": len(group), **tokens_per_step(group, seed), "speedup": _speedup(group, seed)}
             for name, group in by_category(used).items()
@@ -99,70 +118,63 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
     }
 
 
-def pooled(answers: Sequence[Answered]) -> list[Answered]:
-    """One Answered per question, the turns of all its seeds: the bootstrap draws questions, and takes all their
-    seeds."""
-    groups = _grouped(answers, lambda answer: id(answer.question)).values()
-    return [
-        Answered(some[0].question, some[0].setting, [t for a in some for t in a.turns], max(a.skipped for a in some))
-        for some in groups
-    ]
+def figure(name: str, used: Sequence[Answered]) -> NDArray[np.float64]:
+    """[2, question]: what `ratio` makes the figure of that name."""
+    return np.array([FIGURES[name](answered) for answered in used], float).reshape(-1, 2).T
 
 
-def by_category(answers: Sequence[Answered]) -> dict[str, list[Answered]]:
-    return dict(sorted(_grouped(answers, lambda answer: answer.question.category).items()))
+def ratio(figure_2Q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of the one over questions, by that of the other; 1 where there is none of that. Of [2, ..., question]."""
+    over, under = figure_2Q.sum(-1)
+    return np.divide(over, under, out=np.ones_like(over), where=under != 0)
 
 
-def tokens_per_step_of(used: Sequence[Answered]) -> Figure:
-    return _ratio([a.grown for a in used], [a.steps for a in used])
-
-
-def speedup_of(used: Sequence[Answered]) -> Figure:
-    """Mean over questions of tokens per second, divided by the same of plain decoding."""
-    return _ratio([a.tokens / a.seconds for a in used], [a.tokens / a.plain_seconds for a in used])
-
-
-FIGURES = {"tokens_per_step": tokens_per_step_of, "speedup": speedup_of}
-
-
-def _ratio(over: Sequence[float], under: Sequence[float]) -> Figure:
-    """The sum of the one over questions, divided by that of the other; 1 where there is none of it."""
-    a, b = np.array(over, float), np.array(under, float)
-    return lambda i: float(a[i].sum() / b[i].sum()) if b[i].any() else 1.0
-
-
-def bootstrap(figure: Figure, count: int, seed: int) -> list[float]:
-    """95% percentile interval of a figure over resampled questions."""
-    rng = np.random.default_rng(seed)
-    values = [figure(rng.integers(0, count, count)) for _ in range(RESAMPLES)]
-    return [float(value) for value in np.percentile(values, [2.5, 97.5])]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
+def estimate(seed: int, figure_2Q: NDArray[np.float64], less_2Q: NDArray[np.float64] | None = None) -> Any:
+    """A figure of all questions, and its 95% percentile interval over resampled ones; or how far it is from that of
+    another head, `less`, on the same questions."""
+    count = figure_2Q.shape[-1]
+    drawn_RQ = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    rows_RQ = np.vstack([np.arange(count), drawn_RQ])
+    values_R = ratio(figure_2Q[:, rows_RQ])
+    if less_2Q is not None:
+        values_R -= ratio(less_2Q[:, rows_RQ])
+    return float(values_R[0]), np.percentile(values_R[1:], [2.5, 97.5]).tolist()
 
 
 def tokens_per_step(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    found = _estimate(tokens_per_step_of(used), len(used), seed, "tokens_per_step", "tokens_per_step_ci95")
-    return {**found, "tokens_per_step_mean_over_questions": _mean([a.grown / a.steps for a in used if a.steps])}
+    value, interval = estimate(seed, figure("tokens_per_step", used))
+    means = [a.grown / a.steps for a in used if a.steps]
+    return {
+        "tokens_per_step": value,
+        "tokens_per_step_ci95": interval,
+        "tokens_per_step_mean_over_questions": _mean(means),
+    }
 
 
 def _speedup(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    return _estimate(speedup_of(used), len(used), seed, "ratio_of_means", "ci95")
+    """Mean over questions of tokens per second, divided by the same of plain decoding."""
+    value, interval = estimate(seed, figure("speedup", used))
+    return {"ratio_of_means": value, "ci95": interval}
 
 
-def _estimate(figure: Figure, count: int, seed: int, name: str, interval: str) -> dict[str, Any]:
-    """A figure of all questions under a name, and its 95% interval under another."""
-    return {name: figure(np.arange(count)), interval: bootstrap(figure, count, seed)}
+def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:
+    """other - first, with a paired bootstrap interval over questions."""
+    a, b = ([answer for answer in pooled(side) if answer.turns] for side in (first, other))
+    found = {name: estimate(seed, figure(name, b), figure(name, a)) for name in FIGURES}
+    return {name: {"value": value, "ci95": interval} for name, (value, interval) in found.items()}
 
 
 def _by_seed(answers: Sequence[Answered]) -> dict[str, Any]:
     """Each seed by itself, and the standard deviation over seeds (None of one seed)."""
     rows: list[dict[str, Any]] = []
-    for seed, used in _grouped([a for a in answers if a.turns], lambda answer: answer.setting.seed).items():
-        rows.append({"seed": seed, **{name: of(used)(np.arange(len(used))) for name, of in FIGURES.items()}})
+    for seed, used in grouped([a for a in answers if a.turns], lambda answer: answer.setting.seed).items():
+        rows.append({"seed": seed, **{name: float(ratio(figure(name, used))) for name in FIGURES}})
     std = {key: float(np.std([row[key] for row in rows], ddof=1)) for key in FIGURES} if len(rows) > 1 else None
     return {"each": rows, "std": std}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
 
 
 def _per_step(used: Sequence[Answered], key: str) -> list[Any]:
@@ -182,28 +194,21 @@ def accepted_by_source(used: Sequence[Answered]) -> dict[str, float]:
     return {source: found[source] / max(1, found.total()) for source in SOURCES.values()}
 
 
-def calibration(used: Sequence[Answered], bins: int = 10) -> dict[str, Any]:
+def calibration(used: Sequence[Answered]) -> dict[str, Any]:
     """Sum of psi over the tree (what the head expects) against accepted tokens, in bins of equal count."""
     expected, accepted = (np.array(_per_step(used, key), float) for key in ("expected", "accepted"))
     if len(expected) < 2:
         return {"expected": 0.0, "accepted": 0.0, "correlation": None, "bins": []}
-    chunks = np.array_split(np.argsort(expected), min(bins, len(expected)))
     varied = expected.std() > 0 and accepted.std() > 0
     return {
         "expected": float(expected.mean()),
         "accepted": float(accepted.mean()),
         "correlation": float(np.corrcoef(expected, accepted)[0, 1]) if varied else None,
         "bins": [
-            {"expected": float(expected[c].mean()), "accepted": float(accepted[c].mean()), "steps": len(c)}
-            for c in chunks
+            {"expected": float(expected[chunk].mean()), "accepted": float(accepted[chunk].mean()), "steps": len(chunk)}
+            for chunk in np.array_split(np.argsort(expected), min(BINS, len(expected)))
         ],
     }
-
-
-def _time_share(used: Sequence[Answered]) -> dict[str, float]:
-    whole = sum(a.seconds for a in used)
-    shares = {part: sum(t.drafted.seconds.get(part, 0.0) for a in used for t in a.turns) / whole for part in PARTS}
-    return {**shares, "other": 1 - sum(shares.values())}
 
 
 def compared(
@@ -226,13 +231,3 @@ def compact(block: Mapping[str, Any]) -> dict[str, Any]:
     """What stands of one head beside others."""
     same = {key: block["identical"][key] for key in ("compared", "identical", "beyond_bound")}
     return {key: block[key] for key in COMPARED} | {"identical": same}
-
-
-def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:
-    """other - first, with a paired bootstrap interval over questions."""
-    a, b = ([answer for answer in pooled(side) if answer.turns] for side in (first, other))
-    return {name: _estimate(_minus(of(b), of(a)), len(a), seed, "value", "ci95") for name, of in FIGURES.items()}
-
-
-def _minus(after: Figure, before: Figure) -> Figure:
-    return lambda i: after(i) - before(i)

@@ -17,7 +17,7 @@ from ctcdraft.model.decode.decoder import Decoder, Generation
 
 from .bench import BenchConfig, Setting
 from .control import Control, Divergence, Flips
-from .rows import Question
+from .question import Question
 
 GENERATE_TURNS = 8
 Side = TypeVar("Side")
@@ -92,10 +92,10 @@ def run(
     for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
         answers = {label: Answered(question, setting) for label in heads}
         order = orders[(number + place) % len(orders)]
-        told: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
+        before: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
         skipped = ""
         for turn in range(question.asks):
-            prompt = question.prompt_after(base, told)
+            prompt = question.prompt_after(base, before)
             if len(prompt) >= base.context_length:
                 skipped = f"turn {turn + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
                 break
@@ -108,7 +108,7 @@ def run(
                 if drafted.tokens != plain.tokens:
                     divergence = control.explain(question.id, turn, setting, prompt, plain.tokens, drafted.tokens)
                 answer.turns.append(Turn(drafted, seconds, plain_seconds, plain.text, divergence, flips))
-            told.append(plain.tokens)
+            before.append(plain.tokens)
         for label, answer in answers.items():
             answer.skipped = skipped
             done[label].append(answer)
@@ -159,15 +159,13 @@ def _warm_up(base: Base, sides: Sequence[Decoder], questions: Sequence[Question]
 def _timed(
     decoder: Decoder, prompt: list[int], question: Question, setting: Setting, max_new_tokens: int
 ) -> tuple[Generation, float]:
-    _synchronise(decoder.base)
+    cuda = decoder.base.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
     start = time.perf_counter()
     generation = decoder.generate(
         prompt, max_new_tokens, temperature=setting.temperature, seed=setting.seed, stop=question.stop
     )
-    _synchronise(decoder.base)
-    return generation, time.perf_counter() - start
-
-
-def _synchronise(base: Base) -> None:
-    if base.device.type == "cuda":
+    if cuda:
         torch.cuda.synchronize()
+    return generation, time.perf_counter() - start

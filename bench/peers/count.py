@@ -16,9 +16,9 @@ from conditionals import LayersBase, PeerHead
 from drafters import load_drafter
 
 from ctcdraft.eval.count import figures_of
+from ctcdraft.eval.question import Question
 from ctcdraft.eval.replay import Known, known_rows, replay
 from ctcdraft.eval.report import drafts_table
-from ctcdraft.eval.rows import Question
 from ctcdraft.model import Decoder, DraftConfig, load_base
 
 COPIES = DraftConfig.prompt_lookup

@@ -9,7 +9,7 @@ from drafting import random_head
 
 from ctcdraft.eval.bench import BenchConfig, Question, Setting
 from ctcdraft.eval.evaluate import Measurement, evaluate
-from ctcdraft.eval.results import bootstrap, difference
+from ctcdraft.eval.results import difference, estimate
 from ctcdraft.eval.run import Answered, Turn
 from ctcdraft.model import DraftConfig, export_head, load_base
 from ctcdraft.model.decode.decoder import Generation
@@ -25,11 +25,12 @@ def answered(grown, steps, fast, plain, setting):
 
 def test_a_bootstrap_interval_of_known_data():
     values = np.arange(100.0)
-    low, high = bootstrap(lambda i: float(values[i].mean()), 100, 0)
+    mean, (low, high) = estimate(0, np.stack([values, np.ones(100)]))
+    assert mean == values.mean()
     spread = 1.96 * values.std() / 10
     assert low == pytest.approx(49.5 - spread, abs=0.6)  # the Monte Carlo error of a 2.5% quantile over 2000 draws
     assert high == pytest.approx(49.5 + spread, abs=0.6)
-    assert bootstrap(lambda i: float(values[i].mean()), 100, 0) == [low, high]
+    assert estimate(0, np.stack([values, np.ones(100)])) == (mean, [low, high])
 
 
 def test_differences_are_paired_by_question():

@@ -14,10 +14,10 @@ from ctcdraft.eval import run as runner
 from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
 from ctcdraft.eval.evaluate import Measurement, evaluate
-from ctcdraft.eval.place import Evaluated
 from ctcdraft.eval.report import figures, report
 from ctcdraft.eval.results import aggregate, blocks_of, compact, measured
 from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
+from ctcdraft.eval.store import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
 from ctcdraft.model.decode.decoder import Generation
 from ctcdraft.model.heads import CtcConfig, head_on

@@ -10,8 +10,7 @@ import templates
 from bases import write_base
 from pydantic import TypeAdapter
 
-from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions
-from ctcdraft.eval.rows import questions_hash
+from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions, questions_hash
 from ctcdraft.model import load_base
 
 CODE = 'def add(a, b):\n    """Add two numbers."""\n'

@@ -1,18 +1,18 @@
-"""Rows of a benchmark, from local files or the Hub, and the questions in them.
+"""A question of a benchmark, and how it stands in a row.
 
 Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
 instruction and no examples before it, and follow-up turns come after the model's own answer. Files with `turns`, as
 those projects write them for every benchmark, are taken everywhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ctcdraft.data.messages import encodable, filled, read_tools, taken
 from ctcdraft.data.prompts import question_ids
 from ctcdraft.data.records import SYSTEM, TOOLS, turns_of_text
-from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
+from ctcdraft.data.sources import RowError
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.model.base.llm import Base
 
@@ -23,7 +23,6 @@ FIELDS = {
 }
 IDS = ("question_id", "task_id", "prompt_id", "id")
 ONE_TURN = ("gsm8k", "humaneval")
-HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -66,40 +65,14 @@ class Question:
             return str(error)
 
 
-def benchmark_rows(kind: str, path: str) -> Iterator[Any]:
-    """Raw rows of local files (JSON, JSONL, .gz of them, globs), or of a Hub dataset's test split (its only split where
-    there is no test). Raises ValueError, in one sentence, where neither is there."""
-    check_source("bench.path", path)
-    if _is_local(path):
-        yield from read_rows(path)
-        return
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(path, HUB_CONFIGS.get(kind))
-        split = splits["test"] if "test" in splits else next(iter(splits.values()))
-    except Exception as error:  # whatever the Hub or the network answers
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(f"bench.path={path}: no such file, and the Hub gave no dataset ({reason})") from error
-    yield from split
-
-
-def questions_hash(path: str | None) -> str | None:
-    """Of the files that `path` names; a Hub dataset's name stands for itself."""
-    return source_hash(path) if path and _is_local(path) else path
-
-
-def _is_local(path: str) -> bool:
-    return any(file.is_file() for file in local_files(path))
-
-
 def question_of(kind: str, row: Any, number: int) -> Question:
     """What a row asks; without a name of its own it is called by its number. Raises RowError where it holds no text, or
     its other columns are no text and no list of tools."""
     if isinstance(row, RowError):
         raise row
     left, fields = filled(row) if isinstance(row, dict) else {}, FIELDS.get(kind, ("turns",))
-    column, turns = next(((key, left[key]) for key in fields if key in left), ("", None))
+    column = next((key for key in fields if key in left), "")
+    turns = left.get(column)
     if isinstance(turns, list) and turns and all(isinstance(m, dict) for m in turns):  # messages: the first question
         turns = next((m.get("content") for m in turns if m.get("role") == "user"), None)
     if isinstance(turns, str):

@@ -12,7 +12,7 @@ from typing import Any
 from ctcdraft.data.store import read_object
 from ctcdraft.model.folders import new_folder
 
-from .report import short_table
+from .report import count_table, tables
 from .results import heads_at
 
 
@@ -32,8 +32,11 @@ class Evaluated:
 
     @property
     def table(self) -> str:
-        """The short table that ends a command."""
-        return short_table(self.results, f"{self.folder}{' (reused)' if self.reused else ''}")
+        """What ends a command."""
+        title = f"{self.results['bench']} on {self.results['base']['name']}"
+        parts = [count_table(self.results)] if "drafts" in self.results else tables(self.results)
+        end = f"lies in {self.folder}{' (reused)' if self.reused else ''}"
+        return "\n" + "\n\n".join([title, *parts, end]) + "\n"
 
 
 def digest_of(setting: dict[str, Any]) -> str:
@@ -46,7 +49,7 @@ def known(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
     digest = digest_of(setting)
     for place in (folder, _beside(folder, digest)):
         found = _results(place)
-        if found and found.get("setting") == digest:
+        if found.get("setting") == digest:
             if place != folder:
                 _set_aside(folder)
                 place.rename(folder)
@@ -68,8 +71,8 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 
 def _set_aside(folder: Path) -> None:
     """Make room for another evaluation; what is none is removed."""
-    found = _results(folder)
-    aside = _beside(folder, found["setting"]) if found and found.get("setting") else folder
+    digest = _results(folder).get("setting")
+    aside = _beside(folder, digest) if digest else folder
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
         folder.rename(aside)
@@ -79,8 +82,9 @@ def _beside(folder: Path, digest: str) -> Path:
     return folder.with_name(f"{folder.name}-{digest}")
 
 
-def _results(folder: Path) -> dict[str, Any] | None:
+def _results(folder: Path) -> dict[str, Any]:
+    """Empty where there are none, or they are damaged."""
     try:
-        return read_object(folder / "results.json") if (folder / "results.json").is_file() else None
+        return read_object(folder / "results.json")
     except ValueError:
-        return None
+        return {}
