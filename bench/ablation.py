@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.launch.door import compose, typed
+from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 
 ROOT = Path(__file__).resolve().parents[1]

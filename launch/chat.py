@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from ctcdraft.data.template import answer_message, prompt_ids
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import enter
+from ctcdraft.launch.cli import enter
+from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
 from ctcdraft.model.base.llm import warn_if_plain
@@ -19,7 +19,7 @@ TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 
 
 def main(config: ChatEntry) -> int:
-    base, heads, _ = stages.chosen_heads(config)
+    base, heads, _ = chosen_heads(config)
     warn_if_plain(base)
     decoder = Decoder(base, load_head(next(iter(heads.values())), base), config.draft)
     messages = [{"role": "system", "content": config.system}] if config.system else []

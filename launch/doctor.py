@@ -26,8 +26,8 @@ from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_manifest
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import enter
+from ctcdraft.launch.cli import enter
+from ctcdraft.launch.pipeline import configured_base, with_resolved_dtype
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import head_on, parameters_of
@@ -72,7 +72,7 @@ class Report:
 
 
 def main(config: TrainEntry, as_json: bool) -> int:
-    config, report = stages.with_resolved_dtype(config), Report()
+    config, report = with_resolved_dtype(config), Report()
     _machine(report, config)
     _compile_traps(report, config)
     _wandb(report, config)
@@ -165,7 +165,7 @@ def _base(report: Report, config: TrainEntry) -> Base | None:
         report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
         return None
     with report.trying("base"):
-        base, note = stages.load_configured(config)
+        base, note = configured_base(config)
         sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
         report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
         return base

@@ -16,16 +16,16 @@ from pathlib import Path
 from ctcdraft.data.sources import check_source
 from ctcdraft.eval.count import count
 from ctcdraft.eval.evaluate import Measurement, evaluate
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import enter
+from ctcdraft.launch.cli import enter
 from ctcdraft.launch.media import media_of
+from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import EvalEntry
 from ctcdraft.train.log import log_evaluation
 
 
 def main(config: EvalEntry) -> int:
     check_source("bench.path", config.bench.path)
-    base, heads, data_folder = stages.chosen_heads(config)
+    base, heads, data_folder = chosen_heads(config)
     measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
     first = next(iter(heads.values()))
     folder = first.parent / "eval" / config.bench.kind
@@ -38,7 +38,7 @@ def main(config: EvalEntry) -> int:
     if not config.count and not found.reused:
         name = f"{folder.parent.parent.name}-{found.folder.name}"
         log_evaluation(found.folder, name, config.logger, asdict(config), media_of(found))
-    stages.say(found.table)
+    print(found.table, flush=True)
     return found.exit_code
 
 

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import enter
+from ctcdraft.launch import runs
+from ctcdraft.launch.cli import enter
 from ctcdraft.launch.schema import ExportEntry
 
 
 def main(config: ExportEntry) -> int:
-    run = stages.find_run(config.name, config.runs_dir)
-    target = stages.export_best(run, stages.run_base(run, config.base), Path(config.output) if config.output else None)
-    stages.say(f"head: {target}")
+    run = runs.find_run(config.name, config.runs_dir)
+    target = Path(config.output) if config.output else run / "head"
+    runs.export_best(run, runs.run_base(run, config.base), target)
+    print(f"head: {target}", flush=True)
     return 0
 
 

@@ -5,18 +5,18 @@ Started several times with the same options, by torchrun or by hand, on one host
 the processes share the work.
 """
 
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import enter
+from ctcdraft.launch import pipeline, runs
+from ctcdraft.launch.cli import enter
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
 
 
 def main(config: TrainEntry) -> int:
-    config = stages.with_resolved_dtype(config)
-    stages.check_inputs(config)
+    config = pipeline.with_resolved_dtype(config)
+    runs.check_inputs(config)
     with ds.together():
-        base = stages.get_base(config)
-        stages.get_features(config, base, stages.get_data(config, base))
+        base = pipeline.get_base(config)
+        pipeline.get_features(config, base, pipeline.get_data(config, base))
     return 0
 
 

@@ -6,15 +6,14 @@ deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 from ctcdraft.eval.evaluate import Measurement, evaluate
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import enter
+from ctcdraft.launch import pipeline, runs
+from ctcdraft.launch.cli import enter
 from ctcdraft.launch.media import media_of
+from ctcdraft.launch.pipeline import say
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
-from ctcdraft.train.checkpoint import TrainState
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.loop import Trainer
 
@@ -22,57 +21,53 @@ INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 
 def main(config: TrainEntry) -> int:
-    config = stages.with_resolved_dtype(config)
-    folder = stages.check_inputs(config)
+    config = pipeline.with_resolved_dtype(config)
+    folder = runs.check_inputs(config)
     if config.train.deterministic:
         ds.make_deterministic(config.seed)
     log = None
     with ExitStack() as held:
         with ds.together():
-            base = stages.get_base(config)
-            stages.say(stages.describe_head(config.head, base))  # or that the base has none such
-            data_folder = stages.get_data(config, base)
+            base = pipeline.get_base(config)
+            say(pipeline.describe_head(config.head, base))
+            data_folder = pipeline.get_data(config, base)
             measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
             measurement.questions()  # a bench that cannot be run ends it here
-            stages.open_run(folder, config, base, data_folder)
-            held.enter_context(stages.held(folder))
-            state = stages.already_trained(folder, config)
+            runs.open_run(folder, config, base, data_folder)
+            held.enter_context(runs.held(folder))
+            state = runs.already_trained(folder, config)
             if state:
-                stages.say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
+                say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
             else:
-                trainer = Trainer(config, base, data_folder, folder, stages.get_features(config, base, data_folder))
-                stages.say(trainer.rows())
+                trainer = Trainer(config, base, data_folder, folder, pipeline.get_features(config, base, data_folder))
+                say(trainer.rows())
                 log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
                 state = trainer.run(log)
                 if not trainer.finished():
                     if log:
                         log.close()
-                    stages.say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
+                    say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
                     return INTERRUPTED if trainer.interrupted else 0
-                stages.say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
+                say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
                 del trainer
-        if ds.rank() == 0:
-            ds.take_threads_of_all()
-            return finish(config, folder, measurement, state, log)
-    return 0
-
-
-def finish(config: TrainEntry, folder: Path, measurement: Measurement, state: TrainState, log: RunLog | None) -> int:
-    """Rank 0 exports and evaluates; the other ranks are done."""
-    head_folder = stages.export_best(folder, measurement.base)
-    found = evaluate(measurement, {"": head_folder}, folder / "eval" / config.bench.kind)
-    stages.summarise(folder, config, state, found.results)
-    if log is None and not found.reused:  # trained before, evaluated now
-        log = RunLog(folder, config.logger, asdict(config), state.step)
-    if log:
-        log.summary(media_of(found))
-        log.close()
-    stages.say(found.table)
-    stages.say(
-        'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.layers=3"`, the report in '
-        f"{found.folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt data.path=<file>"
-    )
-    return found.exit_code
+        if ds.rank() != 0:
+            return 0
+        ds.take_threads_of_all()
+        runs.export_best(folder, base, folder / "head")
+        found = evaluate(measurement, {"": folder / "head"}, folder / "eval" / config.bench.kind)
+        runs.summarise(folder, config, state, found.results)
+        if log is None and not found.reused:  # trained before, evaluated now
+            log = RunLog(folder, config.logger, asdict(config), state.step)
+        if log:
+            log.summary(media_of(found))
+            log.close()
+        say(found.table)
+        say(
+            'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.layers=3"`, the report in '
+            f"{found.folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt "
+            "data.path=<file>"
+        )
+        return found.exit_code
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from trainers import Trainers, write_inputs
 
 from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.eval.bench import BenchConfig, load_questions
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import _quoted, compose, typed
+from ctcdraft.launch import runs
+from ctcdraft.launch.cli import _quoted, compose, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 from ctcdraft.model import export_head, load_head
 from ctcdraft.model.heads import CtcConfig, head_on
@@ -188,9 +188,9 @@ class Edges:
             words.append(word)
         config = typed(compose(entry, [_quoted(word) for word in words]), schemas[entry])
         if isinstance(config, TrainEntry):
-            stages.check_inputs(config)
+            runs.check_inputs(config)
         else:
-            stages.find_run(config.name, config.runs_dir)
+            runs.find_run(config.name, config.runs_dir)
 
     def rows(self, rng, folder):
         good = [
@@ -266,7 +266,7 @@ class Edges:
         run, config = folder / "runs" / "r", typed(compose("train", [f"runs_dir={folder}/runs", "name=r"]), TrainEntry)
         run.mkdir(parents=True)
         data = self.work / "cache"
-        stages.open_run(run, config, self.base, next(data.glob("data-*")))
+        runs.open_run(run, config, self.base, next(data.glob("data-*")))
         shutil.copytree(self.work / "checkpoints", run / "checkpoints")
         (run / "metrics.jsonl").write_text(
             "".join(json.dumps({"step": i, "train/loss": 1.0 / i}) + "\n" for i in range(1, 9))
@@ -274,10 +274,10 @@ class Edges:
         newest = f"checkpoints/step_{self.trainer.state.step:06d}"
         names = ["config.yaml", "paths.json", "metrics.jsonl", f"{newest}/manifest.json", f"{newest}/state.safetensors"]
         break_file(run / rng.choice(names), rng)
-        stages.check_inputs(config)
-        stages.run_paths(run)
-        stages.already_trained(run, config)
-        stages.open_run(run, config, self.base, next(data.glob("data-*")))
+        runs.check_inputs(config)
+        runs.run_paths(run)
+        runs.already_trained(run, config)
+        runs.open_run(run, config, self.base, next(data.glob("data-*")))
         found = read_checkpoint(run / "checkpoints")
         with safe_open(self.work / "checkpoints" / found.path.name / "state.safetensors", "pt") as stream:
             if any(not torch.equal(stream.get_tensor(f"best/{name}"), weight) for name, weight in found.best.items()):

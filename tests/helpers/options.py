@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from omegaconf import OmegaConf
 
-from ctcdraft.launch.door import compose
+from ctcdraft.launch.cli import compose
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 
 CONF = Path(__file__).parents[2] / "conf"

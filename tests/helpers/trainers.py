@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bases import write_base
 
-from ctcdraft.launch.door import _quoted, compose, typed
+from ctcdraft.launch.cli import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import attended_on

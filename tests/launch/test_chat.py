@@ -10,7 +10,7 @@ from templates import SWITCHED, SWITCHED_SPECIALS
 
 from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import chat
-from ctcdraft.launch.door import compose, enter, typed
+from ctcdraft.launch.cli import compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.export import export_head

@@ -8,8 +8,8 @@ import pytest
 from bases import TEMPLATE, tiny_tokenizer, write_base
 from templates import CHATML
 
+from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.doctor import Report, _template, _tokenizer
-from ctcdraft.launch.door import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 

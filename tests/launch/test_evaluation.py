@@ -11,9 +11,9 @@ from wandb_file import history
 
 from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import eval as entry
-from ctcdraft.launch.door import compose, enter, typed
+from ctcdraft.launch.cli import compose, enter, typed
+from ctcdraft.launch.runs import run_base
 from ctcdraft.launch.schema import BasePath, EvalEntry
-from ctcdraft.launch.stages import run_base
 from ctcdraft.model import export_head, load_base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.heads import CtcConfig, head_on

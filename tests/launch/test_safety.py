@@ -17,8 +17,8 @@ from bases import write_base
 from chat_server import Server
 
 from ctcdraft.data.secrets import masked
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import compose, typed
+from ctcdraft.launch import runs
+from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import CtcConfig
@@ -132,7 +132,7 @@ def test_a_runs_name_is_one_folder_name_wherever_it_is_said(tmp_path, name):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.yaml").write_text("run: {}")
     with pytest.raises(ValueError, match="one folder name"):
-        stages.find_run(name, str(tmp_path / "runs"))
+        runs.find_run(name, str(tmp_path / "runs"))
 
 
 def test_what_is_secret_is_masked_and_nothing_else_is(monkeypatch):
@@ -194,13 +194,13 @@ def test_a_key_in_a_url_is_refused_without_being_repeated():
 
 
 def test_one_command_at_a_time_trains_a_run(tmp_path):
-    with stages.held(tmp_path / "run"):
+    with runs.held(tmp_path / "run"):
         with (
             pytest.raises(ValueError, match="is being trained by another command: wait for it, or end it first"),
-            stages.held(tmp_path / "run"),
+            runs.held(tmp_path / "run"),
         ):
             pass
-        with stages.held(tmp_path / "other"):
+        with runs.held(tmp_path / "other"):
             pass
-    with stages.held(tmp_path / "run"):
+    with runs.held(tmp_path / "run"):
         pass

@@ -4,8 +4,8 @@ import pytest
 import torch
 from bases import write_base
 
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import compose, typed
+from ctcdraft.launch import pipeline, runs
+from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.load import precision
@@ -69,13 +69,13 @@ def test_a_run_is_named_and_recorded_with_the_dtype_that_auto_came_to(machine, t
     common = [f"base.path={tmp_path}/base", f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache"]
     machine(True, 2.0)
     auto, bf16, fp32 = (
-        stages.with_resolved_dtype(typed(compose("train", ["base=local", *common, *words]), TrainEntry))
+        pipeline.with_resolved_dtype(typed(compose("train", ["base=local", *common, *words]), TrainEntry))
         for words in ([], ["base.dtype=bf16"], ["base.dtype=fp32"])
     )
     assert auto == bf16
-    assert stages.check_inputs(auto) == stages.check_inputs(bf16) != stages.check_inputs(fp32)
-    base = stages.get_base(auto)
-    stages.open_run(tmp_path / "run", auto, base, tmp_path / "data")
+    assert runs.check_inputs(auto) == runs.check_inputs(bf16) != runs.check_inputs(fp32)
+    base = pipeline.get_base(auto)
+    runs.open_run(tmp_path / "run", auto, base, tmp_path / "data")
     assert base.dtype == torch.bfloat16
-    assert stages.run_paths(tmp_path / "run")["dtype"] == "bf16"
+    assert runs.run_paths(tmp_path / "run")["dtype"] == "bf16"
     assert load_base(base.path, "auto", cache=tmp_path / "cache").dtype == torch.bfloat16

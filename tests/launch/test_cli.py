@@ -7,8 +7,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from ctcdraft.launch import stages
-from ctcdraft.launch.door import _quoted, compose, enter, typed
+from ctcdraft.launch import runs
+from ctcdraft.launch.cli import _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
 from ctcdraft.model.heads import head_config
 from ctcdraft.train.shards import DataConfig, RegenerateConfig
@@ -250,16 +250,16 @@ def entry(tmp_path, *words):
 
 
 def test_a_run_is_named_by_what_decides_its_outcome(tmp_path):
-    first = stages.check_inputs(entry(tmp_path))
-    assert stages.check_inputs(entry(tmp_path, "logger=none", "bench.questions=3", "zero='2'")) == first
-    assert stages.check_inputs(entry(tmp_path, "optim.lr=2e-3")) != first
-    assert stages.check_inputs(entry(tmp_path, "name=mine")).name == "mine"
+    first = runs.check_inputs(entry(tmp_path))
+    assert runs.check_inputs(entry(tmp_path, "logger=none", "bench.questions=3", "zero='2'")) == first
+    assert runs.check_inputs(entry(tmp_path, "optim.lr=2e-3")) != first
+    assert runs.check_inputs(entry(tmp_path, "name=mine")).name == "mine"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".."])
 def test_a_name_is_no_path(tmp_path, name):
     with pytest.raises(ValueError, match="one folder name"):
-        stages.check_inputs(entry(tmp_path, f"name='{name}'"))
+        runs.check_inputs(entry(tmp_path, f"name='{name}'"))
 
 
 @pytest.mark.parametrize(
@@ -284,17 +284,17 @@ def test_a_batch_that_does_not_split_is_one_sentence():
 
 def test_a_missing_bench_file_is_found_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"bench.path=nope.jsonl: no such file"):
-        stages.check_inputs(entry(tmp_path, "bench=mt_bench", "bench.path=nope.jsonl"))
+        runs.check_inputs(entry(tmp_path, "bench=mt_bench", "bench.path=nope.jsonl"))
 
 
 def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(ValueError, match="start with `make train`"):
-        stages.find_run(None, str(tmp_path))
+        runs.find_run(None, str(tmp_path))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").write_text("run: {}")
     with pytest.raises(ValueError, match=r"name=other: no such run in .*\(there: mine\)"):
-        stages.find_run("other", str(tmp_path))
-    assert stages.find_run(None, str(tmp_path)).name == "mine"
+        runs.find_run("other", str(tmp_path))
+    assert runs.find_run(None, str(tmp_path)).name == "mine"
 
 
 ALLOWED = {  # folders, and those of model/: what each may import

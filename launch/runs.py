@@ -1,0 +1,259 @@
+"""A run's folder: its name, the record of what it is, its base and its head; and heads that lie elsewhere."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ctcdraft.data.secrets import masked
+from ctcdraft.data.sources import check_source
+from ctcdraft.data.template import with_template_args
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.export import export_head, read_config
+from ctcdraft.model.folders import claimed
+from ctcdraft.model.heads import head_config, head_on
+from ctcdraft.train import engine as ds
+from ctcdraft.train.checkpoint import TrainState, read_checkpoint
+from ctcdraft.train.files import write_atomically
+from ctcdraft.train.loop import finished
+from ctcdraft.train.options import decisive
+from ctcdraft.train.simulate import calibrate, copy_rates
+
+from .cli import options_in
+from .pipeline import load
+from .schema import BasePath, EvalEntry, HeadChoice, TrainEntry
+
+LONGEST_NAME = 200
+RECORDED = ("dtype", "template", "eos", "date")  # of base, in paths.json
+
+
+def run_folder(name: str, runs_dir: str) -> Path:
+    """Where the run of that name lies. Raises ValueError where the name is more, or less, than a folder's."""
+    plain = Path(name).name == name and name not in ("", ".", "..") and name.isprintable()
+    if not plain or len(name.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"name={name[:LONGEST_NAME]!r}: a run's name is one folder name, without slashes or control characters, of "
+            f"at most {LONGEST_NAME} bytes"
+        )
+    return Path(runs_dir) / name
+
+
+def check_inputs(config: TrainEntry) -> Path:
+    """runs/<name>, after a look at everything that can be wrong before long work starts.
+
+    Raises ValueError when a data or bench file is missing or empty, or when the folder belongs to a run of
+    another configuration, naming the first option that differs.
+    """
+    for path in config.data.paths:
+        check_source("data.path", path)
+    check_source("data.keep_out", config.data.keep_out)
+    check_source("bench.path", config.bench.path)
+    config.train.split(ds.world_size())
+    settings = _settings(config)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
+    source = Path(config.base.path or config.base.kind).name
+    folder = run_folder(config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}", config.runs_dir)
+    if not (folder / "config.yaml").is_file():
+        return folder
+    before, now = dict(options_in(settings_of(folder))), dict(options_in(settings))
+    for key in before | now:
+        values = before.get(key), now.get(key)
+        if values[0] != values[1] and not all(isinstance(value, dict) for value in values):
+            was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in values)
+            raise ValueError(
+                f"{folder} is a run {was}, this one is {would}: give it another name=, or delete that folder"
+            )
+    return folder
+
+
+def find_run(name: str | None, runs_dir: str) -> Path:
+    """The run folder of that name, or the newest. Raises ValueError where there is none."""
+    runs = Path(runs_dir)
+    found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    if name is None and not found:
+        raise ValueError(f"there is no run in {runs}/: start with `make train`")
+    folder = found[-1].parent if name is None else run_folder(name, runs_dir)
+    if not (folder / "config.yaml").is_file():
+        there = ", ".join(sorted(path.parent.name for path in found)) or "none"
+        raise ValueError(f"name={name}: no such run in {runs}/ (there: {there})")
+    return folder
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """This command alone trains the run. Raises ValueError where another one does; a dead one holds nothing."""
+    mine = claimed(folder / "lock", wait=False) if ds.rank() == 0 else nullcontext(True)
+    with mine as ours:
+        if not ours:
+            raise ValueError(f"{folder} is being trained by another command: wait for it, or end it first")
+        yield
+
+
+# -- its record ---------------------------------------------------------------------------------------------
+
+
+def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) -> None:
+    """Write down what the run is and where its base and data lie.
+
+    Raises ValueError when the folder's run had another base or other data under the same names.
+    """
+    if (folder / "paths.json").is_file():
+        before = run_paths(folder)
+        if before["identity"] != base.identity or Path(before["data"]).name != data_folder.name:
+            raise ValueError(
+                f"{folder} is a run on {before['base']} and {before['data']}, whose content has changed since: give it "
+                "another name=, or delete that folder"
+            )
+    elif ds.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"run": _settings(config), "all": masked(asdict(config))}
+        paths = {"base": base.path, "data": str(data_folder), "identity": base.identity}
+        paths |= {name: getattr(config.base, name) for name in RECORDED}
+        write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
+        write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
+    ds.barrier()
+
+
+def _settings(config: TrainEntry) -> dict[str, Any]:
+    """The part of the configuration that decides what is trained, as it is read back."""
+    return json.loads(json.dumps(decisive(config)))
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """That part of a run's configuration."""
+    return _read(folder / "config.yaml", run=dict, all=dict)["run"]
+
+
+def run_paths(folder: Path) -> dict[str, Any]:
+    """Where a run's base and prepared data lie."""
+    if not (folder / "paths.json").is_file():
+        raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
+    return _read(folder / "paths.json", base=str, dtype=str, data=str, identity=dict)
+
+
+def _read(path: Path, **kinds: type) -> dict[str, Any]:
+    """A file that `open_run` wrote. Raises ValueError where it is damaged."""
+    try:
+        found = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+            return found
+    except (ValueError, RecursionError, yaml.YAMLError):
+        pass
+    raise ValueError(f"{path} is damaged: delete {path.parent} and train again")
+
+
+# -- its base and its head ----------------------------------------------------------------------------------
+
+
+def run_base(folder: Path, choice: BasePath) -> Base:
+    """The base of a run (or another path, precision or template). Code that it brings along is asked for anew."""
+    paths = run_paths(folder)
+    known = {"path": paths["base"]} | {name: paths.get(name) for name in RECORDED}
+    return load(replace(choice, **{name: value for name, value in known.items() if getattr(choice, name) is None}))
+
+
+def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
+    """The state of a run whose training is done and has left a head. Collective."""
+
+    def done() -> TrainState | None:
+        found = read_checkpoint(folder / "checkpoints")
+        return found.state if found and found.best and finished(config.train, found.state) else None
+
+    return ds.from_rank_zero(done)
+
+
+def export_best(folder: Path, base: Base, target: Path) -> None:
+    """Export the best head of a run."""
+    record, paths = settings_of(folder), run_paths(folder)
+    if paths["identity"] != base.identity:
+        raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
+    trained = read_checkpoint(folder / "checkpoints")
+    if trained is None or not trained.best:
+        raise ValueError(f"{folder} has no evaluated head to export: run its training again")
+    base = with_template_args(base, record["data"].get("template_args") or {})
+    head = head_on(base, head_config(record["head"]))
+    head.load_state_dict(trained.best)
+    head = head.to(base.device).eval()
+    data_folder, objective = Path(paths["data"]), record["objective"]
+    head.calibration = calibrate(head, base, data_folder, objective["labels"], record["train"]["max_length"])
+    head.copy_rates = copy_rates(data_folder)
+    state = trained.state
+    training = {"objective": objective["kind"], "step": state.best_step, "tokens": state.tokens}
+    export_head(head, base, target, {**training, "simulated": state.best})
+
+
+def summarise(folder: Path, config: TrainEntry, state: TrainState, results: dict[str, Any]) -> None:
+    """summary.json: the run in a screenful."""
+    summary = {
+        "name": folder.name,
+        "base": results["base"]["name"],
+        "head": asdict(config.head),
+        "objective": asdict(config.objective),
+        "training": asdict(replace(state, seconds=round(state.seconds, 1))),
+        "bench": results["bench"],
+        **{key: results[key] for key in ("tokens_per_step", "tokens_per_second", "speedup", "device")},
+        "identical": {k: results["identical"][k] for k in ("compared", "identical")},
+    }
+    write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+
+# -- heads that are chosen by run or by folder ---------------------------------------------------------------
+
+
+def chosen_heads(choice: HeadChoice) -> tuple[Base, dict[str, Path], Path | None]:
+    """The base, the folder of each chosen head under its label, and the prepared data of their runs.
+
+    Raises ValueError where two heads have one label, the base is not said, or bench=heldout would ask one of several
+    heads what it was trained on.
+    """
+    several: Sequence[str | None] = choice.heads if isinstance(choice, EvalEntry) else []
+    heads: dict[str, Path] = {}
+    runs: list[Path] = []
+    for entry in several or [choice.head.path]:
+        folder = Path(entry or "")
+        if entry is None or (several and not (folder / "config.json").is_file()):
+            runs.append(find_run(choice.name if entry is None else entry, choice.runs_dir))
+            folder = runs[-1] / "head"
+        place = folder.resolve()
+        label = place.parent.name if place.name == "head" else place.name
+        if label in heads:
+            raise ValueError(f"heads={several}: two of them are called {label}; give one of them another folder")
+        heads[label] = folder
+    data = {run_paths(run)["data"] for run in runs}
+    shared = len(data) == 1 and len(runs) == len(heads)
+    if isinstance(choice, EvalEntry) and several and choice.bench.kind == "heldout" and not shared:
+        raise ValueError(
+            "bench=heldout is for runs on the same data, which keep the same questions from training: choose another"
+        )
+    if not runs and choice.base.path is None:
+        option = "heads=[<folder>,...]" if several else "head.path"
+        raise ValueError(f"{option} needs base.path=<the model it was trained on>")
+    base = run_base(runs[0], choice.base) if runs else load(choice.base)
+    return _as_trained(base, [*heads.values()], choice.data.template_args), heads, Path(min(data)) if data else None
+
+
+def _as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any] | None) -> Base:
+    """The base whose chats are rendered as in the training of these heads, or with other arguments that are asked for.
+
+    Warns where a head was trained under others. Raises ValueError where the heads were trained under several and none
+    are asked for.
+    """
+    trained = {folder: read_config(folder).get("template_args", {}) for folder in heads}
+    args = trained[heads[0]] if template_args is None else template_args
+    others = {folder: own for folder, own in trained.items() if own != args}
+    if template_args is None and others:
+        several = ", ".join(f"{folder}: {json.dumps(own)}" for folder, own in trained.items())
+        raise ValueError(f"heads=[...] were trained under several data.template_args ({several}): say which to use")
+    for folder, own in others.items():
+        warnings.warn(
+            f"the head in {folder} was trained with data.template_args={json.dumps(own)} and drafts here for chats "
+            f"with {json.dumps(args)}, which it may fit less well",
+            stacklevel=2,
+        )
+    return with_template_args(base, args)
