@@ -6,7 +6,8 @@ python launch/chat.py head.path=<exported head> base.path=<model>
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
+from typing import Any
 
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.launch.cli import enter
@@ -14,6 +15,7 @@ from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
 from ctcdraft.model.base.llm import warn_if_plain
+from ctcdraft.model.decode.sampling import Sampling
 
 TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 
@@ -34,7 +36,8 @@ def main(config: ChatEntry) -> int:
 def answer(decoder: Decoder, prompt: list[int], config: ChatEntry, seed: int) -> Generation:
     """Stream one answer to the terminal, and say what drafting was worth."""
     tinted = sys.stdout.isatty()
-    for event in decoder.stream(prompt, config.max_new_tokens, seed=seed, **asdict(config.sampling())):
+    sampling: Any = {option.name: getattr(config, option.name) for option in fields(Sampling)}
+    for event in decoder.stream(prompt, config.max_new_tokens, seed=seed, **sampling):
         if isinstance(event, Generation):
             rate = f"{event.tokens_per_step:.2f} tokens per step (plain decoding: 1.00)"
             print(f"\n[{len(event.tokens)} tokens in {event.steps + 1} base forwards, {rate}]", flush=True)

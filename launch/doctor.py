@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -74,30 +75,27 @@ class Report:
 def main(config: TrainEntry, as_json: bool) -> int:
     config, report = with_resolved_dtype(config), Report()
     _machine(report, config)
-    _compile_traps(report, config)
     _wandb(report, config)
-    if not report.errors:
+    if config.base.kind == "toy" and not toy_folder(Path(config.cache_dir), config.base.training).exists():
+        report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
+    elif not report.errors:
         ds.init_distributed()
-        base = _base(report, config)
-        if base is not None:
+        with report.trying("base"):
+            base = _base(report, config)
             for check in (_tokenizer, _template, _memory, _time, _gate):
                 with report.trying(check.__name__.strip("_")):
                     check(report, config, base)
-    print(json.dumps(asdict(report), indent=2) if as_json else _readable(report))
-    for kind, sentences in (("warning", report.warnings), ("error", report.errors)):
-        for sentence in sentences:
-            print(f"{kind}: {sentence}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print(markdown_table(("what", "found"), report.rows))
+        how, before, behind = ("in green", GREEN, PLAIN) if sys.stdout.isatty() else ("in brackets", "[", "]")
+        if report.pieces:
+            text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
+            print(f"\ntemplate, what is supervised {how}:\n{text}")
+    for sentence in [*(f"warning: {w}" for w in report.warnings), *(f"error: {e}" for e in report.errors)]:
+        print(sentence, file=sys.stderr)
     return 1 if report.errors else 0
-
-
-def _readable(report: Report) -> str:
-    table = markdown_table(("what", "found"), report.rows)
-    if not report.pieces:
-        return table
-    colour = sys.stdout.isatty()
-    before, behind = (GREEN, PLAIN) if colour else ("[", "]")
-    text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
-    return f"{table}\n\ntemplate, what is supervised {'in green' if colour else 'in brackets'}:\n{text}"
 
 
 # -- the machine --------------------------------------------------------------------------------------------
@@ -126,12 +124,8 @@ def _machine(report: Report, config: TrainEntry) -> None:
             report.warnings.append(f"{what}={getattr(config, what)}: less than {NEEDED_GB} GB of disk free")
         if not os.access(there, os.W_OK):
             report.errors.append(f"{what}={getattr(config, what)}: {there} cannot be written to")
-
-
-def _compile_traps(report: Report, config: TrainEntry) -> None:
-    """DeepSpeed compiles operators at start; a compile that was killed leaves a lock that hangs the next run."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    locks = sorted(folder.rglob("lock"))
+    locks = sorted(folder.rglob("lock"))  # of DeepSpeed's operators: of a compile that was killed
     with report.trying("DeepSpeed operators"):
         ds.skip_shm_build()
         report.add("DeepSpeed operators", f"none is compiled at start; {len(locks)} stale locks in {folder}")
@@ -145,14 +139,13 @@ def _wandb(report: Report, config: TrainEntry) -> None:
     if config.logger.mode != "wandb" or os.environ.get("WANDB_MODE") == "offline":
         report.add("W&B", "not used" if config.logger.mode == "none" else "offline")
         return
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    name, _, port = host.partition(":")
+    server = urlsplit("//" + os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1])
     try:
-        socket.create_connection((name, int(port or 443)), REACH_SECONDS).close()
+        socket.create_connection((server.hostname, server.port or 443), REACH_SECONDS).close()
         reached = "reached"
     except (OSError, ValueError) as error:
         reached = f"cannot be reached ({error})"
-    report.add("W&B", f"{host} {reached}; {'a key is there' if has_key() else 'no key'}")
+    report.add("W&B", f"{server.netloc} {reached}; {'a key is there' if has_key() else 'no key'}")
     if reached != "reached" or not has_key():
         report.warnings.append("W&B will log offline; `wandb sync` uploads it later, `wandb login` stores a key")
 
@@ -160,16 +153,11 @@ def _wandb(report: Report, config: TrainEntry) -> None:
 # -- the base and its template ------------------------------------------------------------------------------
 
 
-def _base(report: Report, config: TrainEntry) -> Base | None:
-    if config.base.kind == "toy" and not toy_folder(Path(config.cache_dir), config.base.training).exists():
-        report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
-        return None
-    with report.trying("base"):
-        base, note = configured_base(config)
-        sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
-        report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
-        return base
-    return None
+def _base(report: Report, config: TrainEntry) -> Base:
+    base, note = configured_base(config)
+    sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
+    report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
+    return base
 
 
 def _tokenizer(report: Report, config: TrainEntry, base: Base) -> None:

@@ -134,23 +134,12 @@ class EvalEntry(HeadChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatEntry(HeadChoice):
+class ChatEntry(HeadChoice, Sampling):
     """launch/chat.py (conf/chat.yaml)."""
 
     prompt: str | None = None
     system: str | None = None
     max_new_tokens: PositiveInt = 512
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.sampling()
-
-    def sampling(self) -> Sampling:
-        """Raises ValueError on values outside their range."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
 
 
 @with_config(NO_OTHERS)
