@@ -27,10 +27,11 @@ from .question import Question
 from .replay import Known, Replayed, replay
 from .report import DEPTHS, count_table
 from .results import (
+    CATEGORY,
     LOOKUP_ALONE,
     accepted_by_source,
-    by_category,
     calibration,
+    grouped,
     pooled,
     shares_by_depth,
     tokens_per_step,
@@ -128,5 +129,5 @@ def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question
         "accepted": beliefs["accepted"],
         "right_at_depth": [right[depth - 1] for depth in DEPTHS],
         "accepted_by_source": accepted_by_source(used),
-        "per_category": {name: tokens_per_step(group, seed) for name, group in by_category(used).items()},
+        "per_category": {name: tokens_per_step(group, seed) for name, group in sorted(grouped(used, CATEGORY).items())},
     }

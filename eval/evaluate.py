@@ -1,7 +1,7 @@
 """One evaluation: questions in, eval/<bench>/ out, for one head or for several side by side."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -101,7 +101,11 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
             results["tokens_per_second"]["generate"] = rate
             for block, lookup in zip(blocks_of(results), blocks_of(alone), strict=True):
                 block["prompt_lookup_alone"] = compact(lookup)
-            _write(fresh / label, results, answers[label])
+            (fresh / label).mkdir(exist_ok=True)
+            write_jsonl(fresh / label / "answers.jsonl", (_row(answer) for answer in answers[label]))
+            (fresh / label / "report.md").write_text(report(results))
+            draw(results, fresh / label)
+            write_results(fresh / label, results)
         if "" not in head_folders:
             results = {"setting": digest_of(setting), **setting, "questions": alone["questions"]}
             results["temperatures"] = compared(figures, answers, seed)
@@ -109,14 +113,6 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
             draw_heads(results, fresh)
             write_results(fresh, results)
     return Evaluated(results, folder)
-
-
-def _write(folder: Path, results: dict[str, Any], answers: Sequence[Answered]) -> None:
-    folder.mkdir(exist_ok=True)
-    write_jsonl(folder / "answers.jsonl", (_row(answer) for answer in answers))
-    (folder / "report.md").write_text(report(results))
-    draw(results, folder)
-    write_results(folder, results)
 
 
 def _row(answer: Answered) -> dict[str, Any]:

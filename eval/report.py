@@ -59,13 +59,6 @@ def tables(results: dict[str, Any]) -> list[str]:
     return found
 
 
-def short_table(results: dict[str, Any], place: str) -> str:
-    """What ends a command: the figures of any results.json, which lies in `place`."""
-    title = f"{results['bench']} on {results['base']['name']}"
-    parts = [count_table(results)] if "drafts" in results else tables(results)
-    return "\n" + "\n\n".join([title, *parts, f"lies in {place}"]) + "\n"
-
-
 def count_table(results: Mapping[str, Any]) -> str:
     """Counted drafts, one row each."""
     title = f"{results['questions']} questions, N={results['decoder']['nodes']}, on {results['base']['name']}"

@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no tr
 RESAMPLES = 2000
 BINS = 10
 PARTS = ("verify", "draft", "tree")
+TEMPERATURE, SEED, CATEGORY = (
+    attrgetter(name) for name in ("setting.temperature", "setting.seed", "question.category")
+)
 COMPARED = (
     *("tokens_per_step", "tokens_per_step_ci95", "nodes_per_step", "tokens_per_second", "speedup", "seeds"),
     *("accepted_by_depth", "accepted_by_source"),
@@ -31,7 +35,7 @@ def measured(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
     fields of each other one."""
     blocks = [
         {"temperature": temperature, "seed": group[0].setting.seed, **aggregate(group, seed)}
-        for temperature, group in by_temperature(answers).items()
+        for temperature, group in grouped(answers, TEMPERATURE).items()
     ]
     return {**blocks[0], "other_temperatures": blocks[1:]}
 
@@ -58,21 +62,12 @@ def grouped(answers: Sequence[Answered], key: Callable[[Answered], Any]) -> dict
     return dict(groups)
 
 
-def by_temperature(answers: Sequence[Answered]) -> dict[float, list[Answered]]:
-    return grouped(answers, lambda answer: answer.setting.temperature)
-
-
-def by_category(answers: Sequence[Answered]) -> dict[str, list[Answered]]:
-    return dict(sorted(grouped(answers, lambda answer: answer.question.category).items()))
-
-
 def pooled(answers: Sequence[Answered]) -> list[Answered]:
     """One Answered per question, the turns of all its seeds: the bootstrap draws questions, and takes all their
     seeds."""
-    groups = grouped(answers, lambda answer: id(answer.question)).values()
     return [
-        Answered(some[0].question, some[0].setting, [t for a in some for t in a.turns], max(a.skipped for a in some))
-        for some in groups
+        replace(some[0], turns=[turn for a in some for turn in a.turns], skipped=max(a.skipped for a in some))
+        for some in grouped(answers, lambda answer: id(answer.question)).values()
     ]
 
 
@@ -83,6 +78,9 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
     turns = [turn for a in used for turn in a.turns]
     divergences = [turn.divergence for turn in turns if turn.divergence]
     flips = [asdict(turn.flips) for turn in turns if turn.flips]
+    same_shape = None
+    if flips:
+        same_shape = {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
     seconds = sum(turn.seconds for turn in turns)
     shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in PARTS}
     return {
@@ -90,30 +88,27 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
         "skipped": [{"question": a.question.id, "reason": a.skipped} for a in whole if a.skipped],
         "tokens": sum(a.tokens for a in used),
         "steps": sum(a.steps for a in used),
-        **tokens_per_step(used, seed),
+        **rates(used, seed),
         "nodes_per_step": _mean(_per_step(used, "nodes")),
         "tokens_per_second": {
             "speculative": _mean([a.tokens / a.seconds for a in used]),
             "vanilla": _mean([a.tokens / a.plain_seconds for a in used]),
         },
-        "speedup": _speedup(used, seed),
         "seeds": _by_seed(answers),
         "identical": {
             "compared": len(turns),
             "identical": len(turns) - len(divergences),
             "beyond_bound": sum(not d.within_bound for d in divergences),
             "divergences": [{**asdict(d), "within_bound": d.within_bound} for d in divergences],
-            "same_shape": {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
-            if flips
-            else None,
+            "same_shape": same_shape,
         },
         "accepted_by_depth": shares_by_depth(_per_step(used, "accepted")),
         "accepted_by_source": accepted_by_source(used),
         "calibration": calibration(used),
         "time_share": {**shares, "other": 1 - sum(shares.values())},
         "per_category": {
-            name: {"questions": len(group), **tokens_per_step(group, seed), "speedup": _speedup(group, seed)}
-            for name, group in by_category(used).items()
+            name: {"questions": len(group), **rates(group, seed)}
+            for name, group in sorted(grouped(used, CATEGORY).items())
         },
     }
 
@@ -151,10 +146,10 @@ def tokens_per_step(used: Sequence[Answered], seed: int) -> dict[str, Any]:
     }
 
 
-def _speedup(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    """Mean over questions of tokens per second, divided by the same of plain decoding."""
+def rates(used: Sequence[Answered], seed: int) -> dict[str, Any]:
+    """Tokens per step, and speedup: the mean over questions of tokens per second, by the same of plain decoding."""
     value, interval = estimate(seed, figure("speedup", used))
-    return {"ratio_of_means": value, "ci95": interval}
+    return {**tokens_per_step(used, seed), "speedup": {"ratio_of_means": value, "ci95": interval}}
 
 
 def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:
@@ -167,7 +162,7 @@ def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) 
 def _by_seed(answers: Sequence[Answered]) -> dict[str, Any]:
     """Each seed by itself, and the standard deviation over seeds (None of one seed)."""
     rows: list[dict[str, Any]] = []
-    for seed, used in grouped([a for a in answers if a.turns], lambda answer: answer.setting.seed).items():
+    for seed, used in grouped([a for a in answers if a.turns], attrgetter("setting.seed")).items():
         rows.append({"seed": seed, **{name: float(ratio(figure(name, used))) for name in FIGURES}})
     std = {key: float(np.std([row[key] for row in rows], ddof=1)) for key in FIGURES} if len(rows) > 1 else None
     return {"each": rows, "std": std}
@@ -216,13 +211,14 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Per temperature: each head's figures, and its `difference` from the first head, with an interval over the same
     resampled questions for both (all heads answered the same ones)."""
-    first = next(iter(figures))
+    sides = {label: grouped(several, TEMPERATURE) for label, several in answers.items()}
+    first, *others = figures
     found = []
-    for place, (temperature, group) in enumerate(by_temperature(answers[first]).items()):
+    for place, (temperature, group) in enumerate(sides[first].items()):
         heads = {label: compact(blocks_of(results)[place]) for label, results in figures.items()}
-        for label, head in heads.items():
-            other = by_temperature(answers[label])[temperature]
-            head["difference"] = None if label == first else difference(group, other, seed)
+        heads[first]["difference"] = None
+        for label in others:
+            heads[label]["difference"] = difference(group, sides[label][temperature], seed)
         found.append({"temperature": temperature, "heads": heads})
     return found
 

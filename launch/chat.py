@@ -6,6 +6,7 @@ python launch/chat.py head.path=<exported head> base.path=<model>
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -53,14 +54,8 @@ def _turns(prompt: str | None) -> Iterator[str]:
         yield prompt
         return
     print("An empty line ends the chat.")
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not text:
-            return
-        yield text
+    with suppress(EOFError, KeyboardInterrupt):
+        yield from iter(lambda: input("> ").strip(), "")
 
 
 if __name__ == "__main__":

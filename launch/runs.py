@@ -1,6 +1,5 @@
 """A run's folder: its name, the record of what it is, its base and its head; and heads that lie elsewhere."""
 
-import hashlib
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import yaml
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.template import with_template_args
+from ctcdraft.eval.store import digest_of
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed
@@ -56,9 +56,9 @@ def check_inputs(config: TrainEntry) -> Path:
     check_source("bench.path", config.bench.path)
     config.train.split(ds.world_size())
     settings = _settings(config)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
     source = Path(config.base.path or config.base.kind).name
-    folder = run_folder(config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest}", config.runs_dir)
+    name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(settings)}"
+    folder = run_folder(name, config.runs_dir)
     if not (folder / "config.yaml").is_file():
         return folder
     before, now = dict(options_in(settings_of(folder))), dict(options_in(settings))
