@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from importlib import resources
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -42,30 +42,20 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
     sys.argv[1:] = masked(words)  # W&B writes down the command
     if not any(word.startswith("-") for word in words):
         sys.exit(_guarded(lambda: task(typed(compose(config_name, words), schema))))
-    codes = [0]
+    codes, ours, hydras = [0], sys.stdout, io.StringIO()
 
     def run(config: DictConfig) -> None:
         sys.argv[1:] = masked(words)
-        codes.append(_guarded(lambda: task(typed(config, schema))))
+        with redirect_stdout(ours):
+            codes.append(_guarded(lambda: task(typed(config, schema))))
 
     sys.argv[1:] = words
-    with redirect_stdout(_Masking(sys.stdout)):  # --cfg prints the options that were given
-        hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
+    try:
+        with redirect_stdout(hydras):
+            hydra.main(config_path=f"pkg://{CONF}", config_name=config_name, version_base="1.3")(run)()
+    finally:
+        print(masked(hydras.getvalue()), end="")  # --cfg prints the options that were given
     sys.exit(max(codes))
-
-
-class _Masking(io.TextIOBase):
-    """Standard output without secrets."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.stream.write(masked(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -126,7 +116,8 @@ def _quoted(word: str) -> str:
         listed = value.startswith("[") and value.endswith("]")
         tokens = [_in_quotes(t) if SYNTAX.search(t) else t for t in (value[1:-1].split(",") if listed else [value])]
         return f"{key}=[{','.join(tokens)}]" if listed else f"{key}={tokens[0]}"
-    if (_is_group(key) and value.isdecimal()) or (SYNTAX.search(value) and os.path.exists(os.path.expanduser(value))):
+    choice = value.isdecimal() and key.isidentifier() and resources.files(CONF).joinpath(key).is_dir()
+    if choice or (SYNTAX.search(value) and os.path.exists(os.path.expanduser(value))):
         return f"{key}={_in_quotes(value)}"
     return word
 
@@ -134,10 +125,6 @@ def _quoted(word: str) -> str:
 def _in_quotes(value: str) -> str:
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), value)
     return f"'{escaped}'"
-
-
-def _is_group(name: str) -> bool:
-    return name.isidentifier() and resources.files(CONF).joinpath(name).is_dir()
 
 
 def _guarded(task: Callable[[], int | None]) -> int:

@@ -81,7 +81,9 @@ def main(config: TrainEntry, as_json: bool) -> int:
     elif not report.errors:
         ds.init_distributed()
         with report.trying("base"):
-            base = _base(report, config)
+            base, note = configured_base(config)
+            sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
+            report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
             for check in (_tokenizer, _template, _memory, _time, _gate):
                 with report.trying(check.__name__.strip("_")):
                     check(report, config, base)
@@ -151,13 +153,6 @@ def _wandb(report: Report, config: TrainEntry) -> None:
 
 
 # -- the base and its template ------------------------------------------------------------------------------
-
-
-def _base(report: Report, config: TrainEntry) -> Base:
-    base, note = configured_base(config)
-    sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
-    report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
-    return base
 
 
 def _tokenizer(report: Report, config: TrainEntry, base: Base) -> None:
