@@ -24,7 +24,7 @@ from ctcdraft.model.decode.generate import continued
 
 from .evaluate import Measurement
 from .question import Question
-from .replay import Known, Replayed, replay
+from .replay import Replayed, Transcript, replay
 from .report import DEPTHS, count_table
 from .results import (
     CATEGORY,
@@ -37,7 +37,7 @@ from .results import (
     tokens_per_step,
 )
 from .run import Answered, Turn
-from .store import Evaluated, digest_of, known, latest, write_results
+from .store import Evaluated, digest_of, existing, latest, write_results
 
 ROWS = 16  # answers that the base gives together
 
@@ -53,7 +53,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     if bench.temperatures != [0.0]:
         raise ValueError(f"count=true counts greedy tokens: leave out bench.temperatures={bench.temperatures}")
     setting = {**measurement.setting(head_folders), "counted": True}
-    found = known(folder, setting)
+    found = existing(folder, setting)
     if found:
         return found
     decoders = _decoders(measurement, head_folders)
@@ -69,17 +69,17 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     return Evaluated(results, folder)
 
 
-def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Known]]:
+def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Transcript]]:
     """The base's greedy answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn whose prompt fills the context, and those behind it, have none."""
     digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
-    read: list[list[Known]] = [[] for _ in questions]
+    read: list[list[Transcript]] = [[] for _ in questions]
     work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()
 
     def ask(number: int) -> None:
         if len(read[number]) < questions[number].asks:
-            answers = [known.tokens[known.said].tolist() for known in read[number]]
+            answers = [known.tokens[known.answered].tolist() for known in read[number]]
             prompt = questions[number].prompt_after(base, answers)
             if len(prompt) < base.context_length:
                 work.append(((number, prompt), prompt, 0.0, ""))
@@ -93,7 +93,7 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
         sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             tokens = np.array([*prompt, *answer], np.int64)
-            read[number].append(Known(tokens, np.arange(len(tokens)) >= len(prompt)))
+            read[number].append(Transcript(tokens, np.arange(len(tokens)) >= len(prompt)))
             bar.update()
             ask(number)
     return read

@@ -21,7 +21,7 @@ from .question import Question
 from .report import heads_report, report
 from .results import LOOKUP_ALONE, blocks_of, compact, compared, measured
 from .run import Answered, generate_rate, run
-from .store import Evaluated, digest_of, known, latest, write_results
+from .store import Evaluated, digest_of, existing, latest, write_results
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     parts do, and nothing is written then.
     """
     setting = measurement.setting(head_folders)
-    found = known(folder, setting)
+    found = existing(folder, setting)
     if found:
         return found
     base, bench, seed = measurement.base, measurement.bench, measurement.seed

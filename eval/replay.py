@@ -31,15 +31,15 @@ ANCHORS = 64  # that a head drafts for together
 
 
 @dataclass(frozen=True)
-class Known:
-    """A sequence of tokens, and which of them [L] the base has said."""
+class Transcript:
+    """A sequence of tokens, and which of them [L] are answers of the base."""
 
     tokens: NDArray[np.int64]
-    said: NDArray[np.bool_]
+    answered: NDArray[np.bool_]
 
     def answers(self) -> list[tuple[int, int]]:
         """Where each answer begins and ends."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.said.astype(np.int8), [0]])))
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.answered.astype(np.int8), [0]])))
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
@@ -67,19 +67,19 @@ class Replayed:
         )
 
 
-def known_rows(path: str) -> Iterator[Known]:
+def read_transcripts(path: str) -> Iterator[Transcript]:
     """Rows of a file with `input_ids` and `loss_mask`. Raises ValueError on a row that has not both."""
     for number, row in enumerate(read_rows(path)):
         try:
             found = tokens_of(row, number)
         except RowError as error:
             raise ValueError(f"{path}: row {number}: {error}: give tokenised answers") from error
-        yield Known(np.array(found.ids, np.int64), np.array(found.mask, bool))
+        yield Transcript(np.array(found.ids, np.int64), np.array(found.mask, bool))
 
 
 @torch.no_grad()
 def replay(
-    base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Known], *, progress: bool = True
+    base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Transcript], *, progress: bool = True
 ) -> dict[str, list[list[Replayed]]]:
     """Per decoder of that base, what it makes of the answers of each sequence. Decoders with the same head share its
     drafts."""

@@ -44,7 +44,7 @@ def digest_of(setting: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def known(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
+def existing(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
     """The evaluation of the very same setting, if it is there; it becomes the latest."""
     digest = digest_of(setting)
     for place in (folder, _beside(folder, digest)):

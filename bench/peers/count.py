@@ -17,7 +17,7 @@ from drafters import load_drafter
 
 from ctcdraft.eval.count import figures_of
 from ctcdraft.eval.question import Question
-from ctcdraft.eval.replay import Known, known_rows, replay
+from ctcdraft.eval.replay import Transcript, read_transcripts, replay
 from ctcdraft.eval.report import drafts_table
 from ctcdraft.model import Decoder, DraftConfig, load_base
 
@@ -40,8 +40,10 @@ def decoders_of(base, heads, nodes):
 
 def answers_of(path, rows, longest):
     """Rows first:end of the file, cut to so many tokens; those without an answer are left out."""
-    cut = (Known(known.tokens[:longest], known.said[:longest]) for known in islice(known_rows(path), *rows))
-    found = [known for known in cut if known.said[1:].any()]
+    cut = (
+        Transcript(known.tokens[:longest], known.answered[:longest]) for known in islice(read_transcripts(path), *rows)
+    )
+    found = [known for known in cut if known.answered[1:].any()]
     if not found:
         raise ValueError(f"{path}: rows {rows[0]}:{rows[1]} hold no answer within {longest} tokens")
     return found

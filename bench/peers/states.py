@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ctcdraft.eval.replay import Known, known_rows
+from ctcdraft.eval.replay import Transcript, read_transcripts
 from ctcdraft.model import load_base
 from ctcdraft.model.decode.generate import batches_by_length
 
@@ -30,9 +30,9 @@ SEQUENCES = 8  # that the base reads together
 def chosen(path, spans, longest):
     """The rows of these spans, in the file's order, cut to so many tokens."""
     rows = []
-    for number, known in enumerate(known_rows(path)):
+    for number, known in enumerate(read_transcripts(path)):
         if any(first <= number < end for first, end in spans):
-            rows.append(Known(known.tokens[:longest], known.said[:longest]))
+            rows.append(Transcript(known.tokens[:longest], known.answered[:longest]))
     if not rows:
         raise ValueError(f"{path}: no row lies in --rows")
     return rows
@@ -60,7 +60,7 @@ def write_states(base, rows, layers, folder):
             part.rename(_file(states, number))
     columns = {
         "input_ids": [known.tokens.tolist() for known in rows],
-        "loss_mask": [known.said.astype(int).tolist() for known in rows],
+        "loss_mask": [known.answered.astype(int).tolist() for known in rows],
         "seq_len": [len(known.tokens) for known in rows],
     }
     Dataset.from_dict(columns).with_format("torch").save_to_disk(folder)

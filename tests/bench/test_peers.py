@@ -13,7 +13,7 @@ from datasets import load_from_disk
 from drafting import prompts
 from safetensors.torch import load_file
 
-from ctcdraft.eval.replay import Known, replay
+from ctcdraft.eval.replay import Transcript, replay
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.heads import ParallelConfig, build_head
 
@@ -32,7 +32,7 @@ def answers(base, count=5, limit=24):
     rows = []
     for prompt in prompts(count, seed=3):
         tokens = [*prompt, *Decoder(base).generate(prompt, limit).tokens]
-        rows.append(Known(np.array(tokens), np.arange(len(tokens)) >= len(prompt)))
+        rows.append(Transcript(np.array(tokens), np.arange(len(tokens)) >= len(prompt)))
     return rows
 
 
@@ -111,7 +111,7 @@ def test_stored_states_are_those_of_the_base(base, tmp_path):
     assert data["seq_len"][:].tolist() == [len(known.tokens) for known in rows]
     for number, known in enumerate(rows):
         assert data[number]["input_ids"].tolist() == known.tokens.tolist()
-        assert data[number]["loss_mask"].tolist() == known.said.tolist()
+        assert data[number]["loss_mask"].tolist() == known.answered.tolist()
         stored = load_file(tmp_path / "hidden_states" / f"hs_{number}.safetensors")
         assert stored["token_ids"].tolist() == known.tokens.tolist()
         ids = torch.from_numpy(known.tokens).unsqueeze(0)

@@ -74,7 +74,7 @@ def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_pa
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[1]
             )[0]
             assert known.tokens.tolist() == want.tolist()
-            assert known.said.sum() == len(want) - len(prompt)
+            assert known.answered.sum() == len(want) - len(prompt)
             answers.append(want[len(prompt) :].tolist())
         assert len(turns) == len(question.turns)
     monkeypatch.setattr(generate, "continue_all", lambda base, waiting, rows: iter(()))  # asked nothing more
@@ -86,7 +86,7 @@ def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
     questions = [Question("long", "x", prompt=tuple([5] * base.context_length)), Question("short", "x", prompt=(5, 6))]
     long, short = own_answers(base, questions, 3, tmp_path)
     assert long == []
-    assert np.flatnonzero(short[0].said)[0] == 2
+    assert np.flatnonzero(short[0].answered)[0] == 2
 
 
 def test_samples_are_not_counted(base, heads, tmp_path):

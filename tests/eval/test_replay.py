@@ -8,7 +8,7 @@ import pytest
 from bases import write_base
 from drafting import HEADS, prompts, random_head
 
-from ctcdraft.eval.replay import Known, known_rows, replay
+from ctcdraft.eval.replay import Transcript, read_transcripts, replay
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.draft.budget import Calibration
 
@@ -29,7 +29,7 @@ def conversations(base, limit):
             answer = plain.generate(tokens, limit).tokens
             turns.append((list(tokens), answer))
             tokens, said = tokens + answer, said + [True] * len(answer)
-        rows.append((Known(np.array(tokens), np.array(said)), turns))
+        rows.append((Transcript(np.array(tokens), np.array(said)), turns))
     return rows
 
 
@@ -63,9 +63,9 @@ def test_a_replay_counts_what_decoding_counts(talking, config, kind):
 def test_rows_without_answers_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}))
-    (known,) = known_rows(str(path))
+    (known,) = read_transcripts(str(path))
     assert known.answers() == [(1, 3)]
     for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": "x", "loss_mask": "y"}):
         path.write_text(json.dumps(row))
         with pytest.raises(ValueError, match=r"row 0: .*(input_ids|loss_mask).*: give tokenised answers"):
-            list(known_rows(str(path)))
+            list(read_transcripts(str(path)))
