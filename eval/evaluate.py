@@ -127,6 +127,6 @@ def _row(answer: Answered) -> dict[str, Any]:
         "tokens_per_step": answer.grown / answer.steps if answer.steps else 1.0,
         "speculative_seconds": answer.seconds,
         "plain_seconds": answer.plain_seconds,
-        "identical": len(answer.turns) - len(answer.divergences),
+        "identical": sum(turn.divergence is None for turn in answer.turns),
         "turns": len(answer.turns),
     }

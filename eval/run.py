@@ -66,10 +66,6 @@ class Answered:
     def plain_seconds(self) -> float:
         return sum(turn.plain_seconds for turn in self.turns)
 
-    @property
-    def divergences(self) -> list[Divergence]:
-        return [turn.divergence for turn in self.turns if turn.divergence]
-
 
 def run(
     base: Base, heads: Mapping[str, Decoder], questions: Sequence[Question], config: BenchConfig, seed: int = 0

@@ -377,4 +377,4 @@ def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
     (answer,) = run(base, {"": decoder}, [question], BenchConfig(max_new_tokens=30))[""]
     assert [turn.text for turn in answer.turns] == [whole[: whole.index(stop)]]
     assert answer.tokens < 30
-    assert answer.divergences == []
+    assert [turn.divergence for turn in answer.turns] == [None]
