@@ -34,10 +34,13 @@ def start_moments(engine: Any) -> None:
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """fp32 weights and moments of every parameter (`weight/<name>`, `exp_avg/<name>`, ...) and the number of updates,
     on the CPU; rank 0 has all of it, the others nothing. Collective."""
-    found = {}
+    found, sharded = {}, engine.zero_optimization_stage() > 0
     for name, p in engine.module.named_parameters():
         for kind in KINDS:
-            value = _whole(engine, p, kind)
+            if sharded:
+                value = safe_get_full_optimizer_state(p, KINDS[kind])
+            else:
+                value = p if kind == "weight" else engine.optimizer.state[p][kind]
             if dist.get_rank() == 0:
                 found[f"{kind}/{name}"] = value.detach().float().cpu().clone()
     return found | {UPDATES: _updates(engine)[0].clone()} if found else {}
@@ -53,20 +56,28 @@ def shapes_of(engine: Any) -> dict[str, torch.Size]:
 def restore_state(engine: Any, state: dict[str, Tensor]) -> None:
     """Put what `whole_state` gave, on rank 0, into a fresh engine of any ranks and stage. It must have the shapes of
     `shapes_of`. Collective."""
-    wanted, stage = shapes_of(engine), engine.zero_optimization_stage()
+    wanted, stage, ranks = shapes_of(engine), engine.zero_optimization_stage(), dist.get_world_size()
 
     def spread(key: str) -> Tensor:
         """Rank 0's tensor on every rank: only its host needs to have the file."""
         value = state[key].to(engine.device) if key in state else torch.empty(wanted[key], device=engine.device)
-        if dist.get_world_size() > 1:
+        if ranks > 1:
             dist.broadcast(value, src=0)
         return value
 
     for name, p in engine.module.named_parameters():
-        for kind in KINDS:
-            _put(engine, p, kind, spread(f"{kind}/{name}"))
+        whole = {kind: spread(f"{kind}/{name}") for kind in KINDS}
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=stage == 3):
-            p.copy_(spread(f"weight/{name}"))  # what the forward sees, beside ZeRO's fp32 copy
+            p.copy_(whole["weight"])  # what the forward sees; under ZeRO there is an fp32 copy beside it
+        for kind, value in whole.items():
+            if stage == 3:  # whose setter of whole values wants them to divide by the ranks
+                size = p.partition_numel()
+                padded = F.pad(value.flatten(), (0, size * ranks - value.numel()))
+                safe_set_local_optimizer_state(p, padded[size * dist.get_rank() :][:size], KINDS[kind])
+            elif stage > 0:
+                safe_set_full_optimizer_state(p, value, KINDS[kind])
+            elif kind in MOMENTS:
+                engine.optimizer.state[p][kind].copy_(value)
     updates = spread(UPDATES)
     for count in _updates(engine):
         count.copy_(updates)
@@ -91,23 +102,3 @@ def _stepped(engine: Any) -> list[Tensor]:
 
 def _updates(engine: Any) -> list[Tensor]:
     return [optimizer_of(engine).state[stepped]["step"] for stepped in _stepped(engine)]
-
-
-def _whole(engine: Any, p: Tensor, kind: str) -> Tensor:
-    """A parameter's numbers of a kind. Collective."""
-    if engine.zero_optimization_stage() > 0:
-        return safe_get_full_optimizer_state(p, KINDS[kind])
-    return p if kind == "weight" else engine.optimizer.state[p][kind]
-
-
-def _put(engine: Any, p: Any, kind: str, value: Tensor) -> None:
-    """Replace a parameter's numbers of a kind by these, which every rank has."""
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        _whole(engine, p, kind).copy_(value)
-    elif stage == 3:  # whose setter of whole values wants them to divide by the ranks
-        size = p.partition_numel()
-        padded = F.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
-        safe_set_local_optimizer_state(p, padded[size * dist.get_rank() :][:size], KINDS[kind])
-    else:
-        safe_set_full_optimizer_state(p, value, KINDS[kind])
