@@ -173,7 +173,7 @@ class Step:
         with self.timed("head"):
             slots = self.head(hidden, root, batch.batch_N, batch.position_N)
         with self.timed("loss"), mock.patch.object(task, "cpu_has_bf16", cpu_has_bf16 if self.mixed else bool):
-            out = draft_losses(self.head, self.objective, self.vocabulary, slots, batch)
+            out = draft_losses(self.head, self.objective, self.vocabulary, slots, hidden, batch=batch)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):

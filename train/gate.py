@@ -86,7 +86,8 @@ class OverfitGate:
         answer_tokens: int,
         steps: int = STEPS,
     ) -> None:
-        self.base, self.objective, self.draft, self.steps = base, plan.objective, plan.draft, steps
+        self.base, self.draft, self.steps = base, plan.draft, steps
+        self.objective = replace(plan.objective, distill=0.0)  # a base that is not sure of its words leaves psi below 1
         asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
         self.messages = messages[: asked + 1]
         answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
@@ -98,8 +99,7 @@ class OverfitGate:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.head = head_for(plan.head, base, corpus)
-        chosen = replace(plan.objective, distill=0.0)  # a base that is not sure of its words leaves psi below 1
-        self.task = DraftTask(self.head, chosen, base)
+        self.task = DraftTask(self.head, self.objective, base)
         self.vocabulary = self.head.draft_vocabulary(base)
         self.vocabulary.lm_weight = self.vocabulary.lm_weight.float()
         sampler = Sampler(corpus, batch=1, anchors=4096, labels=plan.objective.labels, max_length=4096, seed=0)
@@ -272,7 +272,8 @@ class OverfitGate:
         return self.head(*self._inputs, self.batch.batch_N, self.batch.position_N, None, labels)
 
     def _losses(self, slots: Slots) -> AnchorLoss:
-        return draft_losses(self.head, self.objective, self.vocabulary, slots, draftable(self.batch, self.vocabulary))
+        batch = draftable(self.batch, self.vocabulary)
+        return draft_losses(self.head, self.objective, self.vocabulary, slots, self._inputs[0], batch=batch)
 
     def _drafted(self) -> list[Lattice | Tree]:
         whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it

@@ -126,7 +126,16 @@ class DraftTask(nn.Module):
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
         slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, vocabulary.base, batch))
         batch = draftable(batch, vocabulary)
-        out = draft_losses(self.head, self.objective, vocabulary, slots, batch, self.psi_U, self.negatives, hidden_BLD)
+        out = draft_losses(
+            self.head,
+            self.objective,
+            vocabulary,
+            slots,
+            hidden_BLD,
+            batch=batch,
+            psi_U=self.psi_U,
+            negatives=self.negatives,
+        )
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
@@ -169,13 +178,14 @@ def draft_losses(
     objective: ObjectiveConfig,
     vocabulary: DraftVocabulary,
     slots: Slots,
+    hidden_BLX: Tensor,
+    *,
     batch: Batch,
     psi_U: Sequence[float] = (),
     negatives: Negatives | None = None,
-    hidden_BLX: Tensor | None = None,
 ) -> AnchorLoss:
-    """The loss of a `draftable` batch's anchors from their slots; psi: see `ObjectiveConfig.weights`; negatives: None:
-    over the whole draft vocabulary; hidden: the base's states of all positions, to distil from."""
+    """The loss of a `draftable` batch's anchors from their slots; hidden: the base's states of all positions, to distil
+    from; psi: see `ObjectiveConfig.weights`; negatives: None: over the whole draft vocabulary."""
     lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
     labels_NU, lengths_N = batch.labels_NU, batch.lengths_N
     if head.transition is not None and slots.slot_NTR is not None:
@@ -186,8 +196,9 @@ def draft_losses(
         tokens_S, bias, labels_NU = negatives.draw(labels_NU, lengths_N)
         lm_weight = lm_weight[tokens_S]
     soft_NUD = None
-    if objective.distill and hidden_BLX is not None:
-        soft_NUD = soft_labels(vocabulary.base, hidden_BLX, batch, labels_NU, lm_weight, bias, objective.distill)
+    if objective.distill:
+        share = objective.distill
+        soft_NUD = soft_labels(vocabulary.base, hidden_BLX, batch, labels_NU, lm_weight, bias_S=bias, share=share)
     return anchor_losses(
         states,
         lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
@@ -210,7 +221,8 @@ def soft_labels(
     batch: Batch,
     labels_NU: Tensor,
     weight_SD: Tensor,
-    bias_S: Tensor | None,
+    *,
+    bias_S: Tensor | None = None,
     share: float,
 ) -> Tensor:
     """The rows of the LM head that labels stand for, [N, U, D]: the own row of each, and `share` of the mean row under

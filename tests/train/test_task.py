@@ -101,9 +101,8 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     assert len(task.psi_U) == 4
     assert 0 < task.psi_U[3] < task.psi_U[0] < 1
     seen, _ = task(*features, batch)
-    out = draft_losses(
-        head, task.objective, DraftVocabulary(base), head(*features, batch.batch_N, batch.position_N), batch
-    )
+    slots = head(*features, batch.batch_N, batch.position_N)
+    out = draft_losses(head, task.objective, DraftVocabulary(base), slots, features[0], batch=batch)
     assert torch.allclose(out.loss_N.sum(), blind)
     weight_NU = torch.tensor([max(0.01**k, psi**0.1) for k, psi in enumerate(task.psi_U)]).expand(len(out.loss_N), -1)
     weight_NU = weight_NU * (torch.arange(4) < batch.lengths_N.unsqueeze(1))
@@ -119,7 +118,7 @@ def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corp
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
     hidden, _ = base_features(base, batch, torch.float64)
-    soft_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, None, 1.0)
+    soft_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, share=1.0)
     mean_BLD = base.logits(hidden).softmax(dim=-1) @ base.lm_weight
     seen = 0
     for n, (row, position, length) in enumerate(zip(batch.batch_N, batch.position_N, batch.lengths_N, strict=True)):
@@ -127,7 +126,7 @@ def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corp
             assert torch.allclose(soft_NUD[n, k], mean_BLD[row, position + 1 + k], atol=1e-12)
             seen += 1
     assert seen > 50
-    half_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, None, 0.5)
+    half_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, share=0.5)
     assert torch.allclose(half_NUD, (soft_NUD + base.lm_weight[batch.labels_NU]) / 2)
 
 
