@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ctcdraft.model.heads import Head, parameters_of
 
-from . import pulse
+from . import watchdog
 from .zero import optimizer_of, start_moments
 
 Made = TypeVar("Made")
@@ -82,29 +82,29 @@ def take_threads_of_all() -> None:
 @contextmanager
 def together() -> Iterator[None]:
     """All that the ranks do together. Where one of them fails, dies or hangs, all end, with 1, and say what failed
-    first (pulse.py)."""
+    first (watchdog.py)."""
     init_distributed()
     several = world_size() > 1
-    beating = pulse.begin(rank(), world_size(), socket.gethostname(), _shared_store())
+    watching = watchdog.start(rank(), world_size(), socket.gethostname(), _shared_store())
     barrier()
     try:
         yield
     except Exception as error:
         if several:
-            beating.failed(error)
-        beating.stop()
+            watching.failed(error)
+        watching.stop()
         raise
     barrier()
-    beating.stop()
+    watching.stop()
     barrier()  # a process that ends with its group still open can abort in gloo's threads, and fail the others
     dist.destroy_process_group()
 
 
 def _shared_store() -> dist.Store:
-    """A store on rank 0, for the pulse alone: another thread uses it while this one is in a collective."""
+    """A store on rank 0, for the watchdog alone: another thread uses it while this one is in a collective."""
     if world_size() == 1:
         return dist.HashStore()
-    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=pulse.DEAD_SECONDS)
+    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=watchdog.DEAD_SECONDS)
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
     port = agreed(mine.port if mine else None)
     return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)

@@ -24,7 +24,7 @@ from ctcdraft.model.decode.decoder import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
 
 from . import engine as ds
-from . import pulse
+from . import watchdog
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .log import RunLog
 from .options import MAY_DIFFER
@@ -110,6 +110,7 @@ class Trainer:
         self.plan, self.base = plan, base
         self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
         self.micro, self.accumulate = plan.train.split(ds.world_size())
+        self.hang_seconds = 60 * plan.train.hang_minutes
         torch.manual_seed(plan.seed)
         corpus = load_corpus(data_folder, "train")
         head = head_for(plan.head, base, corpus)
@@ -161,12 +162,14 @@ class Trainer:
 
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
-        with self._signals(), pulse.no_longer_than(60 * self.plan.train.hang_minutes):
+        with self._signals():
+            watchdog.moved("its start", self.hang_seconds)
             self._steps(log)
             if self.finished() and not self._is_due():  # out of time between two evaluations
                 self._evaluate()
             if self._saved != (self.state.step, self.state.best):
                 self._save(log)
+        watchdog.moved("the end of training")
         return self.state
 
     def _steps(self, log: RunLog | None) -> None:
@@ -221,7 +224,7 @@ class Trainer:
         return row
 
     def _save(self, log: RunLog | None) -> None:
-        pulse.moved(f"saving step {self.state.step}")
+        watchdog.moved(f"saving step {self.state.step}", self.hang_seconds)
         if log:
             log.sync()
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep, self.best)
@@ -323,7 +326,7 @@ class Trainer:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        pulse.moved(f"{part} of step {self.state.step + 1}")
+        watchdog.moved(f"{part} of step {self.state.step + 1}", self.hang_seconds)
         start = time.perf_counter()
         yield
         if self.base.device.type == "cuda":

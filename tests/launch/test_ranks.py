@@ -17,7 +17,7 @@ elif rank == "1" and fault == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif rank == "0" and fault == "fails":
     print("error: why it fails", file=sys.stderr, flush=True)
-    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as report:  # as train/pulse.py does
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as report:  # as train/watchdog.py does
         json.dump({"message": "why it fails", "timestamp": "1"}, report)
     sys.exit(3)
 else:

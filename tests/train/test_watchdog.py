@@ -16,7 +16,7 @@ import pytest
 from bases import write_base
 from safetensors.torch import load_file
 
-from ctcdraft.train import pulse
+from ctcdraft.train import watchdog
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -196,15 +196,19 @@ class Store(dict):
     def multi_get(self, keys):
         return [self[key] for key in keys]
 
+    def add(self, key, count):
+        self[key] = self.get(key, 0) + count
+        return self[key]
+
     def compare_set(self, key, expected, wanted):
         return self.setdefault(key, wanted).encode()
 
 
 def three_ranks(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(pulse.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
     store = Store()
-    ranks = [pulse.Pulse(number, 3, f"host{number}", store) for number in range(3)]
+    ranks = [watchdog.Watchdog(number, 3, f"host{number}", store) for number in range(3)]
     for rank in ranks:
         rank.publish()
     return clock, ranks
@@ -214,12 +218,12 @@ def test_a_rank_that_says_nothing_new_for_a_minute_is_dead_and_one_that_works_lo
     clock, ranks = three_ranks(monkeypatch)
     ranks[2].moved("head of step 9")
     ranks[2].publish()
-    last = pulse.DEAD_SECONDS
+    last = watchdog.DEAD_SECONDS
     found = None
     while found is None:
         clock[0] += 1
-        assert ranks[1]._checked() is None
-        found = ranks[0]._checked()
+        assert ranks[1].cause() is None
+        found = ranks[0].cause()
     assert last < clock[0] <= last + 2
     assert found == "rank 2 on host2 ended without a word (killed, or its machine is gone), in head of step 9"
 
@@ -227,24 +231,29 @@ def test_a_rank_that_says_nothing_new_for_a_minute_is_dead_and_one_that_works_lo
 def test_of_ranks_that_wait_for_each_other_the_one_that_got_least_far_hangs(monkeypatch):
     clock, ranks = three_ranks(monkeypatch)
     for rank in ranks:
-        rank.limit = 60.0
-        rank.moved("data of step 4")
+        rank.moved("data of step 4", 60.0)
     for rank in (ranks[0], ranks[2]):
-        rank.moved("backward of step 4")
+        rank.moved("backward of step 4", 60.0)
         rank.publish()
     clock[0] = 59.0
-    assert [rank._checked() for rank in ranks] == [None, None, None]
+    assert [rank.cause() for rank in ranks] == [None, None, None]
     clock[0] = 61.0
     said = "rank 1 on host1 hangs: it has not got beyond data of step 4 for 1 minutes (train.hang_minutes)"
-    assert {rank._checked() for rank in ranks} == {said}
+    assert {rank.cause() for rank in ranks} == {said}
 
 
-def test_the_first_failure_is_every_ranks(monkeypatch):
+def test_the_first_failure_is_every_ranks(monkeypatch, capsys):
     _, ranks = three_ranks(monkeypatch)
+    waited, exits = [], []
+    monkeypatch.setattr(watchdog.time, "sleep", waited.append)
+    monkeypatch.setattr(watchdog.os, "_exit", exits.append)
     assert ranks[1]._first("the disk is full") == "the disk is full"
     assert ranks[0]._first("a connection broke") == "the disk is full"
-    assert ranks[2]._checked() == "the disk is full"
-    assert ranks[2]._behind("RuntimeError: Connection closed by peer") == "the disk is full"
+    assert ranks[2].cause() == "the disk is full"
+    ranks[2].failed(RuntimeError("Connection closed by peer"))
+    assert capsys.readouterr().err.splitlines()[-1] == "error: the disk is full"
+    assert waited == [pytest.approx(watchdog.LOST_SECONDS, abs=10)], "the thread has time to find who was lost"
+    assert exits == [1]
 
 
 def until(so, process=None):
