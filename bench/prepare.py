@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread of it on 
 from transformers import AutoTokenizer
 
 from ctcdraft.data import toy
-from ctcdraft.data.packing import first_fit
+from ctcdraft.data.batches import first_fit
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus

@@ -6,5 +6,5 @@ template, unshown            tokens and loss mask by the chat template, and what
 end_of_turn, prompts         what is asked of a base
 server                       answers of a base behind one (train/: shards, regenerate, examples, prepare)
 store, features              sequences on disk, and the base's hidden states of them
-packing, batches             what a step sees
+batches                      what a step sees
 """

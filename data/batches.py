@@ -4,6 +4,7 @@ So a run resumes from its step number alone, and one rank sees in one step what 
 Shape suffixes: B sequences, L positions, N anchors, U labels.
 """
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .features import Features
-from .packing import first_fit
 from .store import Corpus, Example
 
 POOL = 16  # batches are made of sequences of like length, sorted within pools of this many batches
@@ -67,16 +67,14 @@ class Sampler:
             raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
         if not any(corpus.mask[start : start + longest].any() for start in corpus.offsets[:-1]):
             raise ValueError(f"no answer lies within the first train.max_length={longest} tokens of any sequence")
-        self.members = self._packed() if self.pack else list(np.arange(len(corpus))[:, None])
         lengths = corpus.lengths.clip(max=longest)
+        self.members = list(np.arange(len(corpus))[:, None])
+        if self.pack:  # in an order of their own: the same in every epoch
+            order = np.random.default_rng([self.seed, 0]).permutation(len(corpus))
+            self.members = [order[row] for row in first_fit(lengths[order], longest)]
         self.row_lengths = np.array([lengths[row].sum() for row in self.members])
         self.steps_per_epoch = max(1, len(self.members) // self.batch)
         self._order: tuple[int, NDArray[np.int64]] | None = None
-
-    def _packed(self) -> list[NDArray[np.int64]]:
-        """The documents of each row, packed in an order of their own: the same in every epoch."""
-        order = np.random.default_rng([self.seed, 0]).permutation(len(self.corpus))
-        return [order[row] for row in first_fit(self.corpus.lengths[order], self.max_length)]
 
     @property
     def padding(self) -> float:
@@ -86,21 +84,18 @@ class Sampler:
         return 1 - sum(int(row.sum()) for row in rows) / max(1, full)
 
     def sequences(self, step: int) -> NDArray[np.int64]:
-        """The `batch` row numbers of a step (from 0), of like length."""
+        """The `batch` row numbers of a step (from 0), of like length. What does not fill a batch is left out of an
+        epoch."""
         epoch, at = divmod(step, self.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._shuffled(epoch)
+            rng = np.random.default_rng([self.seed, epoch])
+            count = self.steps_per_epoch * self.batch
+            order = np.resize(rng.permutation(len(self.members)), count)
+            for start in range(0, count, POOL * self.batch):
+                pool = order[start : start + POOL * self.batch]
+                pool[:] = pool[np.argsort(self.row_lengths[pool], kind="stable")]
+            self._order = epoch, rng.permutation(order.reshape(self.steps_per_epoch, self.batch))
         return self._order[1][at]
-
-    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
-        """[steps, batch] row numbers of an epoch; what does not fill a batch is left out."""
-        rng = np.random.default_rng([self.seed, epoch])
-        count = self.steps_per_epoch * self.batch
-        order = np.resize(rng.permutation(len(self.members)), count)
-        for start in range(0, count, POOL * self.batch):
-            pool = order[start : start + POOL * self.batch]
-            pool[:] = pool[np.argsort(self.row_lengths[pool], kind="stable")]
-        return rng.permutation(order.reshape(self.steps_per_epoch, self.batch))
 
     def tokens(self, step: int) -> int:
         """How many tokens a step sees, all ranks together, padding left out."""
@@ -108,56 +103,46 @@ class Sampler:
 
     def anchor_counts(self, step: int) -> NDArray[np.int64]:
         """How many anchors each row of a step has: known to every rank without a word between them."""
-        counts = [
-            sum(min(len(self._positions(self._example(i))[0]), self.anchors) for i in self.members[row])
-            for row in self.sequences(step)
-        ]
-        return np.asarray(counts, np.int64)
+        rows = [self.members[number] for number in self.sequences(step)]
+        return np.array([sum(min(len(self._document(i)[1]), self.anchors) for i in row) for row in rows], np.int64)
 
     def collate(self, step: int, members: slice) -> Batch:
         """The batch of those of a step's rows that `members` selects."""
-        rows = [self.members[number] for number in self.sequences(step)[members]]
-        examples = [[self._example(i) for i in row] for row in rows]
-        shape = len(rows), max(sum(len(e.ids) for e in row) for row in examples)
+        numbers = self.sequences(step)[members]
+        rows = [self.members[number].tolist() for number in numbers]
+        shape = len(rows), int(self.row_lengths[numbers].max())
         ids_BL, place_BL = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         document_BL = np.full(shape, -1)
-        parts = []
-        for b, (numbers, row) in enumerate(zip(rows, examples, strict=True)):
+        anchors = []  # of each document: row, position in it, labels, their number
+        for b, row in enumerate(rows):
             start = 0
-            for document, (number, example) in enumerate(zip(numbers, row, strict=True)):
+            for document, number in enumerate(row):
+                example, positions, lengths = self._document(number)
                 span = slice(start, start + len(example.ids))
                 ids_BL[b, span] = example.ids
                 document_BL[b, span] = document
                 place_BL[b, span] = np.arange(len(example.ids))
-                parts.append(self._anchors(step, number, example, b, start))
+                if len(positions) > self.anchors:
+                    rng = np.random.default_rng([self.seed, step, number])
+                    chosen = np.sort(rng.choice(len(positions), self.anchors, replace=False))
+                    positions, lengths = positions[chosen], lengths[chosen]
+                padded = np.concatenate([example.labels, np.zeros(self.labels, np.int32)])
+                labels_NU = padded[positions[:, None] + 2 + np.arange(self.labels)]
+                anchors.append((np.full(len(positions), b), positions + start, labels_NU, lengths))
                 start = span.stop
-        arrays = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        arrays = [np.concatenate(column) for column in zip(*anchors, strict=True)]
         batch = Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
         if self.features:
-            stored = self.features.rows([row.tolist() for row in rows], self.max_length)
+            stored = self.features.rows(rows, self.max_length)
             batch = batch._replace(stored_BLX=stored.values, stored_scale_BL=stored.scale)
         if not self.pack:
             return batch
         return batch._replace(document_BL=torch.from_numpy(document_BL), place_BL=torch.from_numpy(place_BL))
 
-    def _anchors(self, step: int, number: int, example: Example, row: int, start: int) -> tuple[NDArray[np.int64], ...]:
-        """(row, position in it, labels, their number) of the anchors of a document that starts there."""
-        positions, lengths = self._positions(example)
-        if len(positions) > self.anchors:
-            rng = np.random.default_rng([self.seed, step, number])
-            chosen = np.sort(rng.choice(len(positions), self.anchors, replace=False))
-            positions, lengths = positions[chosen], lengths[chosen]
-        return np.full(len(positions), row), positions + start, self._labels(example, positions), lengths
-
-    def _example(self, number: int) -> Example:
-        return Example(*(column[: self.max_length] for column in self.corpus[number]))
-
-    def _positions(self, example: Example) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return anchor_positions(np.asarray(example.mask), self.labels)
-
-    def _labels(self, example: Example, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        padded = np.concatenate([example.labels, np.zeros(self.labels, np.int32)])
-        return padded[positions[:, None] + 2 + np.arange(self.labels)]
+    def _document(self, number: int) -> tuple[Example, NDArray[np.int64], NDArray[np.int64]]:
+        """A sequence, cut, with its anchors and how many labels each has."""
+        example = Example(*(column[: self.max_length] for column in self.corpus[number]))
+        return example, *anchor_positions(np.asarray(example.mask), self.labels)
 
 
 def anchor_positions(mask: NDArray[np.uint8], labels: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -171,3 +156,28 @@ def anchor_positions(mask: NDArray[np.uint8], labels: int) -> tuple[NDArray[np.i
     run = (next_unmasked - index)[2:]  # how many answer tokens start at t + 2
     positions = np.flatnonzero((run > 0) & (mask[1 : len(run) + 1] > 0))
     return positions, np.minimum(run[positions], labels)
+
+
+def first_fit(lengths: NDArray[np.int64] | Sequence[int], capacity: int) -> list[NDArray[np.int64]]:
+    """Members (numbers into `lengths`) of each row: every sequence goes into the first row with room for it.
+
+    Lengths above `capacity` count as `capacity`: such a sequence is cut to fill a row alone. The space left in
+    rows lies in a tree of maxima, so n sequences take n log n steps.
+    """
+    clipped = np.minimum(lengths, capacity).tolist()
+    leaves = 1 << max(0, len(clipped) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    rows: list[list[int]] = []
+    for number, length in enumerate(clipped):
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        row = node - leaves
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [np.asarray(row, np.int64) for row in rows]
