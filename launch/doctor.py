@@ -31,9 +31,9 @@ from ctcdraft.launch.cli import enter
 from ctcdraft.launch.pipeline import configured_base, with_resolved_dtype
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base.llm import Base
+from ctcdraft.model.folders import free_bytes
 from ctcdraft.model.heads import head_on, parameters_of
 from ctcdraft.train import engine as ds
-from ctcdraft.train.files import free_bytes
 from ctcdraft.train.gate import OverfitGate
 from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer

@@ -16,11 +16,10 @@ from ctcdraft.data.template import with_template_args
 from ctcdraft.eval.store import digest_of
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, read_config
-from ctcdraft.model.folders import claimed
+from ctcdraft.model.folders import claimed, write_atomically
 from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
-from ctcdraft.train.files import write_atomically
 from ctcdraft.train.loop import finished
 from ctcdraft.train.options import decisive
 from ctcdraft.train.simulate import calibrate, copy_rates

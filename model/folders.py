@@ -1,11 +1,19 @@
-"""Folders in a cache: made whole or not at all, and by one process at a time."""
+"""Folders and files that are whole or not there, made by any number of processes: claims by locks, fsync, checksums in a
+manifest, one rename."""
 
 import fcntl
+import hashlib
+import json
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
+
+MANIFEST = "manifest.json"
+Piece = TypeVar("Piece")
 
 
 @contextmanager
@@ -42,3 +50,108 @@ def claimed(lock: Path, *, wait: bool) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def work_folder(folder: Path) -> Path:
+    """Where what goes into a folder lies until it is done."""
+    return folder.with_name(f"{folder.name}.work")
+
+
+def share_out(
+    folder: Path, pieces: Callable[[], Iterable[Piece]], make: Callable[[int, Piece], None], finish: Callable[[], None]
+) -> None:
+    """Make every piece of a folder, then finish it with its manifest. Any number of processes may do so at once, and
+    may die: a piece is claimed by one of them, which makes it unless it is there. Each returns when all is done."""
+    work, done = work_folder(folder), (folder / MANIFEST).is_file
+    left: set[int] | None = None
+    if not done():
+        for wait in (False, True):  # first what is free, then what another process may have left
+            others = set()
+            for number, piece in enumerate(() if left == set() else pieces()):
+                if left is None or number in left:
+                    with claimed(work / f"{number:05}.lock", wait=wait) as ours:
+                        if not ours:
+                            others.add(number)
+                        elif not done():
+                            make(number, piece)
+            left = others
+        with claimed(folder.with_name(f"{folder.name}.lock"), wait=True):
+            if not done():
+                finish()
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file's content as a whole, on disk when this returns."""
+    fresh = path.with_name(path.name + ".tmp")
+    try:
+        fresh.write_bytes(data)
+        sync(fresh)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
+    """Write `fresh`'s manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of these), force all of it to
+    the disk, and rename it to `folder`, which must not hold anything whole: what is there is removed."""
+    facts = {"files": _contents(fresh), **facts}
+    for path in fresh.rglob("*"):
+        sync(path)
+    write_atomically(fresh / MANIFEST, json.dumps({**facts, "sha256": _digest(facts)}, indent=2).encode())
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(fresh, folder)
+    sync(folder.parent)
+
+
+def unsealed(folder: Path) -> str | None:
+    """What is wrong with a folder that `seal` made, as a phrase; None where nothing is."""
+    facts = read_manifest(folder)
+    if facts is None:
+        return f"it has no whole {MANIFEST}"
+    known, there = facts["files"], _contents(folder)
+    wrong = sorted(name for name in known.keys() | there.keys() if known.get(name) != there.get(name))
+    return f"{wrong[0]} is missing, damaged or no part of it (its checksum differs)" if wrong else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The facts that a folder was sealed with, and its `files`; None where there are none, or damaged ones."""
+    try:
+        found = json.loads((folder / MANIFEST).read_bytes())
+        return found if found.pop("sha256") == _digest(found) and isinstance(found["files"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of a folder has left for us."""
+    return shutil.disk_usage(folder).free
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """Size and SHA-256 of every file below a folder but its manifest, by name; a link has none."""
+    found: dict[str, Any] = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = "a link"
+        elif path.is_file() and name != MANIFEST:
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            found[name] = {"bytes": path.stat().st_size, "sha256": digest}
+    return found

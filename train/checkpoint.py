@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ctcdraft.model.folders import free_bytes, read_manifest, seal, unsealed, write_atomically
+
 from .engine import from_rank_zero, rank, world_size
-from .files import free_bytes, read_manifest, seal, unsealed, write_atomically
 from .zero import restore_state, shapes_of, whole_state
 
 FORMAT = 4

@@ -31,8 +31,7 @@ from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.context import Attended
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import batches_by_length
-
-from .files import MANIFEST, free_bytes, share_out, write_atomically
+from ctcdraft.model.folders import MANIFEST, free_bytes, share_out, write_atomically
 
 FORMAT = 3
 SPLIT = "train"  # development sequences are few, and read by the base itself at every evaluation

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ctcdraft.data.secrets import masked
-
-from .files import write_atomically
+from ctcdraft.model.folders import write_atomically
 
 INIT_SECONDS = 30
 

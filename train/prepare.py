@@ -38,10 +38,9 @@ from ctcdraft.data.store import (
     write_jsonl,
 )
 from ctcdraft.model.base.llm import Base, warn_if_plain
-from ctcdraft.model.folders import new_folder
+from ctcdraft.model.folders import MANIFEST, new_folder, share_out, work_folder
 
 from .examples import ExampleMaker
-from .files import MANIFEST, share_out, work_folder
 from .options import decisive
 from .regenerate import OUTCOMES
 from .shards import GENERATED, LEARNT, Account, DataConfig, Shard, asked_text, read_shards

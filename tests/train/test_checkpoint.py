@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ctcdraft.train import checkpoint, engine, files, loop
+from ctcdraft.model import folders
+from ctcdraft.train import checkpoint, engine, loop
 
 
 class Rows(list):
@@ -50,7 +51,7 @@ def test_a_checkpoint_lists_the_checksums_of_all_its_files(whole):
     assert set(facts["files"]) == there
     assert facts["ranks"] == 1
     assert facts["state"]["step"] == 6
-    assert files.unsealed(step) is None
+    assert folders.unsealed(step) is None
 
 
 def test_only_the_newest_are_kept(small, whole, tmp_path):
@@ -88,7 +89,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_gives_the_same_r
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole[2][4:]]
     for name, weight in build_head(trainer).items():
         assert torch.equal(weight, build_head(whole[1])[name])
-    assert files.unsealed(copy / "checkpoints" / "step_000006") is None
+    assert folders.unsealed(copy / "checkpoints" / "step_000006") is None
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_one_sentence(small, copy):
@@ -174,7 +175,7 @@ def test_a_whole_checkpoint_that_is_not_ours_is_one_sentence(small, copy, what):
     manifest = copy / "checkpoints" / "step_000006" / "manifest.json"
     facts = change(json.loads(manifest.read_text()))
     facts.pop("sha256")
-    manifest.write_text(json.dumps({**facts, "sha256": files._digest(facts)}))
+    manifest.write_text(json.dumps({**facts, "sha256": folders._digest(facts)}))
     with pytest.raises(ValueError, match=rf"step_000006 cannot be used, though it is whole .*{reason}.*: delete it"):
         small(copy)
 
