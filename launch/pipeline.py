@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ctcdraft.data.features import Features
+from ctcdraft.data.features import Features, FeatureStore
 from ctcdraft.data.show import shown
 from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.data.template import with_template_args
@@ -18,7 +18,6 @@ from ctcdraft.model.load.precision import resolve_dtype
 from ctcdraft.model.load.pretrained import load_base
 from ctcdraft.model.load.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
-from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.prepare import account_of, prepare, prepared_folder
 from ctcdraft.train.toy_base import toy_base, toy_folder
 

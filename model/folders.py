@@ -1,5 +1,5 @@
-"""Folders and files that are whole or not there, made by any number of processes: claims by locks, fsync, checksums in a
-manifest, one rename."""
+"""Folders and files that are whole or not there, made by any number of processes: claims by locks, fsync,
+checksums in a manifest, one rename."""
 
 import fcntl
 import hashlib

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from bases import write_base
 
+from ctcdraft.data.features import FeatureStore
 from ctcdraft.launch.cli import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import attended_on
 from ctcdraft.train import engine as ds
-from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.prepare import prepare

@@ -8,14 +8,14 @@ import time
 import torch
 
 from ctcdraft.data import server as http
+from ctcdraft.data.features import FeatureStore
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import generate
-from ctcdraft.train.features import FeatureStore
 from ctcdraft.train.prepare import prepare
 
 POSITIONS = 120  # per shard of stored states: a dozen shards
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "ctcdraft.train.features", "ctcdraft.train.prepare"])
+CONTEXT.set_forkserver_preload(["torch", "ctcdraft.data.features", "ctcdraft.train.prepare"])
 
 
 def preparing(base, config, cache, log=None):

@@ -12,13 +12,13 @@ import torch
 from bases import tiny_tokenizer, write_base
 from workers import logged_batches, store_of, storing, wait_for
 
+from ctcdraft.data import features as stage
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features, decoded
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, build_head, head_on
-from ctcdraft.train import features as stage
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
 # A number is off by at most 2^-8 (bf16) or 2^-4 (fp8) of itself, a third of that in the root mean square and in any
