@@ -22,8 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread of it on 
 
 from transformers import AutoTokenizer
 
-from ctcdraft.data import toy
 from ctcdraft.data.batches import first_fit
+from ctcdraft.data.generated import TOY
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
@@ -36,7 +36,7 @@ ROW = 2048
 
 def write_conversations(path, count):
     """`count` conversations of some 600 tokens, each of several of the toy corpus; none twice."""
-    pool = [row["conversations"] for row in toy.conversations(6000)]
+    pool = [row["conversations"] for row in TOY.conversations(6000)]
     with path.open("w") as stream:
         for number in range(count):
             turns = []

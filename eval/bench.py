@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from ctcdraft.data import toy
 from ctcdraft.data.end_of_turn import warn_if_no_end
+from ctcdraft.data.generated import TOY
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
@@ -111,7 +111,7 @@ def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
             raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
         return read_jsonl(data_folder / "heldout.jsonl")
     if config.path is None:
-        return toy.questions()
+        return TOY.questions()
     check_source("bench.path", config.path)
     if local_files(config.path):
         return read_rows(config.path)

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from ctcdraft.data.end_of_turn import missing_end
+from ctcdraft.data.generated import GENERATED
 from ctcdraft.data.records import Conversation, record_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_manifest
@@ -39,7 +40,6 @@ from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.memory import memory_per_rank
 from ctcdraft.train.prepare import prepared_folder
-from ctcdraft.train.shards import GENERATED
 from ctcdraft.train.toy_base import toy_folder
 
 PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "numba", "numpy")

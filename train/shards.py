@@ -10,15 +10,14 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tqdm import tqdm
 
-from ctcdraft.data import questions, toy
 from ctcdraft.data.duplicates import NearDuplicates
+from ctcdraft.data.generated import GENERATED
 from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
 
 from .options import MAY_DIFFER
 
-GENERATED = {"toy": toy, "prompts": questions}
 GENERATED_ROWS = 1800
 LEARNT = ("train", "dev")
 SPLITS = (*LEARNT, "heldout")

@@ -26,7 +26,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from ctcdraft.data import toy
+from ctcdraft.data.generated import TOY
 from ctcdraft.data.records import Conversation, conversation_of
 from ctcdraft.data.template import Rendering, render_all
 from ctcdraft.model.folders import new_folder
@@ -69,7 +69,7 @@ Document = tuple[Tensor, Tensor]  # a conversation's tokens [L], and which the a
 
 def toy_folder(cache: Path, config: ToyBaseConfig) -> Path:
     """Where the toy base of that config lies in `cache`, made or not: its name hashes everything that shapes it."""
-    parts = [asdict(config), toy.fingerprint(), CHAT_TEMPLATE, FORMAT_VERSION]
+    parts = [asdict(config), TOY.fingerprint, CHAT_TEMPLATE, FORMAT_VERSION]
     return cache / f"toy-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
@@ -93,9 +93,9 @@ def toy_base(cache: Path, config: ToyBaseConfig = ToyBaseConfig()) -> Path:
 
 def _build(folder: Path, config: ToyBaseConfig) -> None:
     start = time.perf_counter()
-    chats = [conversation_of(row, "") for row in toy.conversations(config.conversations, config.seed)]
+    chats = [conversation_of(row, "") for row in TOY.conversations(config.conversations, config.seed)]
     tokenizer = _train_tokenizer([turn["content"] for chat in chats for turn in chat.messages], config)
-    held_out = toy.conversations(config.held_out_conversations, config.seed, held_out=True)
+    held_out = TOY.conversations(config.held_out_conversations, config.seed, held_out=True)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from ctcdraft.data.toy import CATEGORIES, SCENARIOS, TABLES, TOY, Scenario, conversations, fingerprint, questions
+from ctcdraft.data.generated import SCENARIOS, TABLES, TOY, Scenario
 
 COMPARISONS = {word: (word, *others.values()) for word, others in TABLES["comparisons"].items()}
 
-SAMPLE = list(conversations(2400, seed=3))
+SAMPLE = list(TOY.conversations(2400, seed=3))
 
 
 def exchanges(category):
@@ -24,14 +24,14 @@ def exchanges(category):
 
 
 def test_same_seed_gives_the_same_conversations_and_another_seed_gives_others():
-    first, again, other = ([row["conversations"] for row in conversations(200, seed=seed)] for seed in (3, 3, 4))
+    first, again, other = ([row["conversations"] for row in TOY.conversations(200, seed=seed)] for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
 
 def test_a_seed_gives_the_same_text_on_every_machine():
     """Python's generator and the hash of a split are the same everywhere; a change of this value is a new corpus."""
-    assert fingerprint() == "7fc4239ccd06"
+    assert TOY.fingerprint == "7fc4239ccd06"
 
 
 def with_math(*scenarios):
@@ -40,13 +40,13 @@ def with_math(*scenarios):
 
 
 def test_fingerprint_follows_the_text():
-    assert with_math(*(s for s in SCENARIOS if s.category == "math")).fingerprint() == fingerprint()
-    assert with_math(*(s for s in SCENARIOS if s.name == "rectangle")).fingerprint() != fingerprint()
+    assert with_math(*(s for s in SCENARIOS if s.category == "math")).fingerprint == TOY.fingerprint
+    assert with_math(*(s for s in SCENARIOS if s.name == "rectangle")).fingerprint != TOY.fingerprint
 
 
 def test_rows_are_sharegpt_conversations_of_one_to_three_exchanges():
     assert len({row["id"] for row in SAMPLE}) == len(SAMPLE)
-    assert {row["category"] for row in SAMPLE} == set(CATEGORIES)
+    assert {row["category"] for row in SAMPLE} == set(TOY.drawers)
     for row in SAMPLE:
         speakers = [turn["from"] for turn in row["conversations"]]
         assert speakers == ["human", "gpt"] * (len(speakers) // 2)
@@ -55,17 +55,17 @@ def test_rows_are_sharegpt_conversations_of_one_to_three_exchanges():
 
 
 def test_answers_are_neither_empty_nor_endless():
-    words = [len(answer.split()) for category in CATEGORIES for _, _, answer in exchanges(category)]
+    words = [len(answer.split()) for category in TOY.drawers for _, _, answer in exchanges(category)]
     assert min(words) >= 5
     assert max(words) <= 120
     assert 25 <= sum(words) / len(words) <= 60
 
 
 def test_there_are_enough_conversations_for_the_base_and_none_starts_as_one_of_the_other_split():
-    train = [row["conversations"][0]["value"] for row in conversations(12_000)]
-    held_out = [row["conversations"][0]["value"] for row in conversations(400, held_out=True)]
+    train = [row["conversations"][0]["value"] for row in TOY.conversations(12_000)]
+    held_out = [row["conversations"][0]["value"] for row in TOY.conversations(400, held_out=True)]
     assert len(set(train)) == len(train)
-    assert not set(train) & {*held_out, *(question["turns"][0] for question in questions())}
+    assert not set(train) & {*held_out, *(question["turns"][0] for question in TOY.questions())}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: f"{scenario.category} {scenario.name}")
@@ -88,11 +88,11 @@ def test_an_exhausted_category_says_so():
 
 
 def test_questions_are_eighty_in_two_turns_and_ten_per_category():
-    assert [question["question_id"] for question in questions()] == list(range(81, 161))
-    assert [question["category"] for question in questions()] == [c for c in CATEGORIES for _ in range(10)]
-    assert all(len(question["turns"]) == 2 and all(question["turns"]) for question in questions())
-    assert len({question["turns"][0] for question in questions()}) == 80
-    assert questions() == questions()
+    assert [question["question_id"] for question in TOY.questions()] == list(range(81, 161))
+    assert [question["category"] for question in TOY.questions()] == [c for c in TOY.drawers for _ in range(10)]
+    assert all(len(question["turns"]) == 2 and all(question["turns"]) for question in TOY.questions())
+    assert len({question["turns"][0] for question in TOY.questions()}) == 80
+    assert TOY.questions() == TOY.questions()
 
 
 def test_every_equation_holds():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ctcdraft.data.toy import questions
+from ctcdraft.data.generated import TOY
 from ctcdraft.train import toy_base as training
 from ctcdraft.train.toy_base import ASSISTANT, BOS, END, USER, ToyBaseConfig, toy_base, toy_folder
 
@@ -54,7 +54,7 @@ def test_training_lowers_the_held_out_loss(folder):
 
 
 def test_text_survives_the_tokenizer_and_digits_stay_single(tokenizer):
-    for question in questions():
+    for question in TOY.questions():
         ids = tokenizer(question["turns"][0])["input_ids"]
         assert tokenizer.decode(ids) == question["turns"][0]
     assert tokenizer.tokenize("1234") == list("1234")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ctcdraft.data import questions
 from ctcdraft.data.batches import Sampler
+from ctcdraft.data.generated import PROMPTS
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import read_rows
 from ctcdraft.data.store import Corpus
@@ -60,7 +60,7 @@ def plain_answers(smollm2_base):
         asked = load_questions(BenchConfig("mt_bench", path, questions=QUESTIONS), smollm2_base, None, 0)
         turns = [question.turns[0] for question in asked]
     else:
-        turns = [question["turns"][0] for question in questions.questions()[::5]]
+        turns = [question["turns"][0] for question in PROMPTS.questions()[::5]]
     prompts = [prompt_ids(smollm2_base.tokenizer, [{"role": "user", "content": turn}]) for turn in turns]
     assert len(prompts) == QUESTIONS
     return [(prompt, Decoder(smollm2_base).generate(prompt, NEW_TOKENS).tokens) for prompt in prompts]
