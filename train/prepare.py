@@ -53,10 +53,9 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
     options = {k: v for k, v in decisive(config).items() if k not in ("path", "features")}  # a path's content does
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
-    sources = sources or GENERATED[config.kind].fingerprint
     template = None if config.kind == "text" else [base.tokenizer.chat_template, dict(base.template_args)]
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
-    key = [FORMAT, options, sources, template, identity, seed]
+    key = [FORMAT, options, sources or GENERATED[config.kind].fingerprint, template, identity, seed]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return cache / f"data-{config.kind}-{digest}"
 
