@@ -3,10 +3,10 @@
 import hashlib
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import Rendered, render_all, unread_in_prompt
+from ctcdraft.data.template import Rendered, Rendering, render_all, unread_in_prompt
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import batches_by_length, continued
 
@@ -59,7 +59,7 @@ class ExampleMaker:
             for row in tokens:
                 self.account.reject(row.id, TOKENS_STAY)
         else:
-            found = self._labelled([*self._given(chats, tokens)])
+            found = self._kept(chats, tokens)
         found |= self._continued([r for r in records if isinstance(r, Text)])
         return [example for record in records for example in found.get(record.id, [])]
 
@@ -80,8 +80,8 @@ class ExampleMaker:
                 self.account.reject(dialogue.conversation.id, dialogue.reason)
         return found
 
-    def _given(self, chats: list[Conversation], tokens: list[Tokens]) -> Iterator[tuple[str, Rendered]]:
-        """(record, sequence) of those records of which the base can read every one, their answers as they are."""
+    def _kept(self, chats: list[Conversation], tokens: list[Tokens]) -> dict[str, list[Example]]:
+        """The given answers as they are, of those records of which the base can read every sequence."""
         answered = []
         for chat in chats:
             if any(m["role"] == "assistant" for m in chat.messages):
@@ -90,29 +90,24 @@ class ExampleMaker:
                 self.account.reject(chat.id, "no answer to keep")
         args = self.base.template_args
         rendered = render_all(self.base.tokenizer, answered, turns=self.config.turns, template_args=args)
-        for chat, found in zip(answered, rendered, strict=True):
+        as_they_are = (Rendering([Rendered(row.ids, row.mask)], []) for row in tokens)
+        given: list[tuple[str, Rendered]] = []
+        for record, found in zip([*answered, *tokens], chain(rendered, as_they_are), strict=True):
             if isinstance(found, RowError):
-                self.account.reject(chat.id, found)
+                self.account.reject(record.id, found)
+                continue
+            self.account.unread.update(found.unread)
+            problem = next(filter(None, map(self._misfit, found.sequences)), None)
+            if problem:
+                self.account.reject(record.id, problem)
             else:
-                self.account.unread.update(found.unread)
-                yield from self._fitting(chat.id, found.sequences)
-        for row in tokens:
-            yield from self._fitting(row.id, [Rendered(row.ids, row.mask)])
-
-    def _fitting(self, record: str, sequences: list[Rendered]) -> Iterator[tuple[str, Rendered]]:
-        problem = next(filter(None, map(self._misfit, sequences)), None)
-        if problem:
-            self.account.reject(record, problem)
-        else:
-            yield from ((record, sequence) for sequence in sequences)
-
-    def _labelled(self, given: list[tuple[str, Rendered]]) -> dict[str, list[Example]]:
+                given += ((record.id, sequence) for sequence in found.sequences)
         every = [sequence.ids for _, sequence in given]
         labels = self._choices(every) if self.config.labels == "argmax" else every
-        found: dict[str, list[Example]] = defaultdict(list)
-        for (record, (ids, mask)), chosen in zip(given, labels, strict=True):
-            found[record].append(Example(ids, mask, chosen))
-        return found
+        examples: dict[str, list[Example]] = defaultdict(list)
+        for (owner, (ids, mask)), chosen in zip(given, labels, strict=True):
+            examples[owner].append(Example(ids, mask, chosen))
+        return examples
 
     def _misfit(self, found: Rendered) -> str | None:
         if len(found.ids) > self.base.context_length:
