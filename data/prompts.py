@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .template import NO_ARGS, TemplateArgs, prompt_ids, text_ids
+from .template import NO_ARGS, TemplateArgs, prompt_ids
 
 
 def question_ids(
@@ -31,7 +31,8 @@ def cut_prompts(
     taken up to its last token but one, so that there is something to continue. Nothing for a text of
     fewer tokens than the shortest length.
     """
-    lead, ids = text_ids(tokenizer, text)
+    marked, ids = tokenizer(text).input_ids, tokenizer(text, add_special_tokens=False).input_ids
+    begins = marked[: len(ids) + 1] != ids and marked[:1] == [tokenizer.bos_token_id]
     rng = np.random.default_rng(seed)
     if len(ids) < max(2, lengths[0]):
         return
@@ -39,4 +40,4 @@ def cut_prompts(
         length = int(rng.integers(lengths[0], lengths[1] + 1))
         length = max(1, min(length, len(ids) - 1))
         start = 0 if i == 0 else int(rng.integers(0, len(ids) - length))
-        yield [*lead, *ids[start : start + length]]
+        yield [*marked[:begins], *ids[start : start + length]]

@@ -8,9 +8,8 @@ rendered before the answer must be a prefix, and the answer must follow it word 
 
 import json
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -44,7 +43,6 @@ ADVICE = (
 
 THOUGHT_ALIASES = ("reasoning_content", "thinking")
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"  # in the text of an answer, as servers without a parser leave it
-TURNS = ("each", "last")  # which answers of a conversation are learned
 NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
 NO_MARK = "the chat template's generation marks cover none of the answers that are to be learned"
 LOST_THOUGHT = "the thought of an answer that is learned (the template drops it)"
@@ -116,7 +114,8 @@ def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
     tokenizer, templates = base.tokenizer, base.tokenizer.chat_template
     templates = list(templates.values()) if isinstance(templates, dict) else [templates]
     given = {*GIVEN, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map}
-    read = set().union(*(_names(template) for template in templates)) - given
+    parsed = (_compiled(template).environment.parse(template) for template in templates)
+    read = set().union(*map(find_undeclared_variables, parsed)) - given  # those that they do not set
     for name in template_args:
         if name in given:
             raise ValueError(f"data.template_args: rendering itself gives the chat template its {name}: leave it out")
@@ -124,11 +123,6 @@ def with_template_args(base: Any, template_args: Mapping[str, Any]) -> Any:
             known = ", ".join(sorted(read)) or "no name at all"
             raise ValueError(f"data.template_args: the chat template never reads {name}; it reads {known}")
     return replace(base, template_args=dict(template_args))
-
-
-def _names(template: str) -> set[str]:
-    """Those that it reads and does not set."""
-    return find_undeclared_variables(_compiled(template).environment.parse(template))
 
 
 def _compiled(template: str) -> Template:
@@ -166,7 +160,9 @@ def answer_message(
     whole = tokenizer.decode(words, skip_special_tokens=False)
     if whole == tokenizer.decode(words, skip_special_tokens=True):
         return plain
-    parted = _parted(whole)
+    parts = CHANNEL.findall(whole)  # gpt-oss's: what it thinks, and what it says in the end
+    thought, said = ("".join(text for name, text in parts if name == one) for one in ("analysis", "final"))
+    parted = {"role": "assistant", "content": said} | ({"reasoning_content": thought} if thought else {})
     template = _Template(tokenizer, tools, template_args)
     before = template.prompt(messages)
     for message in (parted, {"role": "assistant", "content": whole}, plain):
@@ -177,14 +173,6 @@ def answer_message(
         if whole.strip() in (text.removeprefix(before) if text.startswith(before) else text):
             return message
     return parted if "reasoning_content" in parted else plain
-
-
-def _parted(whole: str) -> Message:
-    """gpt-oss's channels: what it thinks, and what it says in the end."""
-    parts = CHANNEL.findall(whole)
-    thought = "".join(words for channel, words in parts if channel == "analysis")
-    said = "".join(words for channel, words in parts if channel == "final")
-    return {"role": "assistant", "content": said} | ({"reasoning_content": thought} if thought else {})
 
 
 def render(
@@ -222,25 +210,23 @@ def render_all(
         except RowError as error:
             return error
 
-    def masked(layouts: list[Any], encoding: Future[list[Any]]) -> Iterator[Rendering | RowError]:
-        encodings = iter(encoding.result())
-        for layout in layouts:
-            if isinstance(layout, RowError):
-                yield layout
-            else:
-                texts, unread = layout
-                yield Rendering([_masked(next(encodings), text) for text in texts], unread)
+    def tokenised(layouts: list[tuple[list[_Text], list[str]] | RowError]) -> list[Rendering | RowError]:
+        texts = [text.text for layout in layouts if not isinstance(layout, RowError) for text in layout[0]]
+        encodings = iter(_encoded(tokenizer, texts))
+        return [
+            layout
+            if isinstance(layout, RowError)
+            else Rendering([_masked(next(encodings), text) for text in layout[0]], layout[1])
+            for layout in layouts
+        ]
 
+    blocks = []
     with ThreadPoolExecutor(1) as tokenizing:  # which needs no GIL: the next ones are rendered meanwhile
-        waiting: deque[tuple[list[Any], Future[list[Any]]]] = deque()
         for start in range(0, len(conversations), AT_ONCE):
             layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
-            texts = [text.text for layout in layouts if not isinstance(layout, RowError) for text in layout[0]]
-            waiting.append((layouts, tokenizing.submit(_encoded, tokenizer, texts)))
-            if start:
-                yield from masked(*waiting.popleft())
-        while waiting:
-            yield from masked(*waiting.popleft())
+            blocks.append(tokenizing.submit(tokenised, layouts))
+    for block in blocks:
+        yield from block.result()
 
 
 def family_of(template: str) -> Family | None:
@@ -263,14 +249,6 @@ def unread_in_prompt(tokenizer: Any, conversation: Conversation, template_args: 
     except RowError:  # which rejects it where it is to be answered
         return []
     return unshown(messages[: asked + 1], conversation.tools, [text])
-
-
-def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """(leading special tokens, tokens of the text itself)."""
-    ids = tokenizer(text).input_ids
-    bare = tokenizer(text, add_special_tokens=False).input_ids
-    lead = 1 if ids[: len(bare) + 1] != bare and ids and ids[0] == tokenizer.bos_token_id else 0
-    return ids[:lead], bare
 
 
 class _Template:
@@ -329,7 +307,10 @@ class _Template:
         whole, marks = self.render(messages)
         if marks and sum(stop - start for start, stop in marks) >= len(whole):
             raise ValueError(f"the chat template's generation marks cover all: {ADVICE}")
-        learned = _learned(messages, turns)
+        learned = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [i for i in (learned[-1:] if turns == "last" else learned) if messages[i].get("label", True)]
+        if not learned:
+            raise RowError(NO_LABEL)
         answers = {i: self._answer(messages, i) for i in learned}
         texts: list[_Text] = []
         left = learned
@@ -385,40 +366,26 @@ class _Template:
                 raise RowError(
                     f"the chat template renders what comes before turn {index} otherwise when it goes on{args}"
                 )
-        start, end = len(before), self._end(messages[index])
-        stop = text.rfind(end)
+        family, calls = self.family, "tool_calls" in messages[index]
+        assert family is not None
+        end = (family.call_end if calls else None) or family.end or self.eos
+        start, stop = len(before), text.rfind(end)
         if stop < start:
             raise RowError(f"the chat template does not end turn {index} with {end}")
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
             content = content.removeprefix(THOUGHT_START).lstrip()
         words = text[start:stop].rstrip()
-        calls = "tool_calls" in messages[index]  # which stand between the words and the end
-        shown = str.__contains__ if calls else str.endswith
+        shown = str.__contains__ if calls else str.endswith  # calls stand between the words and the end
         if not shown(words, content) and not shown(_dense(words), _dense(content)):
             raise RowError(f"the chat template does not show turn {index} as it is")
         if not calls and end in words.removesuffix(content):
             raise RowError(f"the chat template ends turn {index} with {end} before its words")
         return start, stop + len(end)
 
-    def _end(self, answer: Message) -> str:
-        """What the family's templates end an answer with."""
-        family = self.family
-        assert family is not None
-        return (family.call_end if "tool_calls" in answer else None) or family.end or self.eos
-
 
 def _dense(text: str) -> str:
     """Without white space, of which templates take away some, or put some around a thought."""
     return "".join(text.split())
-
-
-def _learned(messages: Messages, turns: str) -> list[int]:
-    """Which messages are answers to be learned. Raises RowError where that is none of them."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    learned = [i for i in (answers[-1:] if turns == "last" else answers) if messages[i].get("label", True)]
-    if not learned:
-        raise RowError(NO_LABEL)
-    return learned
 
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
