@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.end_of_turn import warn_if_no_end
@@ -200,10 +199,13 @@ def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[
             if isinstance(record, Text):
                 category, asked, ids = "text", {"text": record.text}, base.tokenizer(record.text).input_ids
             elif isinstance(record, Conversation):
-                asked = _asked(record)
-                ids = question_ids(
-                    base.tokenizer, asked["turns"], asked.get("system"), asked.get("tools"), base.template_args
-                )
+                # the first two user turns up to a tool's result, since the base need not call that tool
+                messages = list(takewhile(lambda message: message["role"] != "tool", record.messages))
+                asked["turns"] = [m["content"] for m in messages if m["role"] == "user"][:2]
+                system = messages[0]["content"] if messages[0]["role"] == "system" else None
+                asked |= {} if system is None else {"system": system}
+                asked |= {"tools": record.tools} if record.tools else {}
+                ids = question_ids(base.tokenizer, asked["turns"], system, record.tools, base.template_args)
             elif record.prompt:
                 asked, ids = {"input_ids": record.prompt}, record.prompt
             problem = base.unreadable(ids)
@@ -213,15 +215,6 @@ def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[
             account.reject(record.id, problem)
         elif asked:
             yield {"question_id": record.id, "category": category, **asked}
-
-
-def _asked(chat: Conversation) -> dict[str, Any]:
-    """The first two user turns up to a tool's result (the base need not call it), the system turn and the tools."""
-    messages = list(takewhile(lambda message: message["role"] != "tool", chat.messages))
-    asked: dict[str, Any] = {"turns": [m["content"] for m in messages if m["role"] == "user"][:2]}
-    if messages[0]["role"] == "system":
-        asked["system"] = messages[0]["content"]
-    return asked | ({"tools": chat.tools} if chat.tools else {})
 
 
 def _lend_dev(folder: Path) -> None:
@@ -235,18 +228,14 @@ def _lend_dev(folder: Path) -> None:
 
 
 def _counted(folder: Path, split: str) -> dict[str, Any]:
-    corpus = load_corpus(folder, split)
+    """The sequences of a split, with quantiles of their lengths in tokens."""
+    corpus, lengths = load_corpus(folder, split), {}
+    if len(corpus):
+        for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("longest", 1.0)):
+            lengths[name] = int(np.quantile(corpus.lengths, share, method="lower"))
     return {
         "sequences": len(corpus),
         "tokens": len(corpus.ids),
         "answer_tokens": int(corpus.mask.sum()),
-        "lengths": length_statistics(corpus.lengths),
+        "lengths": lengths,
     }
-
-
-def length_statistics(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Quantiles of sequence lengths, in tokens."""
-    if not len(lengths):
-        return {}
-    found = np.quantile(lengths, [0.5, 0.9, 0.99, 1.0], method="lower").astype(int).tolist()
-    return dict(zip(("median", "p90", "p99", "longest"), found, strict=True))

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -54,13 +55,21 @@ class RegenerateConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class DataConfig:
     """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both);
     path: file, glob or Hub name, or a list of them, with `weights` mixed row by row in these shares until one ends.
 
     limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
     and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
     shard_rows: rows worked on, and lost by nobody, at a time.
+
+    labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with
+    the base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
+    turns: `each` answer is learned, or the `last` alone. template_args: what the chat template gets beside the
+    messages, as {"enable_thinking": False}; the trained head keeps it. prompt_tokens and samples_per_text: how texts
+    are cut, which the base always continues. max_new_tokens per answer.
+    features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
+    at each step. show: so many sequences are printed after preparing.
     """
 
     kind: Literal["toy", "prompts", "sharegpt", "text", "mixed"] = "toy"
@@ -71,29 +80,6 @@ class SourceConfig:
     dedupe: bool = True
     keep_out: str | None = None
     shard_rows: PositiveInt = 2048
-
-    def __post_init__(self) -> None:
-        if self.kind not in GENERATED and not self.paths:
-            raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
-        if self.weights is not None and len(self.weights) != len(self.paths):
-            raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
-
-    @property
-    def paths(self) -> list[str]:
-        return [self.path] if isinstance(self.path, str) else list(self.path or [])
-
-
-@dataclass(frozen=True)
-class DataConfig(SourceConfig):
-    """labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with
-    the base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
-    turns: `each` answer is learned, or the `last` alone. template_args: what the chat template gets beside the
-    messages, as {"enable_thinking": False}; the trained head keeps it. prompt_tokens and samples_per_text: how texts
-    are cut, which the base always continues. max_new_tokens per answer.
-    features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
-    at each step. show: so many sequences are printed after preparing.
-    """
-
     labels: Literal["rewrite", "argmax", "given"] = "rewrite"
     turns: Literal["each", "last"] = "each"
     template_args: dict[str, Any] | None = None
@@ -108,13 +94,20 @@ class DataConfig(SourceConfig):
     show: NonNegativeInt = field(default=0, metadata=MAY_DIFFER)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.kind not in GENERATED and not self.paths:
+            raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
+        if self.weights is not None and len(self.weights) != len(self.paths):
+            raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
         if self.kind == "text" and self.labels != "rewrite":
             raise ValueError(
                 f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
             )
         if self.prompt_tokens[0] > self.prompt_tokens[-1]:
             raise ValueError(f"data.prompt_tokens={self.prompt_tokens}: give [shortest, longest]")
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
 
 @dataclass
@@ -143,15 +136,18 @@ class Shard:
     account: Account = field(default_factory=Account)
 
 
-def read_shards(config: SourceConfig, seed: int) -> Iterator[Shard]:
+def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
     """The source as shards. Equal rows are dropped, and the split goes by a hash of the opening: rows that open
     alike land together."""
     seen: dict[bytes, str] = {}
     keep_out = NearDuplicates(_keep_out(config.keep_out)) if config.keep_out else None
+    if config.paths:
+        rows = read_mixture(config.paths, config.weights)
+    else:
+        made = GENERATED[config.kind].conversations(config.limit or GENERATED_ROWS, seed)
+        rows = ((str(number), row) for number, row in enumerate(made))
     shard = Shard()
-    for index, (name, row) in enumerate(tqdm(_rows(config, seed), "reading", unit="row", mininterval=1)):
-        if config.limit is not None and index >= config.limit:
-            break
+    for name, row in tqdm(islice(rows, config.limit), "reading", unit="row", mininterval=1):
         if shard.account.read == config.shard_rows:
             yield shard
             shard = Shard()
@@ -166,21 +162,11 @@ def read_shards(config: SourceConfig, seed: int) -> Iterator[Shard]:
         except RowError as error:
             shard.account.reject(name, error)
         else:
-            shard.splits[_split(record, config.holdout)].append(replace(record, id=name))
+            place = int.from_bytes(hashlib.sha256(record.opening.encode()).digest()[:8], "big") / 2**64
+            split = "dev" if place < config.holdout / 2 else "heldout" if place < config.holdout else "train"
+            shard.splits[split].append(replace(record, id=name))
             shard.account.unread.update(record.unread)
     yield shard
-
-
-def _rows(config: SourceConfig, seed: int) -> Iterator[tuple[str, Any]]:
-    if config.paths:
-        return read_mixture(config.paths, config.weights)
-    made = GENERATED[config.kind].conversations(config.limit or GENERATED_ROWS, seed)
-    return ((str(number), row) for number, row in enumerate(made))
-
-
-def _split(record: Record, holdout: float) -> str:
-    draw = int.from_bytes(hashlib.sha256(record.opening.encode()).digest()[:8], "big") / 2**64
-    return "dev" if draw < holdout / 2 else "heldout" if draw < holdout else "train"
 
 
 def asked_text(record: Record) -> str:
