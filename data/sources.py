@@ -15,6 +15,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from io import BufferedReader, FileIO
 from itertools import chain, count
@@ -76,20 +77,20 @@ def read_mixture(paths: Sequence[str], weights: Sequence[float] | None = None) -
     Without weights, one source after the other, each whole. With weights, row by row in these shares, until
     the first source has no more: so the shares hold to the end.
     """
-    streams = [enumerate(read_rows(path)) for path in paths]
     prefixes = [f"{i}:" for i in range(len(paths))] if len(paths) > 1 else [""]
     if weights is None:
-        for prefix, stream in zip(prefixes, streams, strict=True):
-            yield from ((f"{prefix}{number}", row) for number, row in stream)
+        for prefix, path in zip(prefixes, paths, strict=True):
+            yield from ((f"{prefix}{number}", row) for number, row in enumerate(read_rows(path)))
         return
+    streams = [read_rows(path) for path in paths]
     taken = [0] * len(paths)
     while True:  # whoever lags furthest behind its share is next
         source = min(range(len(paths)), key=lambda i: (taken[i] + 0.5) / weights[i])
-        found = next(streams[source], None)
-        if found is None:
+        try:
+            yield f"{prefixes[source]}{taken[source]}", next(streams[source])
+        except StopIteration:
             return
         taken[source] += 1
-        yield f"{prefixes[source]}{found[0]}", found[1]
 
 
 def check_source(option: str, path: str | None) -> None:
@@ -192,7 +193,8 @@ def _json_rows(stream: BufferedReader, start: bytes) -> Iterator[Any]:
     if start.startswith(b"["):
         return _element_rows(chunks)
     line, _, following = start.partition(b"\n")
-    if not start.startswith(b"{") or (following.strip() and (_is_json(line) or following.startswith(b"{"))):
+    is_json = not isinstance(_parsed(line, ""), RowError)
+    if not start.startswith(b"{") or (following.strip() and (is_json or following.startswith(b"{"))):
         return _line_rows(stream)
     wrapped, values = _outline(start.decode("latin-1"))
     if wrapped:  # {"data": [...]}
@@ -200,13 +202,9 @@ def _json_rows(stream: BufferedReader, start: bytes) -> Iterator[Any]:
         return _element_rows(chunks)
     if len(values) > 1 and all(isinstance(value, dict) for value in values):  # {"0": {...}, "1": {...}}
         return _element_rows(chunks, of="object")
-    if _is_json(line) or not following:
+    if is_json or not following:
         return _line_rows(stream)
     return _element_rows(chain([b"["], chunks, [b"]"]))  # objects of several lines each
-
-
-def _is_json(text: bytes) -> bool:
-    return not isinstance(_parsed(text, ""), RowError)
 
 
 def _outline(text: str) -> tuple[int, list[Any]]:
@@ -302,19 +300,14 @@ def _parsed(data: bytes | int, where: str) -> Any:
     try:
         return json.loads(data.decode())
     except UnicodeDecodeError as error:
-        return RowError(f"{where} is not UTF-8 at byte {error.start}{_as_windows_1252(data, error.start)}")
+        near, reads = data[max(0, error.start - 8) : error.start + 8], ""
+        with suppress(UnicodeDecodeError):
+            reads = f" (in Windows-1252 it reads {near.decode('cp1252')!r}: iconv -f WINDOWS-1252 -t UTF-8)"
+        return RowError(f"{where} is not UTF-8 at byte {error.start}{reads}")
     except RecursionError:
         return RowError(f"{where} is nested too deeply")
     except ValueError:
         return RowError(f"{where} is no JSON")
-
-
-def _as_windows_1252(data: bytes, at: int) -> str:
-    try:
-        near = data[max(0, at - 8) : at + 8].decode("cp1252")
-    except UnicodeDecodeError:
-        return ""
-    return f" (in Windows-1252 it reads {near!r}: iconv -f WINDOWS-1252 -t UTF-8)"
 
 
 def _looks_like_hub(path: str) -> bool:
