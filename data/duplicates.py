@@ -20,7 +20,8 @@ class NearDuplicates:
         self._sizes: list[int] = []
         self._index: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for number, question in enumerate(questions):
-            grams = _grams(question, SIZE)
+            words = WORDS.findall(question.lower())
+            grams = _grams(words, min(SIZE, len(words))) if words else set()
             self._sizes.append(len(grams))
             for gram in grams:
                 self._index[gram].append(number)
@@ -29,14 +30,12 @@ class NearDuplicates:
     def of(self, text: str) -> int | None:
         """The number of the question that the text repeats most of; None where it repeats none."""
         words = WORDS.findall(text.lower())
-        grams = {tuple(words[i : i + n]) for n in self._lengths for i in range(len(words) - n + 1)}
+        grams = {gram for size in self._lengths for gram in _grams(words, size)}
         found = Counter(number for gram in grams & self._index.keys() for number in self._index[gram])
         shares = {number: count / self._sizes[number] for number, count in found.items()}
         best = max(shares, key=lambda number: (shares[number], -number), default=None)
         return best if best is not None and shares[best] >= SHARE else None
 
 
-def _grams(text: str, size: int) -> set[tuple[str, ...]]:
-    words = WORDS.findall(text.lower())
-    size = min(size, len(words))
-    return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)} if size else set()
+def _grams(words: list[str], size: int) -> set[tuple[str, ...]]:
+    return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)}

@@ -70,8 +70,14 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
         message |= {"tool_calls": calls} if calls else {}
     if (found.thought or found.calls) if role != "assistant" else found.results:
         raise RowError(f"{where} is from the {role} and holds parts of another's turn")
-    if not _is_label(left, role, unread) and role == "assistant":
-        message["label"] = False
+    for key in LABEL_KEYS:
+        weight = left.get(key)
+        if isinstance(weight, (int, float)):
+            del left[key]
+            if not weight and role == "assistant":
+                message["label"] = False
+            elif weight and (role != "assistant" or weight != 1):  # between 0 and 1, or on a turn that is no answer
+                unread.append(f"turn.{key}={weight}")
     for key in ("name", *(("tool_call_id",) if role == "tool" else ())):
         if isinstance(left.get(key), str):
             message[key] = left.pop(key)
@@ -164,36 +170,33 @@ class _Parts:
         self.text = self.thought = ""
         self.calls: list[Any] = []
         self.results: list[Message] = []
-        self.where, self.unread = where, unread
         if isinstance(content, str):
             self.text = content
             return
         for part in content if isinstance(content, list) else [] if content is None else [content]:
-            self._read({"text": part} if isinstance(part, str) else part)
-
-    def _read(self, part: Any) -> None:
-        if not isinstance(part, dict):
-            raise RowError(f"{self.where} holds no text but a {type(part).__name__}")
-        left = dict(part)
-        name = left.pop("type", "text")
-        kind = PARTS.get(name) if isinstance(name, str) else None
-        if kind == "call":
-            self.calls += _read_calls(part, self.where, self.unread)
-            return
-        value = taken(left, PART_KEYS)
-        if kind == "result":
-            identity = taken(left, ("tool_use_id", "tool_call_id"))
-            text = _Parts(_result_text(value), self.where, self.unread).text
-            self.results.append({"role": "tool", "content": text} | ({"tool_call_id": identity} if identity else {}))
-        elif kind is None or value is None:
-            raise RowError(f"{self.where} holds a part that is no text ({name if 'type' in part else 'no text'})")
-        elif kind == "thought":
-            self.thought += _Parts(value, self.where, self.unread).text
-        elif isinstance(value, str):
-            self.text += value
-        else:
-            raise RowError(f"{self.where} holds no text but a {type(value).__name__}")
-        self.unread += [f"turn.content.{key}" for key in filled(left)]
+            part = {"text": part} if isinstance(part, str) else part
+            if not isinstance(part, dict):
+                raise RowError(f"{where} holds no text but a {type(part).__name__}")
+            left = dict(part)
+            name = left.pop("type", "text")
+            kind = PARTS.get(name) if isinstance(name, str) else None
+            if kind == "call":
+                self.calls += _read_calls(part, where, unread)
+                continue
+            value = taken(left, PART_KEYS)
+            if kind == "result":
+                identity = taken(left, ("tool_use_id", "tool_call_id"))
+                result = {"role": "tool", "content": _Parts(_result_text(value), where, unread).text}
+                self.results.append(result | ({"tool_call_id": identity} if identity else {}))
+            elif kind is None or value is None:
+                raise RowError(f"{where} holds a part that is no text ({name if 'type' in part else 'no text'})")
+            elif kind == "thought":
+                self.thought += _Parts(value, where, unread).text
+            elif isinstance(value, str):
+                self.text += value
+            else:
+                raise RowError(f"{where} holds no text but a {type(value).__name__}")
+            unread += [f"turn.content.{key}" for key in filled(left)]
 
 
 def _result_text(content: Any) -> Any:
@@ -209,33 +212,19 @@ def _result_text(content: Any) -> Any:
 def _read_calls(calls: Any, where: str, unread: list[str]) -> list[Any]:
     """Calls: one or a list, objects or JSON text; OpenAI's, its older `function_call`, Anthropic's `tool_use`."""
     calls = from_json(calls, f"the call of {where}") if isinstance(calls, str) else calls
-    return [_read_call(call, where, unread) for call in (calls if isinstance(calls, list) else [calls]) if call]
-
-
-def _read_call(call: Any, where: str, unread: list[str]) -> dict[str, Any]:
-    left = dict(call) if isinstance(call, dict) else {}
-    function = left.pop("function", left)
-    name = function.pop("name", None) if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise RowError(f"{where} calls a tool without a name")
-    arguments = taken(function, ARGUMENT_KEYS)
-    if isinstance(arguments, str):
-        arguments = from_json(arguments.strip() or "{}", f"what {where} gives to {name}")
-    if not isinstance(arguments, dict | None):
-        raise RowError(f"what {where} gives to {name} is no JSON object")
-    identity = {"id": left.pop("id")} if isinstance(left.get("id"), str) else {}
-    unread += [f"turn.tool_calls.{key}" for key in filled({**left, **function}) if key not in ("type", "index")]
-    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
-
-
-def _is_label(left: dict[str, Any], role: str, unread: list[str]) -> bool:
-    """Nothing says that this turn is none. A weight between 0 and 1, or one on a turn that is no answer, is unread."""
-    is_label = True
-    for key in LABEL_KEYS:
-        weight = left.get(key)
-        if isinstance(weight, (int, float)):
-            del left[key]
-            is_label &= bool(weight)
-            if weight and (role != "assistant" or weight != 1):
-                unread.append(f"turn.{key}={weight}")
-    return is_label
+    found = []
+    for call in filter(None, calls if isinstance(calls, list) else [calls]):
+        left = dict(call) if isinstance(call, dict) else {}
+        function = left.pop("function", left)
+        name = function.pop("name", None) if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise RowError(f"{where} calls a tool without a name")
+        arguments = taken(function, ARGUMENT_KEYS)
+        if isinstance(arguments, str):
+            arguments = from_json(arguments.strip() or "{}", f"what {where} gives to {name}")
+        if not isinstance(arguments, dict | None):
+            raise RowError(f"what {where} gives to {name} is no JSON object")
+        identity = {"id": left.pop("id")} if isinstance(left.get("id"), str) else {}
+        unread += [f"turn.tool_calls.{key}" for key in filled({**left, **function}) if key not in ("type", "index")]
+        found.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments or {}}})
+    return found

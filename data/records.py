@@ -111,8 +111,17 @@ def conversation_of(row: Any, name: str | int) -> Conversation:
         if message["role"] != "tool" and not message["content"].strip() and "tool_calls" not in message:
             raise RowError(f"turn {i} (from the {message['role']}) is empty")
     questions_alone = row.get("turns") and "turns" not in left and all(m["role"] == "user" for m in messages)
-    if not questions_alone:
-        _check_order(messages)
+    before = ""
+    for i, message in enumerate(messages if not questions_alone else ()):
+        role, due = message["role"], FOLLOWERS[before]
+        if role == "system" and i == 0:
+            continue
+        if role not in due:
+            where = f"turn {i} is from" if before else "starts with"
+            raise RowError(f"{where} the {role} where the {due[0]} is due")
+        before = role
+    if not before and not questions_alone:
+        raise RowError("no user turn")
     system = taken(left, SYSTEM)
     if system is not None and messages[0]["role"] != "system":
         messages = [*read_turn({"role": "system", "content": system}, "the system column", unread), *messages]
@@ -201,35 +210,18 @@ def _turns(left: dict[str, Any]) -> list[Any]:
     prompt, answers = _as_turns(asked, "user"), _as_turns(answer, "assistant")
     if answers[: len(prompt)] == prompt:  # TRL's implicit prompt
         return answers
-    return [*_history(left.pop("history", [])), *prompt, *answers]
-
-
-def _history(pairs: Any) -> list[Any]:
-    """LLaMA-Factory's earlier turns: pairs of question and answer."""
+    pairs = left.pop("history", [])  # LLaMA-Factory's earlier turns: pairs of question and answer
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise RowError("'history' is no list of pairs")
-    return [
+    earlier = [
         {"role": role, "content": text}
         for pair in pairs
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
+    return [*earlier, *prompt, *answers]
 
 
 def _as_turns(found: Any, role: str) -> list[Any]:
     """A question's or an answer's turns: a text, a turn, or a list of either."""
     listed = found if isinstance(found, list) else [] if found is None else [found]
     return [turn if isinstance(turn, dict) else {"role": role, "content": turn} for turn in listed]
-
-
-def _check_order(messages: list[Message]) -> None:
-    before = ""
-    for i, message in enumerate(messages):
-        role, due = message["role"], FOLLOWERS[before]
-        if role == "system" and i == 0:
-            continue
-        if role not in due:
-            where = f"turn {i} is from" if before else "starts with"
-            raise RowError(f"{where} the {role} where the {due[0]} is due")
-        before = role
-    if not before:
-        raise RowError("no user turn")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -76,7 +77,7 @@ class ChatServer:
                 raise ServerError(f"{self.url} failed {self._failures} requests in a row")
             try:
                 if self.model is None:
-                    self.model = await self._tried("GET", "/models", None, _first_model)
+                    self.model = await self._tried("GET", "/models", None, lambda found: str(found["data"][0]["id"]))
                 sent = [for_server(message) for message in messages]
                 body = {"model": self.model, "messages": sent, **({"tools": tools} if tools else {}), **options}
                 found = await self._tried("POST", "/chat/completions", body, _answer)
@@ -97,7 +98,8 @@ class ChatServer:
                 if response.status_code < 500 and response.status_code not in PASSING:
                     kind = Refusal if response.status_code in REFUSING else ServerError
                     raise kind(f"{self.url} refuses: {reason}")
-                wait = max(wait, _retry_after(response))
+                with suppress(ValueError):  # a date, which some servers give
+                    wait = max(wait, min(LONGEST_WAIT, float(response.headers.get("retry-after", 0))))
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__} {error}".strip()
             except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -105,10 +107,6 @@ class ChatServer:
             if attempt < self.retries:
                 await asyncio.sleep(wait)
         raise ServerError(f"{self.url} failed {self.retries + 1} times, the last time: {' '.join(reason.split())}")
-
-
-def _first_model(found: Any) -> str:
-    return str(found["data"][0]["id"])
 
 
 def _answer(found: Any) -> Answer:
@@ -122,10 +120,3 @@ def _answer(found: Any) -> Answer:
     except RowError as error:
         raise Refusal(str(error)) from error  # the model's own words, which it would say again
     return Answer(message, reason == "length", unread)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    try:
-        return min(LONGEST_WAIT, float(response.headers.get("retry-after", 0)))
-    except ValueError:
-        return 0.0
