@@ -90,7 +90,10 @@ class Journal:
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:
     """Write the examples as flat arrays."""
     columns = [name for name in COLUMNS if name != "labels" or any(e.labels is not e.ids for e in examples)]
-    arrays = {name: _flat([getattr(e, name) for e in examples], COLUMNS[name]) for name in columns}
+    arrays = {}
+    for name in columns:
+        dtype = np.dtype(COLUMNS[name])
+        arrays[name] = np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(e, name), dtype) for e in examples)])
     arrays.setdefault("labels", arrays["ids"])
     arrays["offsets"] = np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)
     save_file(arrays, path)
@@ -115,10 +118,6 @@ def load_corpus(folder: Path, split: str) -> Corpus:
         return _mapped(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: delete {folder} and run the command again") from error
-
-
-def _flat(columns: Sequence[Tokens], dtype: str) -> NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(column, dtype) for column in columns)])
 
 
 def _mapped(path: Path) -> Corpus:

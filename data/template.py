@@ -95,10 +95,6 @@ class _Text:
     text: str
     spans: list[Span]
 
-    def shows(self, words: str) -> bool:
-        """Are they in one of its answers?"""
-        return any(words in self.text[start:stop] for start, stop in self.spans)
-
     def leads(self, text: str) -> bool:
         """Does `text` begin with all of this up to the end of its answers?"""
         return text.startswith(self.text[: max((stop for _, stop in self.spans), default=0)])
@@ -328,21 +324,21 @@ class _Template:
         unread = [LOST_TURN] * (len(messages) - len(rendered))
         unread += unshown(rendered, self.tools, [each.text for each in texts])
         for i, message in enumerate(messages):
-            if "reasoning_content" in message and not self.thought_key:
+            thoughts = []  # in a field of their own, or at the beginning of an answer
+            if "reasoning_content" in message and self.thought_key:
+                thoughts.append(message["reasoning_content"])
+            elif "reasoning_content" in message:
                 unread.append(NO_THOUGHT)
-            for thought in self._thoughts(message):
-                if i in answers and not answers[i].shows(thought):
-                    unread.append(LOST_THOUGHT)
-                elif i not in answers and not any(thought in each.text for each in texts):
+            if message["role"] == "assistant" and THOUGHT_END in message["content"]:
+                thoughts.append(message["content"].split(THOUGHT_END)[0].split(THOUGHT_START)[-1])
+            for thought in thoughts:
+                if i in answers:
+                    answer = answers[i]
+                    if not any(thought.strip() in answer.text[start:stop] for start, stop in answer.spans):
+                        unread.append(LOST_THOUGHT)
+                elif not any(thought.strip() in each.text for each in texts):
                     unread.append(PAST_THOUGHT)
         return texts[::-1], unread
-
-    def _thoughts(self, message: Message) -> list[str]:
-        """Those that the template may show, in a field of their own or at the beginning of an answer."""
-        found = [message["reasoning_content"]] if self.thought_key and "reasoning_content" in message else []
-        if message["role"] == "assistant" and THOUGHT_END in message["content"]:
-            found.append(message["content"].split(THOUGHT_END)[0].split(THOUGHT_START)[-1])
-        return [thought.strip() for thought in found]
 
     def _answer(self, messages: Messages, index: int) -> _Text:
         """What is rendered up to the answer messages[index] while no turn follows it, and where that is in it."""

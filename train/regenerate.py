@@ -89,22 +89,19 @@ class Dialogue:
             self._end(f"answer {self.answered} was cut")
 
     def answer_text(self, answer: Answer) -> None:
-        """What a server said behind `said`, tokenised as the template writes it."""
+        """What a server said behind `said`, tokenised as the template writes it. Raises RowError where it cannot be."""
         conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
         self.unread += (f"answer.{name.removeprefix('turn.')}" for name in answer.unread)
         if "reasoning_content" in answer.message and not thought_key(self.base.tokenizer.get_chat_template()):
-            self.lose("refused", "the answer comes with a thought, which the chat template does not show")
-            return
+            raise RowError("the answer comes with a thought, which the chat template does not show")
         args = self.base.template_args
         (found,) = render_all(self.base.tokenizer, [conversation], turns="last", template_args=args)
-        if isinstance(found, RowError) or not any(found.sequences[-1].mask):
-            self.lose("refused", str(found) if isinstance(found, RowError) else "the answer has no tokens")
-            return
+        if isinstance(found, RowError):
+            raise found
         rendered = found.sequences[-1]
-        problem = self.base.unreadable(rendered.ids)
+        problem = self.base.unreadable(rendered.ids) if any(rendered.mask) else "the answer has no tokens"
         if problem:
-            self.lose("refused", problem)
-            return
+            raise RowError(problem)
         self.unread += (name for name in found.unread if name == LOST_THOUGHT)
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
@@ -204,25 +201,22 @@ async def _ask_server(
         async def converse(dialogue: Dialogue) -> None:
             while dialogue.next_prompt():
                 key, noise = work_key(dialogue.said, dialogue.name, dialogue.temperature, asking.top_p, seed)
-                known = journal.get(key)
-                if known is None:
-                    room = dialogue.base.context_length - len(dialogue.prompt)
-                    options: dict[str, Any] = {
-                        "max_tokens": min(config.max_new_tokens, room),
-                        "temperature": dialogue.temperature,
-                    }
-                    if dialogue.base.template_args:
-                        options["chat_template_kwargs"] = dialogue.base.template_args
-                    if dialogue.temperature:
-                        options |= {"top_p": asking.top_p, "seed": noise % 2**31}
-                    try:
+                room = dialogue.base.context_length - len(dialogue.prompt)
+                options: dict[str, Any] = {
+                    "max_tokens": min(config.max_new_tokens, room),
+                    "temperature": dialogue.temperature,
+                }
+                if dialogue.base.template_args:
+                    options["chat_template_kwargs"] = dialogue.base.template_args
+                if dialogue.temperature:
+                    options |= {"top_p": asking.top_p, "seed": noise % 2**31}
+                try:
+                    if (known := journal.get(key)) is None:
                         known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
-                    except ServerError as error:
-                        dialogue.lose("refused" if isinstance(error, Refusal) else "errors", str(error))
-                        bar.update()
-                        return
-                    journal.put(key, known)
-                dialogue.answer_text(Answer(*known))
+                        journal.put(key, known)
+                    dialogue.answer_text(Answer(*known))
+                except (ServerError, RowError) as error:
+                    dialogue.lose("refused" if isinstance(error, (Refusal, RowError)) else "errors", str(error))
                 bar.update()
 
         await asyncio.gather(*(converse(dialogue) for dialogue in dialogues))

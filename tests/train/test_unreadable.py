@@ -8,6 +8,7 @@ from bases import tiny_tokenizer, write_base
 
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.server import Answer
+from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, load_base
@@ -89,8 +90,9 @@ def test_in_texts(base, tmp_path):
 def test_in_a_servers_answer(base):
     dialogue = Dialogue(base, conversation_of(chat(0), "x"), 0.0, 0)
     assert dialogue.next_prompt()
-    dialogue.answer_text(Answer({"role": "assistant", "content": f"so {NEW}"}, cut=False))
-    assert (dialogue.turns["refused"], dialogue.reason) == (1, REASON)
+    with pytest.raises(RowError) as refused:
+        dialogue.answer_text(Answer({"role": "assistant", "content": f"so {NEW}"}, cut=False))
+    assert str(refused.value) == REASON
 
 
 @pytest.mark.parametrize("kind", ["mt_bench", "gsm8k", "humaneval", "text"])
