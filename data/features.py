@@ -131,9 +131,6 @@ class Features:
             if not 0 <= first < end:
                 raise self._damage(number, "is listed wrongly in manifest.json")
 
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
     def __getitem__(self, sequence: int) -> Hidden:
         """All positions of one sequence. Raises ValueError when they are not what was stored."""
         number = bisect.bisect_right(self._firsts, sequence) - 1

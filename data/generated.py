@@ -62,25 +62,19 @@ class Generator:
         for number, category in zip(range(count), itertools.cycle(self.drawers)):
             drawn, size = next(sources[category]), rng.choice(self.exchanges)
             row = {"id": f"{self.name}-{split}-{seed}-{number}", "category": category}
-            chat = [
-                {"from": speaker, "value": value}
-                for pair in zip(drawn.turns[:size], drawn.answers, strict=False)
-                for speaker, value in zip(("human", "gpt"), pair, strict=True)
-            ]
+            chat = []
+            for question, answer in zip(drawn.turns[:size], drawn.answers, strict=False):
+                chat += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             yield row | ({"conversations": chat} if chat else {"turns": drawn.turns[:size]})
 
     def questions(self) -> list[dict[str, Any]]:
         """The 80 held-out questions, ten per category: `{"question_id", "category", "turns": [str, str]}`."""
-        rng = random.Random("questions")
-        drawn = [
-            (category, found.turns[:2])
-            for category in self.drawers
-            for found in itertools.islice(self._distinct(category, rng, held_out=True), QUESTIONS_PER_CATEGORY)
-        ]
-        return [
-            {"question_id": number, "category": category, "turns": turns}
-            for number, (category, turns) in enumerate(drawn, FIRST_QUESTION_ID)
-        ]
+        rng, asked = random.Random("questions"), list[dict[str, Any]]()
+        for category in self.drawers:
+            for drawn in itertools.islice(self._distinct(category, rng, held_out=True), QUESTIONS_PER_CATEGORY):
+                number = FIRST_QUESTION_ID + len(asked)
+                asked.append({"question_id": number, "category": category, "turns": drawn.turns[:2]})
+        return asked
 
     @cached_property
     def fingerprint(self) -> str:

@@ -23,7 +23,7 @@ ANSWERS = ("completion", "response", "output", "answer", "chosen", "solution")
 TOOLS = ("tools", "functions")
 TEXTS = ("text", "story", "content", "prompt")
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-NAMES = ("id", "question_id", "category")  # read elsewhere, or nowhere, and no loss
+READ_ELSEWHERE = ("id", "question_id", "category")  # or nowhere, and no loss
 IGNORED_LABEL = -100  # in a column `labels`, as torch's cross-entropy has it
 
 
@@ -184,7 +184,7 @@ def _columns(row: Any) -> dict[str, Any]:
 
 
 def _unread(left: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(key for key in left if key not in NAMES)
+    return tuple(key for key in left if key not in READ_ELSEWHERE)
 
 
 def _turns(left: dict[str, Any]) -> list[Any]:

@@ -18,16 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 COLUMNS = {"ids": "int32", "mask": "uint8", "labels": "int32"}
-Tokens = Sequence[int] | NDArray[Any]
+Column = Sequence[int] | NDArray[Any]
 
 
 class Example(NamedTuple):
     """One sequence: token ids, mask (1 where the base itself wrote the token), and labels, the token that
     the base puts at each position (the ids themselves where it wrote them)."""
 
-    ids: Tokens
-    mask: Tokens
-    labels: Tokens
+    ids: Column
+    mask: Column
+    labels: Column
 
 
 @dataclass(frozen=True)
