@@ -14,7 +14,7 @@ import bisect
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import batches_by_length
 from ctcdraft.model.folders import MANIFEST, free_bytes, share_out, write_atomically
 
-from .store import load_corpus, read_object
+from .store import Column, load_corpus, read_object
 
 VERSION = 3
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -100,6 +100,17 @@ def bytes_of(lengths: NDArray[np.int64], size: int, kind: str) -> int:
     """What sequences of these lengths take on a disk, `size` numbers per position."""
     per_position = size * FORMATS[kind].itemsize + (4 if kind == "fp8" else 0)
     return int(lengths.sum()) * per_position + 8 * len(lengths)
+
+
+def hidden_states(
+    base: Base, sequences: Sequence[Column], batch_size: int, attended: Attended | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """(number, what `Base.hidden` gives [L, X]) of every sequence, those of like length together."""
+    for batch in batches_by_length(sequences, batch_size):
+        rows = [torch.from_numpy(np.asarray(sequences[i], np.int64)) for i in batch]
+        ids_BL = pad_sequence(rows, batch_first=True)  # padding lies behind: causal attention never sees it
+        hidden_BLX = base.hidden(ids_BL.to(base.device), attended=attended)
+        yield from ((i, hidden_BLX[b, : len(sequences[i])]) for b, i in enumerate(batch))
 
 
 class Features:
@@ -241,18 +252,14 @@ class FeatureStore:
     def _store(self, bar: tqdm, number: int, shard: range) -> None:
         """Write a shard, unless it is there: its hidden states, made in batches of like length."""
         path = self.folder / shard_name(number)
-        rows = [torch.from_numpy(np.asarray(self.corpus[sequence].ids, np.int64)) for sequence in shard]
         if path.is_file():
-            bar.update(sum(map(len, rows)))
+            bar.update(int(self.corpus.lengths[shard].sum()))
             return
         found: dict[int, Hidden] = {}
-        for batch in batches_by_length(rows, BATCH):
-            ids_BL = pad_sequence([rows[i] for i in batch], batch_first=True)  # padded behind: no effect
-            hidden_BLX = self.base.hidden(ids_BL.to(self.base.device), attended=self.attended)
-            for b, i in enumerate(batch):
-                found[i] = encoded(hidden_BLX[b, : len(rows[i])], self.kind).cpu()
-                bar.update(len(rows[i]))
-        write_atomically(path, save(shard_tensors([found[i] for i in range(len(rows))])))
+        for i, hidden_LX in hidden_states(self.base, [self.corpus[n].ids for n in shard], BATCH, self.attended):
+            found[i] = encoded(hidden_LX, self.kind).cpu()
+            bar.update(len(hidden_LX))
+        write_atomically(path, save(shard_tensors([found[i] for i in range(len(shard))])))
 
     def _write_manifest(self) -> None:
         shards = [

@@ -10,16 +10,16 @@ from itertools import chain, product
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from ctcdraft.data.features import hidden_states
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import Rendered, Rendering, render_all, unread_in_prompt
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.decode.generate import batches_by_length, continued
+from ctcdraft.model.decode.generate import continued
 
 from .regenerate import LEAST_ROOM, rewrite
 from .shards import Account, DataConfig
@@ -117,14 +117,11 @@ class ExampleMaker:
     @torch.no_grad()
     def _choices(self, sequences: list[list[int]]) -> list[list[int]]:
         """What the base would have put at each position of each sequence."""
-        chosen, batches = [[0]] * len(sequences), batches_by_length(sequences, self.config.batch_size)
-        for batch in tqdm(batches, self.title, unit="batch", mininterval=1, disable=not batches):
-            ids = pad_sequence([torch.tensor(sequences[i]) for i in batch], batch_first=True)
-            hidden = self.base.hidden(ids.to(self.base.device))  # padding lies behind: causal attention never sees it
-            for i, row in zip(batch, hidden, strict=True):
-                choices = self.base.logits(row[: len(sequences[i])]).argmax(dim=-1).tolist()
-                chosen[i] = [sequences[i][0], *choices[:-1]]
-        return chosen
+        count, chosen = len(sequences), dict[int, list[int]]()
+        states = hidden_states(self.base, sequences, self.config.batch_size)
+        for i, hidden_LD in tqdm(states, self.title, count, unit="sequence", mininterval=1, disable=not count):
+            chosen[i] = [sequences[i][0], *self.base.logits(hidden_LD).argmax(dim=-1).tolist()[:-1]]
+        return [chosen[i] for i in range(count)]
 
     def _continued(self, texts: list[Text]) -> dict[str, list[Example]]:
         """Texts, cut somewhere and continued by the base."""
