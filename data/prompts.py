@@ -5,7 +5,20 @@ from typing import Any
 
 import numpy as np
 
+from ctcdraft.model.base.llm import Base
+
 from .template import NO_ARGS, TemplateArgs, prompt_ids
+
+LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
+
+
+def prompt_lengths(base: Base, lengths: Sequence[int], option: str) -> tuple[int, int]:
+    """[shortest, longest] prompt of a text, as far as the base's context leaves room for an answer. Raises ValueError
+    where it leaves none."""
+    low, high = lengths[0], min(lengths[1], base.context_length - LEAST_ROOM)
+    if low > high:
+        raise ValueError(f"{option}={lengths}: {base.name} takes {base.context_length} tokens")
+    return low, high
 
 
 def question_ids(

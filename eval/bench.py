@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ctcdraft.data.end_of_turn import warn_if_no_end
 from ctcdraft.data.generated import TOY
-from ctcdraft.data.prompts import cut_prompts
+from ctcdraft.data.prompts import cut_prompts, prompt_lengths
 from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
 from ctcdraft.data.store import read_jsonl
@@ -136,14 +136,9 @@ def _spread(source: Callable[[], Iterable[Any]], most: int | None) -> list[tuple
 def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:
     """What one row asks. Raises RowError where it is no question."""
     if config.kind == "text" or (config.kind == "heldout" and "text" in row):
-        low, high = config.prompt_tokens
-        longest = min(high, base.context_length - 16)
-        if low > longest:
-            raise ValueError(
-                f"bench.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens"
-            )
+        lengths = prompt_lengths(base, config.prompt_tokens, "bench.prompt_tokens")
         text = text_of(row, number)
-        for ids in cut_prompts(base.tokenizer, text.text, (low, longest), 1, (seed, number)):
+        for ids in cut_prompts(base.tokenizer, text.text, lengths, 1, (seed, number)):
             yield Question(text.id, "text", prompt=tuple(ids))
     elif config.kind == "heldout" and "input_ids" in row:
         yield Question(row["question_id"], row["category"], prompt=tuple(row["input_ids"]))

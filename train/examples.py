@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ctcdraft.data.features import hidden_states
-from ctcdraft.data.prompts import cut_prompts
+from ctcdraft.data.prompts import cut_prompts, prompt_lengths
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
@@ -21,7 +21,7 @@ from ctcdraft.data.template import Rendered, Rendering, render_all, unread_in_pr
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued
 
-from .regenerate import LEAST_ROOM, rewrite
+from .regenerate import rewrite
 from .shards import Account, DataConfig
 
 TOKENS_STAY = (
@@ -125,20 +125,17 @@ class ExampleMaker:
 
     def _continued(self, texts: list[Text]) -> dict[str, list[Example]]:
         """Texts, cut somewhere and continued by the base."""
+        if not texts:
+            return {}
         config, base = self.config, self.base
-        low, high = config.prompt_tokens
-        room = base.context_length - LEAST_ROOM
-        if texts and low > room:
-            raise ValueError(
-                f"data.prompt_tokens={config.prompt_tokens}: {base.name} takes {base.context_length} tokens"
-            )
+        lengths = prompt_lengths(base, config.prompt_tokens, "data.prompt_tokens")
         work: list[tuple[str, list[int], float, str]] = []  # whose it is, its prompt, temperature and name
         for text in texts:
             key = (self.seed, *hashlib.sha256(text.id.encode()).digest()[:4])
-            cuts = list(cut_prompts(base.tokenizer, text.text, (low, min(high, room)), config.samples_per_text, key))
+            cuts = list(cut_prompts(base.tokenizer, text.text, lengths, config.samples_per_text, key))
             problem = base.unreadable(token for cut in cuts for token in cut)
             if problem or not cuts:
-                self.account.reject(text.id, problem or f"fewer than {low} tokens")
+                self.account.reject(text.id, problem or f"fewer than {lengths[0]} tokens")
                 continue
             samples = enumerate(product(cuts, config.regenerate.temperatures))
             work += [(text.id, cut, temperature, f"{text.id}#{sample}") for sample, (cut, temperature) in samples]

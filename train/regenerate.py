@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ctcdraft.data.messages import Message
+from ctcdraft.data.prompts import LEAST_ROOM
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
@@ -20,7 +21,6 @@ from ctcdraft.model.decode.generate import continued, work_key
 
 from .shards import DataConfig
 
-LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 # What becomes of the turns that are asked. errors: a server failed at every try; skipped: nobody was asked, because of
 # what came before.
 OUTCOMES = ("answered", "refused", "errors", "skipped")
