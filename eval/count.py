@@ -56,7 +56,15 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     found = existing(folder, setting)
     if found:
         return found
-    decoders = _decoders(measurement, head_folders)
+    decoders: dict[str, Decoder] = {}
+    bare = replace(measurement.draft, prompt_lookup=0)
+    for name, head_folder in head_folders.items():
+        decoders[name] = decoder = measurement.decoder(head_folder)
+        if decoder.draft.prompt_lookup:
+            decoders[f"{name}, no lookup"] = Decoder(base, decoder.head, bare)
+        if decoder.draft.kind == "tree":
+            decoders[f"{name}, no lookup, chain"] = Decoder(base, decoder.head, replace(bare, kind="chain"))
+    decoders[LOOKUP_ALONE] = measurement.lookup_alone()
     questions = measurement.questions()
     answers = own_answers(base, questions, bench.max_new_tokens, cache)
     replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
@@ -97,18 +105,6 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
             bar.update()
             ask(number)
     return read
-
-
-def _decoders(measurement: Measurement, head_folders: Mapping[str, Path]) -> dict[str, Decoder]:
-    decoders: dict[str, Decoder] = {}
-    bare = replace(measurement.draft, prompt_lookup=0)
-    for name, folder in head_folders.items():
-        decoders[name] = decoder = measurement.decoder(folder)
-        if decoder.draft.prompt_lookup:
-            decoders[f"{name}, no lookup"] = Decoder(decoder.base, decoder.head, bare)
-        if decoder.draft.kind == "tree":
-            decoders[f"{name}, no lookup, chain"] = Decoder(decoder.base, decoder.head, replace(bare, kind="chain"))
-    return {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}
 
 
 def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question], seed: int) -> dict[str, Any]:

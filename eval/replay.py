@@ -110,9 +110,11 @@ def replay(
                     hidden[first.head.attended] = base.hidden(ids_BL, attended=first.head.attended)
                 drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2)
             for (row, number, root, end), one in zip(roots, drafted, strict=True):
+                ended = tokens[row][end - 1] in base.eos_ids
+                room = None if ended else end - root - 2  # a bonus token always follows
                 for label in labels:
-                    answer = found[label][batch[row]][number]
-                    tree = _tree(decoders[label], one, tokens[row], root, end)
+                    decoder, answer = decoders[label], found[label][batch[row]][number]
+                    tree = decoder.tree_of(one, tokens[row][: root + 1], room) if decoder.drafts else trees.EMPTY
                     answer.sources.append(tree.sources(tree.path_of(tokens[row][root + 1 : end].tolist())))
                     answer.expected.append(float(tree.psi.sum()))
     return found
@@ -126,10 +128,3 @@ def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: 
     for part in anchors_N2.split(ANCHORS):
         batch_N, position_N = part.unbind(1)
         yield from head.drafts_at(hidden_BLD, root_BL, batch_N, position_N, None, decoder.vocabulary)
-
-
-def _tree(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: int, end: int) -> Tree:
-    if not decoder.drafts:
-        return trees.EMPTY
-    room = None if tokens[end - 1] in decoder.base.eos_ids else end - root - 2  # a bonus token always follows
-    return decoder.tree_of(drafted, tokens[: root + 1], room)

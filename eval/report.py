@@ -163,10 +163,23 @@ def _how(results: dict[str, Any]) -> str:
 
 def _divergences(results: dict[str, Any]) -> list[str]:
     """Where outputs differ from plain decoding's, and what the control makes of it."""
-    blocks = blocks_of(results)
-    found = [_divergence(d) for block in blocks for d in block["identical"]["divergences"]]
-    controls = [_control(block) for block in blocks if block["identical"]["same_shape"]]
-    if not found and not controls:
+    rows, controls = [], []
+    for block in blocks_of(results):
+        same, flips = block["identical"], block["identical"]["same_shape"]
+        for d in same["divergences"]:
+            keys = ("top2_gap", "other_gap", "bound", "shape_change", "float32_gap")
+            gaps = ["-" if d[key] is None else f"{d[key]:.2e}" for key in keys]
+            where = (d["question"], d["turn"], d["position"], f"{d['temperature']:g}", d["seed"])
+            rows.append((*where, *gaps[:3], "" if d["within_bound"] else "BEYOND", *gaps[3:]))
+        if flips:
+            controls.append(
+                f"Control at temperature {block['temperature']:g}: over plain decoding's own {flips['positions']} "
+                f"tokens the shape alone changes the base's choice {flips['flips']} times, in {flips['turns']} of "
+                f"{same['compared']} answers, at gaps up to {flips['largest_gap']:.2e}; speculative decoding differs "
+                f"in {len(same['divergences'])}. The best two lie within the bound at {flips['near']} of the "
+                "positions: elsewhere a wrong token cannot pass for rounding."
+            )
+    if not rows and not controls:
         return []
     return [
         "## Divergences from plain decoding",
@@ -174,24 +187,6 @@ def _divergences(results: dict[str, Any]) -> list[str]:
         "was put out instead, in the shape of plain decoding (one row per forward); how far a logit moves when "
         "plain decoding's own tokens go through the base in the shape of verification, without any draft; the gap "
         f"in float32. Rounding may close a gap of {results['rounding_bound']}.",
-        *([markdown_table(DIVERGENCE, found)] if found else []),
+        *([markdown_table(DIVERGENCE, rows)] if rows else []),
         *controls,
     ]
-
-
-def _divergence(d: dict[str, Any]) -> tuple[Any, ...]:
-    keys = ("top2_gap", "other_gap", "bound", "shape_change", "float32_gap")
-    gaps = ["-" if d[key] is None else f"{d[key]:.2e}" for key in keys]
-    where = (d["question"], d["turn"], d["position"], f"{d['temperature']:g}", d["seed"])
-    return (*where, *gaps[:3], "" if d["within_bound"] else "BEYOND", *gaps[3:])
-
-
-def _control(block: Block) -> str:
-    same, flips = block["identical"], block["identical"]["same_shape"]
-    return (
-        f"Control at temperature {block['temperature']:g}: over plain decoding's own {flips['positions']} tokens the "
-        f"shape alone changes the base's choice {flips['flips']} times, in {flips['turns']} of {same['compared']} "
-        f"answers, at gaps up to {flips['largest_gap']:.2e}; speculative decoding differs in "
-        f"{len(same['divergences'])}. The best two lie within the bound at {flips['near']} of the positions: elsewhere "
-        "a wrong token cannot pass for rounding."
-    )

@@ -72,7 +72,8 @@ def pooled(answers: Sequence[Answered]) -> list[Answered]:
 
 
 def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
-    """The figures of one temperature, its seeds taken together; skipped questions are listed and count in none."""
+    """The figures of one temperature, its seeds taken together, and under `seeds` each by itself (std: None of one);
+    skipped questions are listed and count in none."""
     whole = pooled(answers)
     used = [a for a in whole if a.turns]
     turns = [turn for a in used for turn in a.turns]
@@ -81,6 +82,10 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
     same_shape = None
     if flips:
         same_shape = {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
+    each: list[dict[str, Any]] = []
+    for one, group in grouped([a for a in answers if a.turns], attrgetter("setting.seed")).items():
+        each.append({"seed": one, **{name: float(ratio(figure(name, group))) for name in FIGURES}})
+    std = {name: float(np.std([row[name] for row in each], ddof=1)) for name in FIGURES} if len(each) > 1 else None
     seconds = sum(turn.seconds for turn in turns)
     shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in PARTS}
     return {
@@ -94,7 +99,7 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
             "speculative": _mean([a.tokens / a.seconds for a in used]),
             "vanilla": _mean([a.tokens / a.plain_seconds for a in used]),
         },
-        "seeds": _by_seed(answers),
+        "seeds": {"each": each, "std": std},
         "identical": {
             "compared": len(turns),
             "identical": len(turns) - len(divergences),
@@ -157,15 +162,6 @@ def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) 
     a, b = ([answer for answer in pooled(side) if answer.turns] for side in (first, other))
     found = {name: estimate(seed, figure(name, b), figure(name, a)) for name in FIGURES}
     return {name: {"value": value, "ci95": interval} for name, (value, interval) in found.items()}
-
-
-def _by_seed(answers: Sequence[Answered]) -> dict[str, Any]:
-    """Each seed by itself, and the standard deviation over seeds (None of one seed)."""
-    rows: list[dict[str, Any]] = []
-    for seed, used in grouped([a for a in answers if a.turns], attrgetter("setting.seed")).items():
-        rows.append({"seed": seed, **{name: float(ratio(figure(name, used))) for name in FIGURES}})
-    std = {key: float(np.std([row[key] for row in rows], ddof=1)) for key in FIGURES} if len(rows) > 1 else None
-    return {"each": rows, "std": std}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -81,7 +81,12 @@ def run(
     control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
     for decoder in heads.values():
         decoder.prepare()
-    _warm_up(base, [*sides.values()], questions, config)
+    for number in range(config.warmups):
+        prompt = questions[number % len(questions)].prompt_after(base)
+        if len(prompt) < base.context_length:
+            temperature = config.temperatures[number % len(config.temperatures)]
+            for decoder in sides.values():
+                decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
     done: dict[str, list[Answered]] = {label: [] for label in heads}
     orders = balanced_orders([*sides])
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
@@ -141,15 +146,6 @@ def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig
             seconds += time.perf_counter() - start
             tokens += out.shape[1] - len(prompt)
     return tokens / seconds if seconds else 0.0
-
-
-def _warm_up(base: Base, sides: Sequence[Decoder], questions: Sequence[Question], config: BenchConfig) -> None:
-    for number in range(config.warmups):
-        prompt = questions[number % len(questions)].prompt_after(base)
-        if len(prompt) < base.context_length:
-            temperature = config.temperatures[number % len(config.temperatures)]
-            for decoder in sides:
-                decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
 
 
 def _timed(
