@@ -16,7 +16,7 @@ import torch
 from measure import machine
 from tqdm import tqdm
 
-from ctcdraft.eval.replay import read_transcripts
+from ctcdraft.eval.count import read_transcripts
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.eval.run import balanced_orders
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head

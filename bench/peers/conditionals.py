@@ -1,4 +1,4 @@
-"""A peer's drafter behind the interface of our heads: its tree is grown here, counting stays `eval/replay.py`'s.
+"""A peer's drafter behind the interface of our heads: its tree is grown here, counting stays `model/replay.py`'s.
 
 What a peer gives is its distribution behind a path of drafted tokens. Best-first over their products finds the
 nodes of highest probability, which is the tree that our own search makes of a lattice; the chain of likeliest tokens

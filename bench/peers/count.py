@@ -15,11 +15,11 @@ import torch
 from conditionals import LayersBase, PeerHead
 from drafters import load_drafter
 
-from ctcdraft.eval.count import figures_of
+from ctcdraft.eval.count import figures_of, read_transcripts
 from ctcdraft.eval.question import Question
-from ctcdraft.eval.replay import Transcript, read_transcripts, replay
 from ctcdraft.eval.report import drafts_table
 from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.replay import Transcript, replay
 
 COPIES = DraftConfig.prompt_lookup
 

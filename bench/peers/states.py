@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ctcdraft.eval.replay import Transcript, read_transcripts
+from ctcdraft.eval.count import read_transcripts
 from ctcdraft.model import load_base
 from ctcdraft.model.decode.generate import batches_by_length
+from ctcdraft.model.replay import Transcript
 
 SEQUENCES = 8  # that the base reads together
 

@@ -13,9 +13,9 @@ from datasets import load_from_disk
 from drafting import prompts
 from safetensors.torch import load_file
 
-from ctcdraft.eval.replay import Transcript, replay
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.heads import ParallelConfig, build_head
+from ctcdraft.model.replay import Transcript, replay
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
 from conditionals import LayersBase, PeerHead, grown

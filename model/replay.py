@@ -2,7 +2,7 @@
 
 Greedy decoding is lossless, so that where a draft begins, what of it is accepted and where the next one begins all
 follow from the answer. The base reads each sequence once, several at a time; then only heads draft, at every position.
-What is counted along the walk is what `Decoder.generate` would count at temperature 0 (tests/eval/test_replay.py).
+What is counted along the walk is what `Decoder.generate` would count at temperature 0 (tests/model/test_replay.py).
 """
 
 from collections import Counter, defaultdict
@@ -16,15 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ctcdraft.data.records import tokens_of
-from ctcdraft.data.sources import RowError, read_rows
-from ctcdraft.model.base.context import Attended
-from ctcdraft.model.base.llm import Base
-from ctcdraft.model.decode.decoder import Decoder, Generation
-from ctcdraft.model.decode.generate import batches_by_length
-from ctcdraft.model.draft import tree as trees
-from ctcdraft.model.draft.tree import Tree
-from ctcdraft.model.lattice.candidates import Lattice
+from .base.context import Attended
+from .base.llm import Base
+from .decode.decoder import Decoder, Generation
+from .decode.generate import batches_by_length
+from .draft import tree as trees
+from .draft.tree import Tree
+from .lattice.candidates import Lattice
 
 SEQUENCES = 8  # that the base reads together
 ANCHORS = 64  # that a head drafts for together
@@ -65,16 +63,6 @@ class Replayed:
             accepted_from=Counter(source for root in steps for source in self.sources[root]),
             expected=[self.expected[root] for root in steps],
         )
-
-
-def read_transcripts(path: str) -> Iterator[Transcript]:
-    """Rows of a file with `input_ids` and `loss_mask`. Raises ValueError on a row that has not both."""
-    for number, row in enumerate(read_rows(path)):
-        try:
-            found = tokens_of(row, number)
-        except RowError as error:
-            raise ValueError(f"{path}: row {number}: {error}: give tokenised answers") from error
-        yield Transcript(np.array(found.ids, np.int64), np.array(found.mask, bool))
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ import pytest
 from bases import write_base
 from drafting import HEADS, prompts, random_head
 
-from ctcdraft.eval.replay import Transcript, read_transcripts, replay
+from ctcdraft.eval.count import read_transcripts
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.draft.budget import Calibration
+from ctcdraft.model.replay import Transcript, replay
 
 
 @pytest.fixture(scope="module")
