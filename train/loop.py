@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from ctcdraft.data.batches import Sampler
@@ -25,12 +26,12 @@ from ctcdraft.model.heads import AnyHeadConfig
 
 from . import engine as ds
 from . import watchdog
+from .anomalies import AnomalyChecks
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .log import RunLog
 from .options import MAY_DIFFER
 from .simulate import dev_batches, simulate
 from .task import DraftTask, ObjectiveConfig, Sums, base_features, head_for, negatives_for
-from .watch import Watch, save_replay
 
 EVAL_ANCHORS = 8  # per development sequence
 
@@ -147,7 +148,7 @@ class Trainer:
         self._saved = (self.state.step, self.state.best) if self.state.step else None
         self.seconds: dict[str, float] = defaultdict(float)
         self.rate = self.grad_norm = 0.0
-        self.watch = Watch(blanks=plan.head.topology.band is None)
+        self.anomalies = AnomalyChecks(blanks=plan.head.topology.band is None)
         self._stop_asked = self.interrupted = False
 
     def finished(self) -> bool:
@@ -162,17 +163,6 @@ class Trainer:
 
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
-        with self._signals():
-            watchdog.moved("its start", self.hang_seconds)
-            self._steps(log)
-            if self.finished() and not self._is_due():  # out of time between two evaluations
-                self._evaluate()
-            if self._saved != (self.state.step, self.state.best):
-                self._save(log)
-        watchdog.moved("the end of training")
-        return self.state
-
-    def _steps(self, log: RunLog | None) -> None:
         bar = tqdm(
             total=self.plan.train.steps,
             initial=self.state.step,
@@ -181,20 +171,25 @@ class Trainer:
             disable=ds.rank() > 0,
             mininterval=1,
         )
-        with bar:
-            stop = self._stop()
-            while not stop:
+        with self._signals(), bar:
+            watchdog.moved("its start", self.hang_seconds)
+            while not self._stop():
                 row = self._one_step()
                 if row is not None:
                     loss, psi = (row.get(key, math.nan) for key in ("train/loss", "draft/psi_sum"))
                     bar.set_postfix_str(f"loss {loss:.3f} expected tokens/step {1 + psi:.2f}")
-                    self._warn(self.watch.warnings(row))
+                    self._warn(self.anomalies.warnings(row))
                     if log:
                         log.write(row)
                 bar.update()
-                stop = self._stop()  # else a checkpoint, after the row: a kill between loses neither
-                if not stop and self.state.step % self.plan.train.save_every == 0:
+                if self.state.step % self.plan.train.save_every == 0:  # after the row: a kill between loses neither
                     self._save(log)
+            if self.finished() and not self._is_due():  # out of time between two evaluations
+                self._evaluate()
+            if self._saved != (self.state.step, self.state.best):
+                self._save(log)
+        watchdog.moved("the end of training")
+        return self.state
 
     def probe(self, steps: int) -> float:
         """Seconds per step, the first few left out; trains on without a checkpoint or a log. Collective."""
@@ -240,8 +235,13 @@ class Trainer:
             state.in_a_row = 0
             return
         state.skipped, state.in_a_row = state.skipped + 1, state.in_a_row + 1
-        batches = [self.sampler.collate(step - 1, self._members(turn)) for turn in range(self.accumulate)]
-        save_replay(self.skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", batches, step, self.plan.seed)
+        tensors: dict[str, torch.Tensor] = {}  # of each micro-batch in turn
+        for turn in range(self.accumulate):
+            batch = self.sampler.collate(step - 1, self._members(turn))
+            tensors |= {f"{turn}.{name}": x.contiguous() for name, x in batch._asdict().items() if x is not None}
+        self.skips.mkdir(parents=True, exist_ok=True)
+        metadata = {"step": str(step), "seed": str(self.plan.seed)}
+        save_file(tensors, self.skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)
         self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {self.skips}"])
         if state.in_a_row >= self.plan.train.max_skips:
             raise ValueError(

@@ -2,10 +2,12 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from ctcdraft.data.batches import Batch
 from ctcdraft.train import engine
+from ctcdraft.train.anomalies import AnomalyChecks
 from ctcdraft.train.task import DraftTask, base_features
-from ctcdraft.train.watch import Watch, load_replay
 
 
 class Rows(list):
@@ -96,7 +98,14 @@ def test_accumulation_with_one_bad_micro_batch_skips_the_whole_step(small, tmp_p
     poisoned(monkeypatch, "loss")
     trainer._one_step()
     assert same(before, weights_and_moments(trainer))
-    assert len(load_replay(next((tmp_path / "skipped").iterdir()))) == trainer.accumulate == 4
+    assert len(load_skipped(next((tmp_path / "skipped").iterdir()))) == trainer.accumulate == 4
+
+
+def load_skipped(path):
+    """The micro-batches of a skipped step."""
+    tensors = load_file(path)
+    turns = sorted({int(name.split(".")[0]) for name in tensors})
+    return [Batch(*(tensors.get(f"{turn}.{name}") for name in Batch._fields)) for turn in turns]
 
 
 def test_the_batch_of_a_skipped_step_can_be_replayed(small, tmp_path, monkeypatch):
@@ -104,7 +113,7 @@ def test_the_batch_of_a_skipped_step_can_be_replayed(small, tmp_path, monkeypatc
     with monkeypatch.context() as spoilt:
         poisoned(spoilt, "loss")
         trainer._one_step()
-    (batch,) = load_replay(tmp_path / "skipped" / "step_000001_rank0.safetensors")
+    (batch,) = load_skipped(tmp_path / "skipped" / "step_000001_rank0.safetensors")
     want = trainer.sampler.collate(0, slice(0, 4))
     pairs = list(zip(batch, want, strict=True))
     assert all(a is b if b is None else torch.equal(a, b) for a, b in pairs)
@@ -140,33 +149,33 @@ def row(step, loss, blank=0.3):
 
 
 def test_a_loss_spike_is_told_once_with_advice():
-    watch = Watch()
+    checks = AnomalyChecks()
     losses = [7.0, 6.0, 5.0, 4.0, 3.5, 3.4, 3.3, 9.0, 9.5, 9.2, 9.4, 3.2, 3.3]
-    told = [watch.warnings(row(i + 1, loss)) for i, loss in enumerate(losses)]
+    told = [checks.warnings(row(i + 1, loss)) for i, loss in enumerate(losses)]
     assert [i + 1 for i, sentences in enumerate(told) if sentences] == [10]
     assert told[9][0].startswith("the loss jumped to 9.000 and stayed there for 3 logged steps, up to step 10")
     assert "(before: about 4.000): lower optim.lr" in told[9][0]
 
 
 def test_a_falling_or_noisy_loss_is_no_spike():
-    watch, generator = Watch(), torch.Generator().manual_seed(0)
+    checks, generator = AnomalyChecks(), torch.Generator().manual_seed(0)
     noise = torch.randn(300, generator=generator).tolist()
-    assert not any(watch.warnings(row(i, 7 / (1 + i / 30) + 0.1 * n + 1)) for i, n in enumerate(noise))
+    assert not any(checks.warnings(row(i, 7 / (1 + i / 30) + 0.1 * n + 1)) for i, n in enumerate(noise))
 
 
 def test_the_losses_of_unlike_batches_are_no_spike():
-    watch = Watch()
+    checks = AnomalyChecks()
     seen = [5.22, 3.84, 6.51, 4.96, 3.96, 5.32, 6.48, 3.5, 2.11, 2.37, 4.07, 4.52, 3.1, 2.38, 3.09, 5.2, 1.55, 5.04]
     seen += [3.92, 3.57, 2.36, 2.89, 4.94, 1.01, 2.41, 2.27, 3.09, 2.89, 2.64, 3.07, 0.65, 7.13, 1.71, 6.0, 3.11, 1.77]
-    assert not any(watch.warnings(row(i, loss)) for i, loss in enumerate(seen))
+    assert not any(checks.warnings(row(i, loss)) for i, loss in enumerate(seen))
 
 
 def test_a_head_that_collapses_to_blanks_is_told_once_with_advice():
-    watch = Watch()
-    told = [watch.warnings(row(i, 3.0, b)) for i, b in enumerate([0.5, 0.9, 0.96, 0.99, 0.94, 0.97, 0.5, 0.98])]
+    checks = AnomalyChecks()
+    told = [checks.warnings(row(i, 3.0, b)) for i, b in enumerate([0.5, 0.9, 0.96, 0.99, 0.94, 0.97, 0.5, 0.98])]
     assert [bool(t) for t in told] == [False, False, True, False, False, False, False, True]
     assert "the head writes blanks into 96% of its slots" in told[2][0]
-    assert not Watch(blanks=False).warnings(row(1, 3.0, 0.99))  # a band has the other slots write
+    assert not AnomalyChecks(blanks=False).warnings(row(1, 3.0, 0.99))  # a band has the other slots write
 
 
 def test_warnings_reach_the_screen(small, tmp_path, capsys):
