@@ -20,7 +20,6 @@ from ctcdraft.model.folders import claimed, write_atomically
 from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
-from ctcdraft.train.loop import finished
 from ctcdraft.train.options import decisive
 from ctcdraft.train.simulate import calibrate, copy_rates
 
@@ -162,7 +161,7 @@ def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
 
     def done() -> TrainState | None:
         found = read_checkpoint(folder / "checkpoints")
-        return found.state if found and found.best and finished(config.train, found.state) else None
+        return found.state if found and found.best and config.train.finished(found.state) else None
 
     return ds.from_rank_zero(done)
 

@@ -37,10 +37,13 @@ EVAL_ANCHORS = 8  # per development sequence
 
 
 @dataclass(frozen=True)
-class RowsConfig:
+class TrainConfig:
     """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
     rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into
-    max_length tokens. anchors: at most so many per sequence."""
+    max_length tokens. anchors: at most so many per sequence.
+
+    max_minutes counts all sittings. keep: newest checkpoints that stay; max_skips: steps in a row without a finite
+    loss and gradient that end the run; hang_minutes: the same, where no part of a step ends for so long."""
 
     steps: PositiveInt = 800
     batch: PositiveInt = 4
@@ -48,24 +51,6 @@ class RowsConfig:
     anchors: PositiveInt = 32
     max_length: PositiveInt = 2048
     pack: bool = False
-
-    def split(self, world: int) -> tuple[int, int]:
-        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
-        share, rest = divmod(self.batch, world)
-        if rest:
-            raise ValueError(
-                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
-                "or another batch for a new run"
-            )
-        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
-        return micro, share // micro
-
-
-@dataclass(frozen=True)
-class TrainConfig(RowsConfig):
-    """max_minutes counts all sittings. keep: newest checkpoints that stay; max_skips: steps in a row without a finite
-    loss and gradient that end the run; hang_minutes: the same, where no part of a step ends for so long."""
-
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     max_minutes: ds.Positive | None = field(default=None, metadata=MAY_DIFFER)
     log_every: PositiveInt = field(default=10, metadata=MAY_DIFFER)
@@ -82,6 +67,22 @@ class TrainConfig(RowsConfig):
             half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             object.__setattr__(self, "precision", "bf16" if half else "fp32")
 
+    def split(self, world: int) -> tuple[int, int]:
+        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
+        share, rest = divmod(self.batch, world)
+        if rest:
+            raise ValueError(
+                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
+                "or another batch for a new run"
+            )
+        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
+        return micro, share // micro
+
+    def finished(self, state: TrainState) -> bool:
+        """Has training done its steps, or used up its time?"""
+        out_of_time = self.max_minutes is not None and state.seconds >= 60 * self.max_minutes
+        return state.step >= self.steps or out_of_time
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -94,12 +95,6 @@ class Plan:
     train: TrainConfig
     draft: DraftConfig = field(metadata=MAY_DIFFER)
     seed: ds.Seed
-
-
-def finished(config: TrainConfig, state: TrainState) -> bool:
-    """Has training done its steps, or used up its time?"""
-    out_of_time = config.max_minutes is not None and state.seconds >= 60 * config.max_minutes
-    return state.step >= config.steps or out_of_time
 
 
 class Trainer:
@@ -152,7 +147,7 @@ class Trainer:
         self._stop_asked = self.interrupted = False
 
     def finished(self) -> bool:
-        return finished(self.plan.train, self.state)
+        return self.plan.train.finished(self.state)
 
     def rows(self) -> str:
         """What the rows of a step are, in a sentence."""
