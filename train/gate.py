@@ -291,13 +291,13 @@ class OverfitGate:
         bar = tqdm(total=self.steps, desc="one conversation", unit="step", mininterval=1, leave=False)
         with bar:
             while share < LEARNT and len(losses) < self.steps:
-                loss, sums = self.task(*self._inputs, self.batch)
+                loss, metrics = self.task(*self._inputs, self.batch)
                 optimizer.zero_grad()
-                (loss / sums.anchors).backward()
+                (loss / metrics.anchors).backward()
                 torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
                 optimizer.step()
-                self.task.observe(sums)
-                losses.append(float(loss.detach() / sums.feasible))
+                self.task.update(metrics)
+                losses.append(float(loss.detach() / metrics.feasible))
                 bar.update()
                 if len(losses) % CHECK_EVERY == 0 or len(losses) == self.steps:
                     share = self._learnt()

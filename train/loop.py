@@ -31,7 +31,7 @@ from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .log import RunLog
 from .options import MAY_DIFFER
 from .simulate import dev_batches, simulate
-from .task import DraftTask, ObjectiveConfig, Sums, base_features, head_for, negatives_for
+from .task import DraftTask, ObjectiveConfig, StepMetrics, base_features, head_for, negatives_for
 
 EVAL_ANCHORS = 8  # per development sequence
 
@@ -200,12 +200,12 @@ class Trainer:
         """One optimizer step; the row to log, where one is due."""
         state, train, start = self.state, self.plan.train, time.perf_counter()
         torch.manual_seed((self.plan.seed << 32) + state.step)  # whatever draws from it resumes exactly
-        sums, tokens = self._accumulated_step(state.step)
-        self.task.observe(sums)
+        metrics, tokens = self._accumulated_step(state.step)
+        self.task.update(metrics)
         state.step, state.tokens, state.psi_U = state.step + 1, state.tokens + tokens, self.task.psi_U
         self._count()
         logged = state.step % train.log_every == 0 or state.step in (1, train.steps)
-        row = self._row(sums, tokens, time.perf_counter() - start) if logged else None
+        row = self._row(metrics, tokens, time.perf_counter() - start) if logged else None
         if self._is_due():
             tau = self._evaluate()
             if row is not None:
@@ -264,9 +264,9 @@ class Trainer:
             self.state.best, self.state.best_step = tau, self.state.step
         return tau
 
-    def _accumulated_step(self, step: int) -> tuple[Sums, int]:
+    def _accumulated_step(self, step: int) -> tuple[StepMetrics, int]:
         """Forward and backward of the step's micro-batches, then the optimizer. Sums and tokens of all ranks."""
-        parts: list[Sums] = []
+        parts: list[StepMetrics] = []
         self.rate = ds.set_rate(self.engine, self.plan.optim, step, self.plan.train.steps)
         anchors = int(self.sampler.anchor_counts(step).sum())
         # DeepSpeed averages gradients over ranks and micro-batches: this makes it a mean over all anchors.
@@ -277,7 +277,7 @@ class Trainer:
             with self._timed("base"):
                 hidden, roots = base_features(self.base, batch, self.dtype, self.task.head)
             with self._timed("head"):
-                loss, sums = self.engine(hidden, roots, batch)
+                loss, metrics = self.engine(hidden, roots, batch)
             with self._timed("backward"):
                 # A loss that is not finite makes the gradient so, and with it the norm that every rank sees.
                 self.engine.backward(loss * torch.where(loss.isfinite(), scale, math.nan))
@@ -286,18 +286,18 @@ class Trainer:
                     self.engine.step()
                 else:
                     self.grad_norm = ds.step_with_norm(self.engine, self.plan.optim.clip)
-            parts.append(sums)
+            parts.append(metrics)
         every = [ds.sum_over_ranks(torch.stack(figures).sum(dim=0)) for figures in zip(*parts, strict=True)]
-        return Sums(*every), self.sampler.tokens(step)
+        return StepMetrics(*every), self.sampler.tokens(step)
 
     def _members(self, turn: int) -> slice:
         """Which of a step's sequences this rank has in its micro-batch of that number."""
         at = (turn * ds.world_size() + ds.rank()) * self.micro
         return slice(at, at + self.micro)
 
-    def _row(self, sums: Sums, tokens: int, seconds: float) -> dict[str, Any]:
+    def _row(self, metrics: StepMetrics, tokens: int, seconds: float) -> dict[str, Any]:
         """The figures of a step, those left out that are not finite; shares of `seconds` since the last row."""
-        loss, anchors, feasible = float(sums.loss), float(sums.anchors), float(sums.feasible)
+        loss, anchors, feasible = float(metrics.loss), float(metrics.anchors), float(metrics.feasible)
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": self.state.step,
@@ -307,14 +307,14 @@ class Trainer:
             "train/skipped": self.state.skipped,
             "optim/lr": self.rate,
             "optim/grad_norm": self.grad_norm,
-            "draft/psi_sum": float(sums.psi_U.sum()) / max(1.0, feasible),
+            "draft/psi_sum": float(metrics.psi_U.sum()) / max(1.0, feasible),
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
             "perf/ranks": ds.world_size(),
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
-        for t, sum_of_slot in enumerate(sums.blank_T.tolist()):
-            row[f"draft/blank_rate/slot_{t + 1}"] = sum_of_slot / max(1.0, feasible)
+        for t, blank in enumerate(metrics.blank_T.tolist()):
+            row[f"draft/blank_rate/slot_{t + 1}"] = blank / max(1.0, feasible)
         row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}

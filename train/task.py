@@ -99,7 +99,7 @@ def negatives_for(objective: ObjectiveConfig, head: Head, base: Base, corpus: Co
     return Negatives(torch.from_numpy(seen)[vocabulary.ids_of(every_X).cpu()], objective.negatives)
 
 
-class Sums(NamedTuple):
+class StepMetrics(NamedTuple):
     """Sums over anchors, ready to be added up over micro-batches and ranks: blank over feasible ones, psi of
     the prefixes of 1..U labels over those that have as many."""
 
@@ -120,8 +120,8 @@ class DraftTask(nn.Module):
         self._frozen = (head.draft_vocabulary(base),)  # in a tuple: no parameter of this module, in no checkpoint
         self.psi_U: Sequence[float] = ()  # that of prefixes of 1..U labels, as steps before saw it
 
-    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        """The summed loss of the batch's anchors (with gradient), and the sums to log (without)."""
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, StepMetrics]:
+        """The summed loss of the batch's anchors (with gradient), and the metrics to log (without)."""
         vocabulary = self._frozen[0]
         anchors = batch.batch_N, batch.position_N, document_sight(batch)
         slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, vocabulary.base, batch))
@@ -141,7 +141,7 @@ class DraftTask(nn.Module):
             reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
             psi_NU = out.log_psi_NU.exp() * reached_NU
             feasible = out.feasible_N.sum()
-            sums = Sums(
+            metrics = StepMetrics(
                 out.loss_N.sum(),
                 torch.tensor(float(len(batch.lengths_N)), device=feasible.device),
                 feasible.float(),
@@ -149,13 +149,13 @@ class DraftTask(nn.Module):
                 reached_NU.float().sum(dim=0),
                 out.blank_rate_T.float() * feasible,
             )
-        return out.loss_N.sum(), sums
+        return out.loss_N.sum(), metrics
 
-    def observe(self, sums: Sums) -> None:
-        """Learn from a whole step's sums, of all ranks, what the weights of the next ones follow, if they do."""
+    def update(self, metrics: StepMetrics) -> None:
+        """Learn from a whole step's metrics, of all ranks, what the weights of the next ones follow, if they do."""
         if self.objective.follow is None:
             return
-        psi_U = (sums.psi_U / sums.reached_U.clamp(min=1)).tolist()
+        psi_U = (metrics.psi_U / metrics.reached_U.clamp(min=1)).tolist()
         if all(map(math.isfinite, psi_U)):
             before_U = self.psi_U or (0.0,) * len(psi_U)
             self.psi_U = tuple(MEMORY * old + (1 - MEMORY) * new for old, new in zip(before_U, psi_U, strict=True))

@@ -52,14 +52,14 @@ def poisoned(monkeypatch, where, value=math.nan, times=1):
     forward, left = DraftTask.forward, [times]
 
     def spoilt(self, hidden, roots, batch):
-        loss, sums = forward(self, hidden, roots, batch)
+        loss, metrics = forward(self, hidden, roots, batch)
         left[0] -= 1
         if left[0] < 0:
-            return loss, sums
+            return loss, metrics
         if where == "loss":
-            return loss + value, sums._replace(loss=sums.loss + value)
+            return loss + value, metrics._replace(loss=metrics.loss + value)
         loss.register_hook(lambda gradient: gradient * value)
-        return loss, sums
+        return loss, metrics
 
     monkeypatch.setattr(DraftTask, "forward", spoilt)
 
@@ -134,9 +134,9 @@ def test_skips_that_are_not_in_a_row_do_not(small, tmp_path, monkeypatch):
     forward, calls = DraftTask.forward, [0]
 
     def every_other(self, *given):
-        loss, sums = forward(self, *given)
+        loss, metrics = forward(self, *given)
         calls[0] += 1
-        return (loss * math.nan if calls[0] % 2 else loss), sums
+        return (loss * math.nan if calls[0] % 2 else loss), metrics
 
     monkeypatch.setattr(DraftTask, "forward", every_other)
     trainer = small(tmp_path, "train.max_skips=2")

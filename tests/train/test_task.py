@@ -35,10 +35,10 @@ def losses(base, task, sampler):
     total, anchors = torch.zeros((), dtype=torch.float64), 0
     for step in range(sampler.steps_per_epoch):
         batch = sampler.collate(step, slice(None))
-        loss, sums = task(*base_features(base, batch, torch.float64, task.head), batch)
+        loss, metrics = task(*base_features(base, batch, torch.float64, task.head), batch)
         loss.backward()
         total += loss.detach()
-        anchors += int(sums.anchors)
+        anchors += int(metrics.anchors)
     return float(total), anchors, torch.cat([p.grad.flatten() for p in task.parameters()])
 
 
@@ -96,8 +96,8 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     sampler = Sampler(corpus, batch=4, anchors=100, labels=4, max_length=LONGEST, seed=0)
     batch = sampler.collate(0, slice(None))
     features = base_features(base, batch, torch.float64, head)
-    blind, sums = task(*features, batch)
-    task.observe(sums)
+    blind, metrics = task(*features, batch)
+    task.update(metrics)
     assert len(task.psi_U) == 4
     assert 0 < task.psi_U[3] < task.psi_U[0] < 1
     seen, _ = task(*features, batch)
@@ -110,7 +110,7 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     assert torch.allclose(seen, want_N.sum(), rtol=1e-6)  # weights are float32
     assert not torch.allclose(seen, blind, rtol=1e-2)
     before = task.psi_U
-    task.observe(sums._replace(psi_U=sums.psi_U * float("nan")))
+    task.update(metrics._replace(psi_U=metrics.psi_U * float("nan")))
     assert task.psi_U == before
 
 
@@ -136,10 +136,10 @@ def test_a_head_that_is_distilled_learns_another_loss_of_the_same_psi(tmp_path, 
     batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
     features = base_features(base, batch, torch.float64, head)
     losses = [DraftTask(head, ObjectiveConfig(labels=4, distill=d), base)(*features, batch) for d in (0.0, 1e-9, 1.0)]
-    (hard, sums), (nearly, _), (soft, soft_sums) = losses
+    (hard, metrics), (nearly, _), (soft, soft_metrics) = losses
     assert torch.allclose(hard, nearly, rtol=1e-6)
     assert not torch.allclose(hard, soft, rtol=1e-3)
-    assert torch.equal(sums.psi_U, soft_sums.psi_U)
+    assert torch.equal(metrics.psi_U, soft_metrics.psi_U)
 
 
 def test_exact_ctc_has_nothing_to_follow():
