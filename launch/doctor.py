@@ -35,10 +35,10 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import free_bytes
 from ctcdraft.model.heads import head_on, parameters_of
 from ctcdraft.train import engine as ds
-from ctcdraft.train.gate import OverfitGate
 from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.memory import memory_per_rank
+from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import prepared_folder
 from ctcdraft.train.toy_base import toy_folder
 
@@ -247,8 +247,8 @@ def _gate(report: Report, config: TrainEntry, base: Base) -> None:
     """Train on one conversation until whole drafts are accepted."""
     messages = _conversation(config)
     data = config.data if messages else replace(config.data, labels="rewrite")
-    gate = OverfitGate(base, messages or HELLO, config, data, answer_tokens=min(config.data.max_new_tokens, 48))
-    found = gate.findings()
+    check = OverfitCheck(base, messages or HELLO, config, data, answer_tokens=min(config.data.max_new_tokens, 48))
+    found = check.findings()
     for stage, agrees, seen in found:
         report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
     if not found[-1].agrees:

@@ -1,4 +1,4 @@
-"""The overfit gate: train a head on one conversation until whole drafts are accepted, and name what disagrees.
+"""The overfit check: train a head on one conversation until whole drafts are accepted, and name what disagrees.
 
 The stages are asked in the order in which data takes its way, each against a second way to the same figure that shares
 no code with the first; what comes after a stage that disagrees is not asked.
@@ -72,7 +72,7 @@ class Disagreement(Exception):
     """What a stage found, in a sentence."""
 
 
-class OverfitGate:
+class OverfitCheck:
     """messages: a conversation, of which the first question is used; the answer, of at most so many tokens, is made as
     `data` says. steps: at most so many optimizer steps."""
 

@@ -13,11 +13,10 @@ from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft import mask
 from ctcdraft.model.heads import head as heads
 from ctcdraft.model.heads import head_config
-from ctcdraft.train import gate as gates
-from ctcdraft.train import task
+from ctcdraft.train import overfit, task
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
-from ctcdraft.train.gate import OverfitGate
 from ctcdraft.train.loop import Plan, TrainConfig
+from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.regenerate import Dialogue
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig
@@ -48,12 +47,12 @@ def trained_base(request):
     return request.getfixturevalue(request.param)
 
 
-def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
+def findings(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     sizes = {"draft_vocab_size": 4096} | options
     head = head_config({"kind": kind, **sizes})
     objective = ObjectiveConfig(kind=objective, follow=None)
     plan = Plan(head, objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
-    return OverfitGate(base, MESSAGES, plan, DataConfig(), answer_tokens=32, steps=steps).findings()
+    return OverfitCheck(base, MESSAGES, plan, DataConfig(), answer_tokens=32, steps=steps).findings()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def gate(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     ],
 )
 def test_a_sound_pipeline_passes_every_stage(toy, kind, objective, options):
-    found = gate(toy, kind, objective, **options)
+    found = findings(toy, kind, objective, **options)
     assert [f.stage for f in found if f.agrees] == STAGES, found[-1]
     assert "a whole draft of" in found[-1].seen
 
@@ -75,7 +74,7 @@ AS_DEFAULT = {"slots": 13, "merge": False, "band": 1, "transition": "full", "dra
 
 
 def test_the_default_head_passes_every_stage_on_any_base(trained_base):
-    found = gate(trained_base, **AS_DEFAULT)
+    found = findings(trained_base, **AS_DEFAULT)
     assert [f.stage for f in found if f.agrees] == STAGES, found[-1]
 
 
@@ -97,7 +96,7 @@ def another_tokenizer(base):
 
 
 def first_disagreement(base):
-    (last,) = [f for f in gate(base, steps=1) if not f.agrees]
+    (last,) = [f for f in findings(base, steps=1) if not f.agrees]
     return last
 
 
@@ -152,7 +151,7 @@ def test_shifted_labels_are_named(trained_base, monkeypatch, shift):
 
 
 def test_features_of_the_wrong_layer_are_named(trained_base, monkeypatch):
-    features = gates.base_features
+    features = overfit.base_features
 
     def before_last(base, ids):
         return base.model.get_decoder()(input_ids=ids, output_hidden_states=True).hidden_states[-2].detach()
@@ -160,7 +159,7 @@ def test_features_of_the_wrong_layer_are_named(trained_base, monkeypatch):
     def shallow(base, batch, dtype, head=None):
         return before_last(base, batch.ids_BL).to(dtype), features(base, batch, dtype)[1]
 
-    monkeypatch.setattr(gates, "base_features", shallow)
+    monkeypatch.setattr(overfit, "base_features", shallow)
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:27]) == ("features", "features of the wrong layer")
 
@@ -172,7 +171,7 @@ def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
         monkeypatch.setattr(batches, "anchor_positions", lambda m, labels: (true(m, labels)[0] - 1, true(m, labels)[1]))
     else:
         honest = mask.tree_mask
-        monkeypatch.setattr(gates, "tree_mask", lambda *given: (honest(*given)[0], honest(*given)[1] + 1))
+        monkeypatch.setattr(overfit, "tree_mask", lambda *given: (honest(*given)[0], honest(*given)[1] + 1))
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:13]) == ("positions", "positions off")
 
@@ -200,7 +199,7 @@ def test_a_swapped_blank_is_named(trained_base, monkeypatch, where):
 
 
 def test_a_head_that_cannot_learn_is_named(trained_base):
-    found = gate(trained_base, steps=2)[-1]
+    found = findings(trained_base, steps=2)[-1]
     assert (found.stage, found.agrees) == ("loss", False)
 
 
@@ -212,7 +211,7 @@ def test_a_tree_with_other_beliefs_is_named(trained_base, monkeypatch):
         return dataclasses.replace(tree, psi=0.95 * tree.psi)
 
     monkeypatch.setattr(Decoder, "tree_of", doubtful)
-    found = gate(trained_base)[-1]
+    found = findings(trained_base)[-1]
     assert (found.stage, found.agrees) == ("tree", False)
     assert "psi is off by 0.0" in found.seen
 
@@ -228,5 +227,5 @@ def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch
         ]
 
     monkeypatch.setattr(EagerStep, "_walks", trusting)
-    found = gate(trained_base)[-1]
+    found = findings(trained_base)[-1]
     assert (found.stage, found.agrees) == ("verification", False)
