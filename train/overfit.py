@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.records import Conversation
-from ctcdraft.data.store import COLUMNS, Corpus, Example
+from ctcdraft.data.store import COLUMNS, Corpus
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
@@ -95,7 +95,9 @@ class OverfitCheck:
         self.example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
         self.ids, self.supervised = ([int(i) for i in column] for column in self.example[:2])
         self.prompt = prompt_ids(base.tokenizer, self.messages, None, base.template_args)
-        corpus = _corpus_of(self.example)
+        columns = zip(self.example, COLUMNS.values(), strict=True)
+        ids, mask, labels = (np.asarray(column, dtype) for column, dtype in columns)
+        corpus = Corpus(ids, mask, labels, np.array([0, len(ids)], np.int64))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.head = head_for(plan.head, base, corpus)
@@ -122,10 +124,8 @@ class OverfitCheck:
 
     def _agree(self, got_RV: Tensor, want_RV: Tensor, otherwise: str) -> str:
         """How far apart two forwards of the same tokens are. Raises Disagreement where that is more than rounding."""
-        nats, most = (
-            float(divergence(got_RV, want_RV).max()),
-            SAFE * (self.noise.nats + torch.finfo(self.base.dtype).eps),
-        )
+        nats = float(divergence(got_RV, want_RV).max())
+        most = SAFE * (self.noise.nats + torch.finfo(self.base.dtype).eps)
         if not nats <= most:
             raise Disagreement(f"{otherwise} {nats:.2g} nats off, where the base's rounding explains {most:.1e}")
         return f"{nats:.1e} nats apart, where the base's rounding explains {most:.1e}"
@@ -154,20 +154,20 @@ class OverfitCheck:
         V = self.base.vocab_size
         if int(ids.max()) >= V:
             raise Disagreement(f"another tokenizer: it makes token {int(ids.max())}, and the base has {V} tokens")
+
+        def nats(ids_1L: Tensor) -> float:
+            logits = self.base.logits(self.base.hidden(ids_1L))[0, :-1].float()
+            return float(torch.nn.functional.cross_entropy(logits, ids_1L[0, 1:]))
+
         rng = torch.Generator().manual_seed(0)
         orders = [torch.randperm(V, generator=rng).to(ids.device) for _ in range(RELABELLINGS)]
-        other = torch.tensor([self._nats(order[ids]) for order in orders])
-        own, bound = self._nats(ids), float(other.mean() - 3 * other.std())
-        if not own < bound:
+        own, other = nats(ids), torch.tensor([nats(order[ids]) for order in orders])
+        if not own < float(other.mean() - 3 * other.std()):
             raise Disagreement(
                 f"another tokenizer, or a base that is not trained: the conversation costs it {own:.2f} nats per token "
                 f"and {other.mean():.2f} with its tokens renamed at random"
             )
         return f"{own:.2f} nats per token of the question; renamed at random {other.mean():.2f}"
-
-    def _nats(self, ids_1L: Tensor) -> float:
-        logits = self.base.logits(self.base.hidden(ids_1L))[0, :-1].float()
-        return float(torch.nn.functional.cross_entropy(logits, ids_1L[0, 1:]))
 
     def mask(self) -> str:
         """Are just the answer's tokens supervised, its end among them?"""
@@ -241,7 +241,7 @@ class OverfitCheck:
     @torch.no_grad()
     def blank(self) -> str:
         """Is the blank the one that the head computes, in the loss as in the lattice?"""
-        slots = self._slots()
+        slots, out = self._trained()
         if slots.blank_NT is None:
             return "this head has none"
         want_NT = slots.blank_NT.float().sigmoid()
@@ -253,8 +253,7 @@ class OverfitCheck:
         tokens_Y = self.vocabulary.numbered(torch.tensor(lattices[0].tokens, device=want_NT.device))
         if not (_error(drafted_NT, want_NT) <= NEAR and _error(emitted_TY, want_TX[:, tokens_Y]) <= NEAR):
             raise Disagreement("blank swapped: the lattice that drafts come from takes another entry for the blank")
-        out = self._losses(slots)
-        lengths_N, slots_N = self.batch.lengths_N, self._slots_N
+        lengths_N, slots_N = self.batch.lengths_N, torch.full_like(self.batch.lengths_N, self.head.config.slots)
         seen_N = slots_looked_at(slots_N, lengths_N, self.objective.kind, self.head.topology)
         slot_T = torch.arange(want_NT.shape[1], device=slots_N.device)
         seen_NT = (slot_T < seen_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
@@ -263,17 +262,13 @@ class OverfitCheck:
             raise Disagreement("blank swapped: the loss takes another entry for the blank than the head computes")
         return f"loss and lattice agree on it ({float(want_NT.mean()):.1%} of a slot before training)"
 
-    @property
-    def _slots_N(self) -> Tensor:
-        return torch.full_like(self.batch.lengths_N, self.head.config.slots)
-
-    def _slots(self) -> Slots:
-        labels = embedded_labels(self.head, self.base, self.batch)
-        return self.head(*self._inputs, self.batch.batch_N, self.batch.position_N, None, labels)
-
-    def _losses(self, slots: Slots) -> AnchorLoss:
-        batch = draftable(self.batch, self.vocabulary)
-        return draft_losses(self.head, self.objective, self.vocabulary, slots, self._inputs[0], batch=batch)
+    def _trained(self) -> tuple[Slots, AnchorLoss]:
+        """What training computes at the anchors."""
+        batch, inputs = self.batch, self._inputs
+        labels = embedded_labels(self.head, self.base, batch)
+        slots = self.head(*inputs, batch.batch_N, batch.position_N, None, labels)
+        batch = draftable(batch, self.vocabulary)
+        return slots, draft_losses(self.head, self.objective, self.vocabulary, slots, inputs[0], batch=batch)
 
     def _drafted(self) -> list[Lattice | Tree]:
         whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it
@@ -288,19 +283,19 @@ class OverfitCheck:
         optimizer = torch.optim.AdamW(self.head.parameters(), LR)
         losses: list[float] = []
         share = 0.0
-        bar = tqdm(total=self.steps, desc="one conversation", unit="step", mininterval=1, leave=False)
-        with bar:
-            while share < LEARNT and len(losses) < self.steps:
-                loss, metrics = self.task(*self._inputs, self.batch)
-                optimizer.zero_grad()
-                (loss / metrics.anchors).backward()
-                torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-                optimizer.step()
-                self.task.update(metrics)
-                losses.append(float(loss.detach() / metrics.feasible))
-                bar.update()
-                if len(losses) % CHECK_EVERY == 0 or len(losses) == self.steps:
-                    share = self._learnt()
+        for step in tqdm(range(1, self.steps + 1), "one conversation", unit="step", mininterval=1, leave=False):
+            loss, metrics = self.task(*self._inputs, self.batch)
+            optimizer.zero_grad()
+            (loss / metrics.anchors).backward()
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+            optimizer.step()
+            self.task.update(metrics)
+            losses.append(float(loss.detach() / metrics.feasible))
+            if step % CHECK_EVERY == 0 or step == self.steps:
+                psi_NU, can_NU = self._learnt()
+                share = float((psi_NU * can_NU).sum() / can_NU.sum())
+                if share >= LEARNT:
+                    break
         if not share >= LEARNT:
             raise Disagreement(
                 f"the loss went from {losses[0]:.2f} to {losses[-1]:.2f} in {self.steps} steps and the head believes "
@@ -309,24 +304,23 @@ class OverfitCheck:
         return f"{losses[0]:.2f} to {losses[-1]:.4f} in {len(losses)} steps"
 
     @torch.no_grad()
-    def _learnt(self) -> float:
-        """Probability that the head gives to what can be drafted of the labels, by the loss."""
-        psi_NU = self._losses(self._slots()).log_psi_NU.exp()
-        return float((psi_NU * self._can()[:, : psi_NU.shape[1]]).sum() / self._can().sum())
-
-    def _can(self) -> Tensor:
-        """[N, U]: label prefixes that the slots can write and the objective teaches."""
-        can_NU = feasible_prefixes(self.batch.labels_NU, self.batch.lengths_N, self._slots_N, self.head.topology)
-        if self.objective.kind != "ctc":
-            return can_NU
-        return can_NU & (can_NU.sum(dim=1) == self.batch.lengths_N).unsqueeze(1)  # which is all or nothing
+    def _learnt(self) -> tuple[Tensor, Tensor]:
+        """[N, U]: the probability of every label prefix by the loss, and which the slots can write and the objective
+        teaches."""
+        _, out = self._trained()
+        lengths_N = self.batch.lengths_N
+        slots_N = torch.full_like(lengths_N, self.head.config.slots)
+        can_NU = feasible_prefixes(self.batch.labels_NU, lengths_N, slots_N, self.head.topology)
+        if self.objective.kind == "ctc":  # which is all or nothing
+            can_NU &= (can_NU.sum(dim=1) == lengths_N).unsqueeze(1)
+        return out.log_psi_NU.exp(), can_NU
 
     @torch.no_grad()
     def tree(self) -> str:
         """Do draft trees hold what the head has learnt, with the psi that the loss gives it?"""
         draft = replace(self.draft, prune=0.0, prompt_lookup=0)
-        slots, decoder = self._slots(), Decoder(self.base, self.head, draft)
-        psi_NU, can_NU = self._losses(slots).log_psi_NU.exp(), self._can()
+        decoder = Decoder(self.base, self.head, draft)
+        psi_NU, can_NU = self._learnt()
         off, held, able = [0.0], 0, 0
         for n, (drafted, read) in enumerate(zip(self._drafted(), read_at(self.batch), strict=True)):
             tree, count = decoder.tree_of(drafted, read), int(can_NU[n].sum())
@@ -357,7 +351,7 @@ class OverfitCheck:
                 raise Disagreement(
                     f"verification accepts what the base does not say, first at token {at} of the answer"
                 )
-        text, able = [*self.prompt, *drafted.tokens], self._can().sum(dim=1).tolist()
+        text, able = [*self.prompt, *drafted.tokens], self._learnt()[1].sum(dim=1).tolist()
         rows = zip(self.batch.position_N.tolist(), self.batch.labels_NU.tolist(), able, strict=True)
         learnt = {t: row[:count] for t, row, count in rows}
         at, whole = len(self.prompt) - 1, [0]  # the anchor of the first step: the root comes after it
@@ -372,11 +366,6 @@ class OverfitCheck:
                 "though the trees hold what comes: the decoder's features, roots or positions are not those of training"
             )
         return f"a whole draft of {max(whole)} tokens accepted; {len(plain.tokens)} tokens in {drafted.steps} steps"
-
-
-def _corpus_of(example: Example) -> Corpus:
-    ids, mask, labels = (np.asarray(column, dtype) for column, dtype in zip(example, COLUMNS.values(), strict=True))
-    return Corpus(ids, mask, labels, np.array([0, len(ids)], np.int64))
 
 
 def _error(got: Tensor, want: Tensor) -> float:
