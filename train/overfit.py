@@ -92,10 +92,10 @@ class OverfitCheck:
         self.messages = messages[: asked + 1]
         answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
         chat = replace(data, kind="sharegpt", path="-", max_new_tokens=answer_tokens)
-        self.example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
-        self.ids, self.supervised = ([int(i) for i in column] for column in self.example[:2])
+        example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
+        self.ids, self.supervised = ([int(i) for i in column] for column in example[:2])
         self.prompt = prompt_ids(base.tokenizer, self.messages, None, base.template_args)
-        columns = zip(self.example, COLUMNS.values(), strict=True)
+        columns = zip(example, COLUMNS.values(), strict=True)
         ids, mask, labels = (np.asarray(column, dtype) for column, dtype in columns)
         corpus = Corpus(ids, mask, labels, np.array([0, len(ids)], np.int64))
         with torch.random.fork_rng(devices=[]):
@@ -337,7 +337,7 @@ class OverfitCheck:
     def verification(self) -> str:
         """Does decoding accept a whole draft, and give the base's own words?"""
         self.head.eval()
-        limit = max(2, len(self.example.ids) - len(self.prompt))
+        limit = max(2, len(self.ids) - len(self.prompt))
         plain = Decoder(self.base).generate(self.prompt, limit)
         # Else only the nodes that pay are verified, and what is drafted ends at the first token that is no candidate.
         draft = replace(self.draft, prompt_lookup=0, budget="fixed", top_k=len(self.vocabulary))
