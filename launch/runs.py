@@ -21,7 +21,7 @@ from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.options import decisive
-from ctcdraft.train.simulate import calibrate, copy_rates
+from ctcdraft.train.simulate import fit_to_dev
 
 from .cli import options_in
 from .pipeline import load
@@ -178,10 +178,8 @@ def export_best(folder: Path, base: Base, target: Path) -> None:
     head = head_on(base, head_config(record["head"]))
     head.load_state_dict(trained.best)
     head = head.to(base.device).eval()
-    data_folder, objective = Path(paths["data"]), record["objective"]
-    head.calibration = calibrate(head, base, data_folder, objective["labels"], record["train"]["max_length"])
-    head.copy_rates = copy_rates(data_folder)
-    state = trained.state
+    state, objective = trained.state, record["objective"]
+    fit_to_dev(head, base, Path(paths["data"]), objective["labels"], record["train"]["max_length"])
     training = {"objective": objective["kind"], "step": state.best_step, "tokens": state.tokens}
     export_head(head, base, target, {**training, "simulated": state.best})
 

@@ -12,8 +12,8 @@ from ctcdraft.data.batches import Batch, Sampler
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder, DraftConfig
-from ctcdraft.model.draft.budget import Calibration, fit_calibration
-from ctcdraft.model.draft.prompt_lookup import CopyRates, fit_rates
+from ctcdraft.model.draft.budget import fit_calibration
+from ctcdraft.model.draft.prompt_lookup import fit_rates
 from ctcdraft.model.draft.tree import Tree
 from ctcdraft.model.heads import Head, HeadConfig, head_on
 
@@ -72,13 +72,11 @@ def known_drafts(decoder: Decoder, batch: Batch) -> list[tuple[Tree, list[int]]]
     return [(decoder.tree_of(one, read), row[:length]) for one, read, row, length in found]
 
 
-def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length: int) -> Calibration | None:
-    """Fit acceptance to psi per depth on development sequences, as the best head was chosen by.
-
-    None where there are none, or the prepared data is gone.
-    """
+def fit_to_dev(head: Head, base: Base, data_folder: Path, labels: int, max_length: int) -> None:
+    """Give a head what its psi, per depth, and copied tokens are worth on development sequences. Nothing where there
+    are none, or the prepared data is gone."""
     if not data_folder.is_dir():
-        return None
+        return
     decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
     sizes = {"sequences": SEQUENCES, "anchors": ANCHORS_PER_SEQUENCE, "labels": labels, "max_length": max_length}
     psi, depth, accepted = [], [], []
@@ -90,15 +88,8 @@ def calibrate(head: Head, base: Base, data_folder: Path, labels: int, max_length
             psi.append(tree.psi[seen].astype(np.float64))
             depth.append(tree.depths[seen])
             accepted.append(right[seen])
-    if not psi:
-        return None
-    return fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
-
-
-def copy_rates(data_folder: Path) -> CopyRates | None:
-    """How likely copied tokens are on the development sequences; None where the prepared data is gone."""
-    if not data_folder.is_dir():
-        return None
+    if psi:
+        head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
     dev = load_corpus(data_folder, "dev")
     rows = (dev[i] for i in range(len(dev)))
-    return fit_rates((np.asarray(row.ids, np.int64), np.asarray(row.mask, bool)) for row in rows)
+    head.copy_rates = fit_rates((np.asarray(row.ids, np.int64), np.asarray(row.mask, bool)) for row in rows)
