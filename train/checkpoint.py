@@ -101,10 +101,21 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     """
     candidates = _newest_first(folder)
     for path in candidates:
-        wrong = unsealed(path)
-        if wrong is None:
-            return _opened(path)
-        print(f"warning: checkpoint {path} is passed over: {wrong}", file=sys.stderr, flush=True)
+        if wrong := unsealed(path):
+            print(f"warning: checkpoint {path} is passed over: {wrong}", file=sys.stderr, flush=True)
+            continue
+        facts = read_manifest(path)
+        assert facts is not None
+        try:
+            if facts["format"] != FORMAT:
+                raise ValueError(f"format {facts['format']}, not {FORMAT}")
+            tensors = load_file(path / STATE)
+            best = {name.removeprefix(BEST): tensors.pop(name) for name in [*tensors] if name.startswith(BEST)}
+            found = Checkpoint(path, TrainState(**facts["state"]), tensors, best, facts["ranks"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise _unusable(path, error) from error
+        write_atomically(folder / "latest", path.name.encode())
+        return found
     if candidates:
         raise ValueError(f"{folder} holds no checkpoint that is whole: delete the run's folder to start it again")
     return None
@@ -133,21 +144,6 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
         ) from error
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
-
-
-def _opened(path: Path) -> Checkpoint:
-    facts = read_manifest(path)
-    assert facts is not None
-    try:
-        if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']}, not {FORMAT}")
-        tensors = load_file(path / STATE)
-        best = {name.removeprefix(BEST): tensors.pop(name) for name in [*tensors] if name.startswith(BEST)}
-        found = Checkpoint(path, TrainState(**facts["state"]), tensors, best, facts["ranks"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise _unusable(path, error) from error
-    write_atomically(path.parent / "latest", path.name.encode())
-    return found
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
