@@ -200,10 +200,11 @@ class Trainer:
         """One optimizer step; the row to log, where one is due."""
         state, train, start = self.state, self.plan.train, time.perf_counter()
         torch.manual_seed((self.plan.seed << 32) + state.step)  # whatever draws from it resumes exactly
-        metrics, tokens = self._accumulated_step(state.step)
+        tokens = self.sampler.tokens(state.step)
+        metrics = self._accumulated_step(state.step)
         self.task.update(metrics)
         state.step, state.tokens, state.psi_U = state.step + 1, state.tokens + tokens, self.task.psi_U
-        self._count()
+        self._count_skips()
         logged = state.step % train.log_every == 0 or state.step in (1, train.steps)
         row = self._row(metrics, tokens, time.perf_counter() - start) if logged else None
         if self._is_due():
@@ -220,7 +221,7 @@ class Trainer:
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep, self.best)
         self._saved = self.state.step, self.state.best
 
-    def _count(self) -> None:
+    def _count_skips(self) -> None:
         """Was the step without an update? Keeps its batches, and ends a run that has too many of them in a row.
 
         Raises ValueError then, on all ranks.
@@ -264,8 +265,8 @@ class Trainer:
             self.state.best, self.state.best_step = tau, self.state.step
         return tau
 
-    def _accumulated_step(self, step: int) -> tuple[StepMetrics, int]:
-        """Forward and backward of the step's micro-batches, then the optimizer. Sums and tokens of all ranks."""
+    def _accumulated_step(self, step: int) -> StepMetrics:
+        """Forward and backward of the step's micro-batches, then the optimizer. The metrics of all ranks together."""
         parts: list[StepMetrics] = []
         self.rate = ds.set_rate(self.engine, self.plan.optim, step, self.plan.train.steps)
         anchors = int(self.sampler.anchor_counts(step).sum())
@@ -288,7 +289,7 @@ class Trainer:
                     self.grad_norm = ds.step_with_norm(self.engine, self.plan.optim.clip)
             parts.append(metrics)
         every = [ds.sum_over_ranks(torch.stack(figures).sum(dim=0)) for figures in zip(*parts, strict=True)]
-        return StepMetrics(*every), self.sampler.tokens(step)
+        return StepMetrics(*every)
 
     def _members(self, turn: int) -> slice:
         """Which of a step's sequences this rank has in its micro-batch of that number."""
@@ -297,24 +298,25 @@ class Trainer:
 
     def _row(self, metrics: StepMetrics, tokens: int, seconds: float) -> dict[str, Any]:
         """The figures of a step, those left out that are not finite; shares of `seconds` since the last row."""
-        loss, anchors, feasible = float(metrics.loss), float(metrics.anchors), float(metrics.feasible)
+        anchors, feasible = max(1.0, float(metrics.anchors)), float(metrics.feasible)
+        counted = max(1.0, feasible)
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": self.state.step,
-            "train/loss": loss / max(1.0, feasible),
-            "train/infeasible": 1 - feasible / max(1.0, anchors),
+            "train/loss": float(metrics.loss) / counted,
+            "train/infeasible": 1 - feasible / anchors,
             "train/tokens": self.state.tokens,
             "train/skipped": self.state.skipped,
             "optim/lr": self.rate,
             "optim/grad_norm": self.grad_norm,
-            "draft/psi_sum": float(metrics.psi_U.sum()) / max(1.0, feasible),
+            "draft/psi_sum": float(metrics.psi_U.sum()) / counted,
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
             "perf/ranks": ds.world_size(),
             "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
         }
         for t, blank in enumerate(metrics.blank_T.tolist()):
-            row[f"draft/blank_rate/slot_{t + 1}"] = blank / max(1.0, feasible)
+            row[f"draft/blank_rate/slot_{t + 1}"] = blank / counted
         row |= {f"time/{part}": spent / busy for part, spent in sorted(self.seconds.items())}
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}

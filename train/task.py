@@ -95,8 +95,7 @@ def negatives_for(objective: ObjectiveConfig, head: Head, base: Base, corpus: Co
     if objective.negatives is None or 2 * objective.negatives > len(vocabulary):
         return None
     seen = np.bincount(corpus.labels[corpus.mask > 0], minlength=base.vocab_size)[: base.vocab_size]
-    every_X = torch.arange(len(vocabulary), device=base.device)
-    return Negatives(torch.from_numpy(seen)[vocabulary.ids_of(every_X).cpu()], objective.negatives)
+    return Negatives(torch.from_numpy(seen[vocabulary.host_ids]), objective.negatives)
 
 
 class StepMetrics(NamedTuple):
