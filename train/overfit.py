@@ -313,7 +313,8 @@ class OverfitCheck:
         can_NU = feasible_prefixes(self.batch.labels_NU, lengths_N, slots_N, self.head.topology)
         if self.objective.kind == "ctc":  # which is all or nothing
             can_NU &= (can_NU.sum(dim=1) == lengths_N).unsqueeze(1)
-        return out.log_psi_NU.exp(), can_NU
+        psi_NU = out.log_psi_NU.exp()
+        return psi_NU, can_NU[:, : psi_NU.shape[1]]
 
     @torch.no_grad()
     def tree(self) -> str:
