@@ -55,12 +55,15 @@ def findings(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     return OverfitCheck(base, MESSAGES, plan, DataConfig(), answer_tokens=32, steps=steps).findings()
 
 
+PAPER = {"slots": 7, "merge": True, "band": None, "transition": "none"}
+
+
 @pytest.mark.parametrize(
     ("kind", "objective", "options"),
     [
-        ("ctc", "prefix_ctc", {}),
-        ("ctc", "prefix_ctc", {"slots": 13, "merge": False, "band": 1}),
-        ("ctc", "ctc", {}),
+        ("ctc", "prefix_ctc", PAPER),
+        ("ctc", "prefix_ctc", {"slots": 13, "merge": False, "band": 1, "transition": "none"}),
+        ("ctc", "ctc", PAPER),
         ("parallel", "cross_entropy", {}),
     ],
 )

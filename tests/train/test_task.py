@@ -48,7 +48,8 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     """whole: with a body of the base's layers, and a transition."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     torch.manual_seed(0)
-    config = CtcConfig(slots=4, transition="full" if whole else "none") if kind == "ctc" else MedusaConfig(slots=4)
+    sizes = {"slots": 4, "draft_vocab_size": None}
+    config = CtcConfig(**sizes, transition="full" if whole else "none") if kind == "ctc" else MedusaConfig(**sizes)
     head = (head_on(base, config) if whole else build_head(config, base.hidden_size)).double()
     base.model.set_attn_implementation(attention)  # copies keep theirs: eager attention has its softmax in float32
     if head.transition is not None:
