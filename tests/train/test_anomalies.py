@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainers import Rows, head_weights
 
 from ctcdraft.data.batches import Batch
 from ctcdraft.train import engine
@@ -10,23 +11,9 @@ from ctcdraft.train.anomalies import AnomalyChecks
 from ctcdraft.train.task import DraftTask, base_features
 
 
-class Rows(list):
-    """A log that keeps what is written to it."""
-
-    write = list.append
-    __bool__ = lambda self: True  # noqa: E731
-
-    def sync(self):
-        """Nothing is on a disk here."""
-
-
-def build_head(trainer):
-    return engine.head_state(trainer.engine, trainer.task.head)
-
-
 def weights_and_moments(trainer):
     """Everything that a step may change, in whatever form the ZeRO stage keeps it."""
-    return held([trainer.engine.optimizer.state_dict(), build_head(trainer)])
+    return held([trainer.engine.optimizer.state_dict(), head_weights(trainer)])
 
 
 def held(value):
@@ -196,7 +183,7 @@ def test_two_deterministic_runs_are_the_same_bits_and_say_so_to_torch(small, tmp
             trainer, rows = small(tmp_path / name, "train.deterministic=true"), Rows()
             trainer.run(rows)
             figures = [{k: v for k, v in r.items() if not k.startswith(("perf/", "time/"))} for r in rows]
-            runs.append((figures, build_head(trainer)))
+            runs.append((figures, head_weights(trainer)))
         assert torch.are_deterministic_algorithms_enabled()
         assert runs[0][0] == runs[1][0]
         assert all(torch.equal(weight, runs[1][1][name]) for name, weight in runs[0][1].items())

@@ -7,19 +7,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainers import Rows, head_weights
 
 from ctcdraft.model import folders
-from ctcdraft.train import checkpoint, engine, loop
-
-
-class Rows(list):
-    """A log that keeps what is written to it."""
-
-    write = list.append
-    __bool__ = lambda self: True  # noqa: E731
-
-    def sync(self):
-        """Nothing is on a disk here."""
+from ctcdraft.train import checkpoint, loop
 
 
 def trained(make, folder, *options):
@@ -27,10 +18,6 @@ def trained(make, folder, *options):
     trainer, rows = make(folder, *options), Rows()
     trainer.run(rows)
     return trainer, rows
-
-
-def build_head(trainer):
-    return engine.head_state(trainer.engine, trainer.task.head)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +74,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_gives_the_same_r
     assert "warning: checkpoint" in capsys.readouterr().err
     assert opened == ["step_000004"], "a file was read whose checksum is wrong"
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole[2][4:]]
-    for name, weight in build_head(trainer).items():
-        assert torch.equal(weight, build_head(whole[1])[name])
+    for name, weight in head_weights(trainer).items():
+        assert torch.equal(weight, head_weights(whole[1])[name])
     assert folders.unsealed(copy / "checkpoints" / "step_000006") is None
 
 
@@ -159,7 +146,7 @@ def test_the_best_head_is_part_of_every_checkpoint_after_it(small, tmp_path):
     best = checkpoint.read_checkpoint(trainer.checkpoints).best
     again = small(tmp_path, "train.eval_every=4")
     assert again.state.best_step == again.state.step == 4
-    assert all(torch.equal(weight, best[name]) for name, weight in build_head(again).items())
+    assert all(torch.equal(weight, best[name]) for name, weight in head_weights(again).items())
 
 
 STRANGE = {
@@ -224,7 +211,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_whole_checkpoint(small, tmp_pat
                 done = False
         again = small(folder, f"zero={stage}")
         seen.append(again.state.step)
-        assert all(torch.equal(w, build_head(trainer)[name]) for name, w in build_head(again).items())
+        assert all(torch.equal(w, head_weights(trainer)[name]) for name, w in head_weights(again).items())
         if done:
             break
     assert seen == sorted(seen), "the old one until the new one is whole, then the new one"
