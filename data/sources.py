@@ -105,7 +105,10 @@ def check_source(option: str, path: str | None) -> None:
     for file in files:
         if file.is_dir():
             raise ValueError(f"{option}={path}: {file} is a folder; give a file in it, or a glob: {file}/*")
-        encoding = _wide_encoding(file)
+        start = b""
+        with suppress(*DAMAGE), _opened(file) as stream:
+            start = stream.read(4)
+        encoding = next((name for pattern, name in WIDE.items() if start[:2] and re.match(pattern, start)), None)
         if encoding:
             raise ValueError(
                 f"{option}={path}: {file} is {encoding}: write it as UTF-8 (iconv -f {encoding} -t UTF-8 {file.name})"
@@ -131,15 +134,6 @@ def local_files(path: str) -> list[Path]:
     if not os.path.exists(named):  # where Path.exists raises on a name that is too long
         return [Path(file) for file in sorted(glob.glob(str(named), recursive=True))]
     return [] if named.is_dir() and _looks_like_hub(path) else [named]
-
-
-def _wide_encoding(file: Path) -> str | None:
-    try:
-        with _opened(file) as stream:
-            start = stream.read(4)
-    except DAMAGE:
-        return None
-    return next((name for pattern, name in WIDE.items() if start[:2] and re.match(pattern, start)), None)
 
 
 def _opened(file: Path) -> BufferedReader:

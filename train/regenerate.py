@@ -162,7 +162,18 @@ def rewrite(
     asked = sum(d.left for d in dialogues)
     with tqdm(total=asked, desc=title, unit="turn", mininterval=1, disable=not asked) as bar:
         if url is None:
-            _ask_base(base, dialogues, config, journal, seed, bar)
+            ready = [d for d in dialogues if d.next_prompt()]
+            ready.sort(key=lambda d: -d.left)  # long ones do not end last
+            work = deque((d, d.prompt, d.temperature, d.name) for d in ready)
+            sizes = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "seed": seed}
+            made = 0
+            for dialogue, tokens in continued(base, work, config.regenerate.top_p, journal, **sizes):
+                dialogue.answer(tokens)
+                if dialogue.next_prompt():
+                    work.append((dialogue, dialogue.prompt, dialogue.temperature, dialogue.name))
+                made += len(tokens)
+                bar.set_postfix_str(f"{made / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", False)
+                bar.update()
         else:
             asyncio.run(_ask_server(url, dialogues, config, journal, seed, bar))
         bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
@@ -174,21 +185,6 @@ def rewrite(
             f"data.regenerate.url={url}: {refused} of {refused + answered} requests were refused ({first})"
         )
     return dialogues, turns
-
-
-def _ask_base(
-    base: Base, dialogues: list[Dialogue], config: DataConfig, journal: Journal, seed: int, bar: tqdm
-) -> None:
-    ready = sorted((d for d in dialogues if d.next_prompt()), key=lambda d: -d.left)  # long ones do not end last
-    work = deque((d, d.prompt, d.temperature, d.name) for d in ready)
-    sizes, tokens_so_far = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size}, 0
-    for dialogue, tokens in continued(base, work, config.regenerate.top_p, journal, seed=seed, **sizes):
-        dialogue.answer(tokens)
-        if dialogue.next_prompt():
-            work.append((dialogue, dialogue.prompt, dialogue.temperature, dialogue.name))
-        tokens_so_far += len(tokens)
-        bar.set_postfix_str(f"{tokens_so_far / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", False)
-        bar.update()
 
 
 async def _ask_server(
