@@ -154,14 +154,13 @@ def _read_file(file: Path) -> Iterator[Any]:
 
 
 def _rows(file: Path) -> Iterator[Any]:
-    with file.open("rb") as stream:
-        magic = stream.read(6)
-    if magic.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
-        yield from _table_rows(file, magic)
-        return
     with _opened(file) as stream:
-        if stream.peek(3).startswith(MARK):
-            stream.read(3)
+        start = stream.peek()
+        if start.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
+            yield from _table_rows(file, start)
+            return
+        if start.startswith(MARK):
+            stream.read(len(MARK))
         while (start := stream.peek()) and start[0] in BLANK:
             stream.read(len(start) - len(start.lstrip(BLANK)))
         yield from _json_rows(stream, start) if start else [RowError(f"{file.name} is empty")]
