@@ -7,6 +7,7 @@ rejects.jsonl and manifest.json, which is written last: a folder without one is 
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,14 +62,9 @@ class Journal:
         self.path, self._known = path, dict[str, Any]()
         if path.is_file():
             good = 0
-            with path.open("rb") as stream:
+            with path.open("rb") as stream, suppress(ValueError):  # of a line that is half, or none
                 for line in stream:
-                    try:
-                        key, value = json.loads(line)
-                    except ValueError:
-                        break
-                    if not line.endswith(b"\n"):
-                        break
+                    key, value = json.loads(line[: line.rindex(b"\n")])
                     self._known[key] = value
                     good += len(line)
             os.truncate(path, good)
