@@ -28,15 +28,15 @@ def main(config: EvalEntry) -> int:
     base, heads, data_folder = chosen_heads(config)
     measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
     first = next(iter(heads.values()))
-    folder = first.parent / "eval" / config.bench.kind
+    run, kind = first.parent, config.bench.kind
     if config.count:
-        found = count(measurement, heads, folder.with_name(f"{folder.name}-count"), Path(config.cache_dir))
+        found = count(measurement, heads, run / "eval" / f"{kind}-count", Path(config.cache_dir))
     elif config.heads:
-        found = evaluate(measurement, heads, folder.with_name(f"{folder.name}-heads"))
+        found = evaluate(measurement, heads, run / "eval" / f"{kind}-heads")
     else:
-        found = evaluate(measurement, {"": first}, folder)
+        found = evaluate(measurement, {"": first}, run / "eval" / kind)
     if not config.count and not found.reused:
-        name = f"{folder.parent.parent.name}-{found.folder.name}"
+        name = f"{run.name}-{found.folder.name}"
         log_evaluation(found.folder, name, config.logger, asdict(config), media_of(found))
     print(found.table, flush=True)
     return found.exit_code
