@@ -27,7 +27,7 @@ def main(config: TrainEntry) -> int:
         ds.make_deterministic(config.seed)
     log = None
     with ExitStack() as held:
-        with ds.together():
+        with ds.together() as watchdog:
             base = pipeline.get_base(config)
             say(pipeline.describe_head(config.head, base))
             data_folder = pipeline.get_data(config, base)
@@ -39,7 +39,8 @@ def main(config: TrainEntry) -> int:
             if state:
                 say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
             else:
-                trainer = Trainer(config, base, data_folder, folder, pipeline.get_features(config, base, data_folder))
+                features = pipeline.get_features(config, base, data_folder)
+                trainer = Trainer(config, base, data_folder, folder, features, watchdog)
                 say(trainer.rows())
                 log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
                 state = trainer.run(log)

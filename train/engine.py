@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ctcdraft.model.heads import Head, parameters_of
 
-from . import watchdog
+from .watchdog import DEAD_SECONDS, Watchdog
 from .zero import optimizer_of, start_moments
 
 Made = TypeVar("Made")
@@ -80,22 +80,22 @@ def take_threads_of_all() -> None:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def together() -> Iterator[Watchdog]:
     """All that the ranks do together. Where one of them fails, dies or hangs, all end, with 1, and say what failed
     first (watchdog.py)."""
     init_distributed()
-    several = world_size() > 1
-    watching = watchdog.start(rank(), world_size(), socket.gethostname(), _shared_store())
+    watchdog = Watchdog(rank(), world_size(), socket.gethostname(), _shared_store())
+    watchdog.start()
     barrier()
     try:
-        yield
+        yield watchdog
     except Exception as error:
-        if several:
-            watching.failed(error)
-        watching.stop()
+        if world_size() > 1:
+            watchdog.failed(error)
+        watchdog.stop()
         raise
     barrier()
-    watching.stop()
+    watchdog.stop()
     barrier()  # a process that ends with its group still open can abort in gloo's threads, and fail the others
     dist.destroy_process_group()
 
@@ -104,7 +104,7 @@ def _shared_store() -> dist.Store:
     """A store on rank 0, for the watchdog alone: another thread uses it while this one is in a collective."""
     if world_size() == 1:
         return dist.HashStore()
-    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=watchdog.DEAD_SECONDS)
+    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=DEAD_SECONDS)
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
     port = agreed(mine.port if mine else None)
     return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)

@@ -25,13 +25,13 @@ from ctcdraft.model.decode.decoder import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
 
 from . import engine as ds
-from . import watchdog
 from .anomalies import AnomalyChecks
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .log import RunLog
 from .options import MAY_DIFFER
 from .simulate import dev_batches, simulate
 from .task import DraftTask, ObjectiveConfig, StepMetrics, base_features, head_for, negatives_for
+from .watchdog import Watchdog
 
 EVAL_ANCHORS = 8  # per development sequence
 
@@ -101,12 +101,17 @@ class Trainer:
     """One run: builds the engine, resumes where the run folder left off, trains, keeps the best head."""
 
     def __init__(
-        self, plan: Plan, base: Base, data_folder: Path, run_folder: Path, features: Features | None = None
+        self,
+        plan: Plan,
+        base: Base,
+        data_folder: Path,
+        run_folder: Path,
+        features: Features | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        self.plan, self.base = plan, base
+        self.plan, self.base, self.watchdog = plan, base, watchdog
         self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
         self.micro, self.accumulate = plan.train.split(ds.world_size())
-        self.hang_seconds = 60 * plan.train.hang_minutes
         torch.manual_seed(plan.seed)
         corpus = load_corpus(data_folder, "train")
         head = head_for(plan.head, base, corpus)
@@ -167,7 +172,7 @@ class Trainer:
             mininterval=1,
         )
         with self._signals(), bar:
-            watchdog.moved("its start", self.hang_seconds)
+            self._doing("its start")
             while not self._stop():
                 row = self._one_step()
                 if row is not None:
@@ -183,7 +188,8 @@ class Trainer:
                 self._evaluate()
             if self._saved != (self.state.step, self.state.best):
                 self._save(log)
-        watchdog.moved("the end of training")
+        if self.watchdog:
+            self.watchdog.limit = None
         return self.state
 
     def probe(self, steps: int) -> float:
@@ -215,7 +221,7 @@ class Trainer:
         return row
 
     def _save(self, log: RunLog | None) -> None:
-        watchdog.moved(f"saving step {self.state.step}", self.hang_seconds)
+        self._doing(f"saving step {self.state.step}")
         if log:
             log.sync()
         save_checkpoint(self.engine, self.checkpoints, self.state, self.plan.train.keep, self.best)
@@ -321,9 +327,13 @@ class Trainer:
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}
 
+    def _doing(self, what: str) -> None:
+        if self.watchdog:
+            self.watchdog.moved(what, 60 * self.plan.train.hang_minutes)
+
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        watchdog.moved(f"{part} of step {self.state.step + 1}", self.hang_seconds)
+        self._doing(f"{part} of step {self.state.step + 1}")
         start = time.perf_counter()
         yield
         if self.base.device.type == "cuda":

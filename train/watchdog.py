@@ -42,6 +42,11 @@ class Watchdog:
         self._over, self._ending = threading.Event(), threading.Lock()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
+    def start(self) -> None:
+        """Every rank calls it, and a barrier follows."""
+        self.publish()
+        self.thread.start()
+
     def stop(self) -> None:
         """All went well. Call it between two barriers, while the store is there."""
         self._over.set()
@@ -159,21 +164,3 @@ def _alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-_current: Watchdog | None = None
-
-
-def start(rank: int, world: int, host: str, store: Store) -> Watchdog:
-    """Start this process's watchdog. Every rank calls it, and a barrier follows."""
-    global _current
-    _current = Watchdog(rank, world, host, store)
-    _current.publish()
-    _current.thread.start()
-    return _current
-
-
-def moved(doing: str, limit: float | None = None) -> None:
-    """Tell the others what this rank does now, where there are any; see `Watchdog.moved`."""
-    if _current is not None:
-        _current.moved(doing, limit)
