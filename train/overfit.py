@@ -36,16 +36,7 @@ from ctcdraft.model.loss.objective import AnchorLoss, feasible_prefixes, slots_l
 from .examples import example_of
 from .loop import Plan
 from .shards import DataConfig
-from .task import (
-    DraftTask,
-    base_features,
-    draft_losses,
-    draftable,
-    embedded_labels,
-    head_for,
-    read_at,
-    roots_of,
-)
+from .task import DraftTask, base_features, draft_losses, draftable, head_for, read_at, roots_of
 
 STEPS, LR = 400, 4e-3  # of training on one conversation
 RELABELLINGS = 16
@@ -264,11 +255,9 @@ class OverfitCheck:
 
     def _trained(self) -> tuple[Slots, AnchorLoss]:
         """What training computes at the anchors."""
-        batch, inputs = self.batch, self._inputs
-        labels = embedded_labels(self.head, self.base, batch)
-        slots = self.head(*inputs, batch.batch_N, batch.position_N, None, labels)
-        batch = draftable(batch, self.vocabulary)
-        return slots, draft_losses(self.head, self.objective, self.vocabulary, slots, inputs[0], batch=batch)
+        slots = self.task.slots(*self._inputs, self.batch)
+        batch = draftable(self.batch, self.vocabulary)
+        return slots, draft_losses(self.head, self.objective, self.vocabulary, slots, self._inputs[0], batch=batch)
 
     def _drafted(self) -> list[Lattice | Tree]:
         whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it

@@ -116,19 +116,17 @@ class DraftTask(nn.Module):
     def __init__(self, head: Head, objective: ObjectiveConfig, base: Base, negatives: Negatives | None = None) -> None:
         super().__init__()
         self.head, self.objective, self.negatives = head, objective, negatives
-        self._frozen = (head.draft_vocabulary(base),)  # in a tuple: no parameter of this module, in no checkpoint
+        self.vocabulary = head.draft_vocabulary(base)  # no module: none of its weights is a parameter of this one
         self.psi_U: Sequence[float] = ()  # that of prefixes of 1..U labels, as steps before saw it
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, StepMetrics]:
         """The summed loss of the batch's anchors (with gradient), and the metrics to log (without)."""
-        vocabulary = self._frozen[0]
-        anchors = batch.batch_N, batch.position_N, document_sight(batch)
-        slots = self.head(hidden_BLD, root_BLD, *anchors, embedded_labels(self.head, vocabulary.base, batch))
-        batch = draftable(batch, vocabulary)
+        slots = self.slots(hidden_BLD, root_BLD, batch)
+        batch = draftable(batch, self.vocabulary)
         out = draft_losses(
             self.head,
             self.objective,
-            vocabulary,
+            self.vocabulary,
             slots,
             hidden_BLD,
             batch=batch,
@@ -150,6 +148,13 @@ class DraftTask(nn.Module):
             )
         return out.loss_N.sum(), metrics
 
+    def slots(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> Slots:
+        """What the head puts forward at the batch's anchors."""
+        labels_NUD = None  # for a head that is trained along them, as the base's first layer gets them
+        if not isinstance(self.head, OnePassHead):
+            labels_NUD = self.vocabulary.base.embed(batch.labels_NU).to(root_BLD.dtype)
+        return self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N, document_sight(batch), labels_NUD)
+
     def update(self, metrics: StepMetrics) -> None:
         """Learn from a whole step's metrics, of all ranks, what the weights of the next ones follow, if they do."""
         if self.objective.follow is None:
@@ -158,12 +163,6 @@ class DraftTask(nn.Module):
         if all(map(math.isfinite, psi_U)):
             before_U = self.psi_U or (0.0,) * len(psi_U)
             self.psi_U = tuple(MEMORY * old + (1 - MEMORY) * new for old, new in zip(before_U, psi_U, strict=True))
-
-
-@torch.no_grad()
-def embedded_labels(head: Head, base: Base, batch: Batch) -> Tensor | None:
-    """The labels as the base's first layer gets them, [N, U, D], for a head that is trained along them."""
-    return None if isinstance(head, OnePassHead) else base.embed(batch.labels_NU).to(next(head.parameters()).dtype)
 
 
 def draftable(batch: Batch, vocabulary: DraftVocabulary) -> Batch:
