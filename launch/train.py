@@ -4,6 +4,7 @@ python launch/train.py head.layers=3 optim.lr=1e-3
 deepspeed launch/train.py experiment=vicuna_7b data.path=conversations.json
 """
 
+import signal
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -48,7 +49,7 @@ def main(config: TrainEntry) -> int:
                     if log:
                         log.close()
                     say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
-                    return INTERRUPTED if trainer.interrupted else 0
+                    return INTERRUPTED if trainer.stopped_by == signal.SIGINT else 0
                 say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
                 del trainer
         if ds.rank() != 0:

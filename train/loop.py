@@ -149,7 +149,7 @@ class Trainer:
         self.seconds: dict[str, float] = defaultdict(float)
         self.rate = self.grad_norm = 0.0
         self.anomalies = AnomalyChecks(blanks=plan.head.topology.band is None)
-        self._stop_asked = self.interrupted = False
+        self.stopped_by: int | None = None  # a signal
 
     def finished(self) -> bool:
         return self.plan.train.finished(self.state)
@@ -342,7 +342,7 @@ class Trainer:
 
     def _stop(self) -> bool:
         """Has any rank been asked to stop? Collective, so that all stop at the same step."""
-        mine = torch.tensor([self._stop_asked, self.state.seconds], dtype=torch.float64, device=self.base.device)
+        mine = torch.tensor([bool(self.stopped_by), self.state.seconds], dtype=torch.float64, device=self.base.device)
         asked, seconds = ds.sum_over_ranks(mine).tolist()
         # Ranks go by their mean clock: the time limit ends all at once.
         self.state.seconds = seconds / ds.world_size()
@@ -351,8 +351,7 @@ class Trainer:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: Any) -> None:
-            self._stop_asked = True
-            self.interrupted = number == signal.SIGINT
+            self.stopped_by = number
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
