@@ -24,10 +24,11 @@ UPDATES = "updates"  # how often the optimizer has stepped
 
 def start_moments(engine: Any) -> None:
     """Give AdamW the state that its first step would: zeros, which a checkpoint then replaces."""
-    for p in _stepped(engine):
-        moments = {kind: torch.zeros_like(p) for kind in MOMENTS}
-        optimizer_of(engine).state[p] = {"step": torch.tensor(0.0), **moments}
-    if engine.zero_optimization_stage() in (1, 2):
+    optimizer, stage = optimizer_of(engine), engine.zero_optimization_stage()
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]  # at stages 1 and 2 flat shares of them
+    for p in engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else stepped:
+        optimizer.state[p] = {"step": torch.tensor(0.0), **{kind: torch.zeros_like(p) for kind in MOMENTS}}
+    if stage in (1, 2):
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # which its first step would
 
 
@@ -43,7 +44,8 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
                 value = p if kind == "weight" else engine.optimizer.state[p][kind]
             if dist.get_rank() == 0:
                 found[f"{kind}/{name}"] = value.detach().float().cpu().clone()
-    return found | {UPDATES: _updates(engine)[0].clone()} if found else {}
+    updates = next(iter(optimizer_of(engine).state.values()))["step"]
+    return found | {UPDATES: updates.clone()} if found else {}
 
 
 def shapes_of(engine: Any) -> dict[str, torch.Size]:
@@ -79,26 +81,10 @@ def restore_state(engine: Any, state: dict[str, Tensor]) -> None:
             elif kind in MOMENTS:
                 engine.optimizer.state[p][kind].copy_(value)
     updates = spread(UPDATES)
-    for count in _updates(engine):
-        count.copy_(updates)
+    for moments in optimizer_of(engine).state.values():
+        moments["step"].copy_(updates)
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:
     """The optimizer within whatever DeepSpeed has put around it."""
     return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
-
-
-def _stepped(engine: Any) -> list[Tensor]:
-    """What the optimizer steps on: the parameters, or this rank's flat shares of them."""
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return [p for group in engine.optimizer.param_groups for p in group["params"]]
-    return (
-        engine.optimizer.fp32_partitioned_groups_flat
-        if stage == 3
-        else engine.optimizer.single_partition_of_fp32_groups
-    )
-
-
-def _updates(engine: Any) -> list[Tensor]:
-    return [optimizer_of(engine).state[stepped]["step"] for stepped in _stepped(engine)]
