@@ -240,7 +240,9 @@ class Trainer:
         tensors: dict[str, torch.Tensor] = {}  # of each micro-batch in turn
         for turn in range(self.accumulate):
             batch = self.sampler.collate(step - 1, self._members(turn))
-            tensors |= {f"{turn}.{name}": x.contiguous() for name, x in batch._asdict().items() if x is not None}
+            for name, tensor in batch._asdict().items():
+                if tensor is not None:
+                    tensors[f"{turn}.{name}"] = tensor.contiguous()
         self.skips.mkdir(parents=True, exist_ok=True)
         metadata = {"step": str(step), "seed": str(self.plan.seed)}
         save_file(tensors, self.skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)

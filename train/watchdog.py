@@ -74,12 +74,12 @@ class Watchdog:
     def _watch(self) -> None:
         orphan, parents = False, launchers()
         while not self._over.wait(TICK):
-            left = not orphan and not all(map(_alive, parents))
-            if left or (self.world > 1 and not orphan):  # C code that holds the interpreter stops this thread too
-                faulthandler.dump_traceback_later(LAST_SECONDS, exit=True)
-            if left:  # it would train on, and nobody knew
-                orphan = True
+            if not orphan and self.world > 1:
+                faulthandler.dump_traceback_later(LAST_SECONDS, exit=True)  # where C code stops this thread too
+            if not orphan and not all(map(_alive, parents)):
+                orphan = True  # it would train on, and nobody knew
                 print("\nerror: the launcher has gone: saving and ending", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback_later(LAST_SECONDS, exit=True)
                 os.kill(os.getpid(), signal.SIGTERM)
             if cause := self.cause():
                 self._end(cause)

@@ -25,9 +25,13 @@ UPDATES = "updates"  # how often the optimizer has stepped
 def start_moments(engine: Any) -> None:
     """Give AdamW the state that its first step would: zeros, which a checkpoint then replaces."""
     optimizer, stage = optimizer_of(engine), engine.zero_optimization_stage()
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]  # at stages 1 and 2 flat shares of them
-    for p in engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else stepped:
-        optimizer.state[p] = {"step": torch.tensor(0.0), **{kind: torch.zeros_like(p) for kind in MOMENTS}}
+    if stage == 3:
+        stepped = engine.optimizer.fp32_partitioned_groups_flat
+    else:  # the parameters, or at stages 1 and 2 this rank's flat shares of them
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in stepped:
+        moments = {kind: torch.zeros_like(p) for kind in MOMENTS}
+        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
     if stage in (1, 2):
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # which its first step would
 
