@@ -21,12 +21,12 @@ def forward_of(base, rows, prompt):
     """A call that reads `rows` tokens in a chain behind a prompt."""
     cache = TreeCache(base.depth, 1, prompt + rows)
     sight, ids = cache.sight(prompt, base.device), torch.arange(prompt + rows).unsqueeze(0) % base.vocab_size
-    base.hidden(ids[:, :prompt], position_ids=sight.positions_BL, cache=cache)
+    base.hidden(ids[:, :prompt], sight, cache=cache)
     cache.lengths[0] = prompt
-    mask, positions = tree_mask(base, [chain_of(list(range(rows - 1)), 0.5)], cache.lengths[:1])
+    sight = tree_mask([chain_of(list(range(rows - 1)), 0.5)], cache.lengths[:1], base.device)
 
     def call():
-        hidden = base.hidden(ids[:, prompt:], attention_mask=mask, position_ids=positions, cache=cache)
+        hidden = base.hidden(ids[:, prompt:], sight, cache=cache)
         base.logits(hidden[0]).argmax(dim=-1)
         cache.lengths[0] = prompt
 

@@ -56,20 +56,17 @@ class Draft:
             p.data.add_(torch.randn_like(p) * 0.05)
         self.decoder = Decoder(base, self.head, DraftConfig(nodes=NODES))
         ids = torch.randint(0, base.vocab_size, (1, CONTEXT), device=base.device)
-        of_base = TreeCache(base.model.config.num_hidden_layers, 1, 2 * CONTEXT)
+        self.cache = TreeCache(base.model.config.num_hidden_layers, 1, 2 * CONTEXT)
         read = torch.cat([ids, ids[:, :ACCEPTED]], dim=1)
-        self.hidden = base.hidden(read, cache=of_base, attended=self.head.attended)[:, :CONTEXT].float()
-        of_base.keep([range(CONTEXT + ACCEPTED)])
+        self.hidden = base.hidden(read, cache=self.cache, attended=self.head.attended)[:, :CONTEXT].float()
+        self.cache.keep([range(CONTEXT + ACCEPTED)])
         self.root, self.read = ids, ids[0].cpu().numpy()
-        self.cache = self.head.new_cache(1, 2 * CONTEXT, of_base)
-        self.head.step(self.hidden, base.embed(ids).float(), [CONTEXT], self.cache)
 
     def __call__(self):
         read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], [ACCEPTED], self.cache
         decoder = self.decoder
         (drafted,) = self.head.drafts(*read, decoder.vocabulary)
         decoder.tree_of(drafted, self.read)
-        self.cache.lengths[:] = CONTEXT
 
 
 def drafts(shapes, rounds):

@@ -193,7 +193,7 @@ class OverfitCheck:
         got = self.batch.position_N.tolist()
         if got != want:
             raise Disagreement(f"positions off: anchors stand at {got[:4]}..., and should at {want[:4]}...")
-        _, at = tree_mask(self.base, [FORK], np.array([len(self.prompt)]))
+        at = tree_mask([FORK], np.array([len(self.prompt)]), self.base.device).positions_BL
         expected = [len(self.prompt) + depth for depth in (0, *FORK.depths.tolist())]
         if at[0].tolist() != expected:
             raise Disagreement(f"positions off: a draft's nodes stand at {at[0].tolist()}, and should at {expected}")
@@ -221,9 +221,9 @@ class OverfitCheck:
         ids = torch.tensor([self.prompt], device=device)
         self.base.hidden(ids[:, :-1], cache=cache)
         past = ids.shape[1] - 1
-        mask, at = tree_mask(self.base, [FORK], np.array([past]))
+        sight = tree_mask([FORK], np.array([past]), device)
         nodes = torch.tensor([[self.prompt[-1], *FORK.tokens.tolist()]], device=device)
-        tree_RV = self.base.logits(self.base.hidden(nodes, attention_mask=mask, position_ids=at, cache=cache))[0, 1:]
+        tree_RV = self.base.logits(self.base.hidden(nodes, sight, cache=cache))[0, 1:]
         whole = [self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device)) for path in FORK_PATHS]
         alone = [self.base.logits(hidden[0, -1]) for hidden in whole]
         otherwise = "wrong mask: a draft's node sees what its path does not hold: it is"

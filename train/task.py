@@ -252,9 +252,7 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
         hidden_BLX = decoded(Hidden(batch.stored_BLX, batch.stored_scale_BL))
         assert hidden_BLX.shape[2] == base.hidden_size + (0 if attended is None else attended.size)
     else:
-        sight = document_sight(batch)
-        mask, positions = (None, None) if sight is None else (sight.additive(base.dtype), sight.positions_BL)
-        hidden_BLX = base.hidden(batch.ids_BL, attention_mask=mask, position_ids=positions, attended=attended)
+        hidden_BLX = base.hidden(batch.ids_BL, document_sight(batch), attended=attended)
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLX.to(dtype), root_BLD.to(dtype)

@@ -1,12 +1,13 @@
 """Keys and values of base or head for several sequences of unequal lengths: allocated once, compacted in place.
 
 One tensor per shape of keys and values, usually one for all of them, so that keeping the accepted path of a tree is one
-indexed copy. Shape suffixes: B sequences, Q new positions, P kept ones; a block is [rows, B, heads, capacity, width],
+indexed copy. Shape suffixes: B sequences, Q new positions, P moved ones; a block is [rows, B, heads, capacity, width],
 and each layer has a row for its keys and one for its values.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,27 +48,25 @@ class TreeCache(Cache):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
 
     batch: how many sequences have room; all of them are there until `clear`, behind which `add` takes one.
-    of_base: behind a head's cache, that of the base with the same positions, for slots that attend to it.
 
-    The next forward is about all of the first `batch` sequences, about one `alone` (its prompt), or, where shapes may
-    not move, about rows `at` places that only the device knows.
+    A forward is about all of the first `batch` sequences, about `only` one (its prompt), or, where shapes may not move,
+    about rows at places that only the device knows (`fixed`).
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, of_base: "TreeCache | None" = None) -> None:
+    def __init__(self, layers: int, batch: int, capacity: int) -> None:
         super().__init__(layers=[])
-        self.of_base = of_base
         self.lengths = np.zeros(batch, np.int64)
         self.batch, self.capacity = batch, capacity
         self._layers = layers
         self._blocks: list[Tensor] = []
         self._free: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by heads, width: block, row
         self._place: list[tuple[tuple[int, int], tuple[int, int]]] = []  # of each layer's keys, of its values
-        self._alone: int | None = None
+        self._only: int | None = None
         self._index: tuple[Tensor, Tensor]  # where a forward of several sequences writes
-        self._static: tuple[Tensor, int] | None = None
+        self._fixed: tuple[Tensor, int] | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        lengths = self._lengths_in_forward
+        lengths = self.lengths[self._sequences]
         return int(lengths.max()) if len(lengths) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -75,27 +74,37 @@ class TreeCache(Cache):
         return self.get_seq_length() + query_length, 0
 
     @property
-    def _lengths_in_forward(self) -> np.ndarray:
-        return self.lengths[: self.batch] if self._alone is None else self.lengths[self._alone : self._alone + 1]
+    def _sequences(self) -> slice:
+        return slice(self.batch) if self._only is None else slice(self._only, self._only + 1)
 
     @property
     def is_filled(self) -> bool:
         """Has any layer written keys and values?"""
         return bool(self._place)
 
-    def alone(self, sequence: int | None) -> None:
-        """The next forward holds this sequence only (None: all of them again)."""
-        self._alone = sequence
+    @contextmanager
+    def only(self, sequence: int) -> Iterator[None]:
+        """Forwards hold this sequence alone."""
+        self._only = sequence
+        try:
+            yield
+        finally:
+            self._only = None
 
-    def at(self, slots_Q: Tensor | None, width: int = 0) -> None:
-        """The next forwards write entries `slots` [Q] of the only sequence, or of the one alone, and give back those
-        below `width`, for a mask to choose from. None ends that."""
-        self._static = None if slots_Q is None else (slots_Q, width)
+    @contextmanager
+    def fixed(self, slots_Q: Tensor, width: int) -> Iterator[None]:
+        """Forwards write entries `slots` [Q] of the first sequence, and give back those below `width`, for a mask to
+        choose from."""
+        self._fixed = slots_Q, width
+        try:
+            with self.only(0):
+                yield
+        finally:
+            self._fixed = None
 
     def sight(self, rows: int, device: torch.device) -> Sight:
-        """What `rows` new positions of each sequence see, or of the one alone: its own committed ones, and those before
-        them."""
-        past_B1 = torch.from_numpy(self._lengths_in_forward[:, None]).to(device)
+        """What `rows` new positions of each sequence see: its own committed ones, and those before them."""
+        past_B1 = torch.from_numpy(self.lengths[self._sequences, None]).to(device)
         positions_BL = past_B1 + torch.arange(rows, device=device)
         longest = self.get_seq_length()
         if longest == 0 or (rows == 1 and len(past_B1) == 1):
@@ -108,13 +117,13 @@ class TreeCache(Cache):
         if layer_idx >= len(self._place):
             self._allocate(key_states, value_states)
         Q, device = key_states.shape[2], key_states.device
-        keys, values = self._seen(layer_idx, Q)
+        keys, values = self.committed(layer_idx, Q)
         if layer_idx == 0 and len(keys) > 1:  # for all layers
             slots = torch.from_numpy(self.lengths[: self.batch, None] + np.arange(Q)[None]).to(device)
             self._index = torch.arange(self.batch, device=device)[:, None], slots
         for seen, made in ((keys, key_states), (values, value_states)):
-            if self._static is not None:
-                seen[0].index_copy_(1, self._static[0], made[0])
+            if self._fixed is not None:
+                seen[0].index_copy_(1, self._fixed[0], made[0])
             elif len(seen) == 1:
                 seen[0, :, self.get_seq_length() :] = made[0]
             else:
@@ -124,21 +133,20 @@ class TreeCache(Cache):
 
     def keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Of what the last forward appended to sequence b, commit entries rows[b], in order; drop the rest."""
-        moved = [b for b, kept in enumerate(rows) if list(kept) != list(range(len(kept)))]
+        past = self.lengths.tolist()
+        moved = [
+            (b, past[b] + row, past[b] + place)
+            for b, kept in enumerate(rows)
+            for place, row in enumerate(kept)
+            if row != place
+        ]
         if moved:
-            P = max(len(rows[b]) for b in moved)
-            source_BP = np.zeros((len(moved), P), np.int64)
-            for i, b in enumerate(moved):
-                source_BP[i, : len(rows[b])] = rows[b]  # padding copies entry 0 over what is dropped anyway
-            past_B1 = self.lengths[moved, None]
-            device = self._blocks[0].device
-            source, target = (torch.from_numpy(past_B1 + r).to(device) for r in (source_BP, np.arange(P)[None]))
+            sequence_P, source_P, target_P = torch.tensor(moved, device=self._blocks[0].device).T
             if len(self.lengths) == 1:
-                self.move(source[0], target[0])  # in a third of the time
+                self.move(source_P, target_P)  # in a third of the time
             else:
-                sequence = torch.tensor(moved, device=device)[:, None]
                 for block in self._blocks:
-                    block[:, sequence, :, target] = block[:, sequence, :, source]
+                    block[:, sequence_P, :, target_P] = block[:, sequence_P, :, source_P]
         for b, kept in enumerate(rows):
             self.lengths[b] += len(kept)
 
@@ -181,17 +189,11 @@ class TreeCache(Cache):
         """Forget every sequence, keep the memory."""
         self.batch = 0
 
-    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences (where shapes may not
-        move, up to the width of `at`); no copies."""
-        return self._seen(layer)
-
-    def _seen(self, layer: int, new: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of the sequences in the next forward, up to the longest and so many new entries."""
-        several = self._alone is None and self._static is None
-        sequences = slice(self.batch) if several else slice(self._alone or 0, (self._alone or 0) + 1)
-        end = self.get_seq_length() + new if self._static is None else self._static[1]
-        keys, values = (self._blocks[block][row, sequences, :, :end] for block, row in self._place[layer])
+    def committed(self, layer: int, new: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, S, width] of one layer, up to the longest of the sequences and so many new entries
+        (where shapes may not move, up to the width of `fixed`); no copies."""
+        end = self.get_seq_length() + new if self._fixed is None else self._fixed[1]
+        keys, values = (self._blocks[block][row, self._sequences, :, :end] for block, row in self._place[layer])
         return keys, values
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .cache import Watched
-from .context import Attended
+from .context import Attended, Sight
 from .window import Windows, windows_of
 
 SHAPE_KEYS = (
@@ -131,24 +131,23 @@ class Base:
     def hidden(
         self,
         ids_BL: Tensor,
+        sight: Sight | None = None,
         *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
         cache: Cache | None = None,
         attended: Attended | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L.
 
-        attention_mask: of padding [B, L], or additive [B, 1, L, K], which layers with a window get with their window.
+        sight: None: rows are one sequence each, from its beginning on. Layers with a window get its mask with their
+        window.
 
         attended: behind each hidden state come the state that entered the first of these layers, and, without a cache,
         the keys and values that they made of its position. In a cache those lie there (`TreeCache.committed`).
         """
         watched = Watched(attended.layers) if attended is not None and cache is None else None
-        seen: Any = attention_mask
-        if attention_mask is not None and attention_mask.dim() == 4:
-            assert position_ids is not None, "a window is counted from them"
-            seen = self.windows.masks(attention_mask, position_ids, cached=cache is not None)
+        mask: Any = None if sight is None else sight.additive(self.dtype)
+        if sight is not None and mask is not None:
+            mask = self.windows.masks(mask, sight.positions_BL, cached=cache is not None)
         entered: list[Tensor] = []
 
         def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
@@ -158,8 +157,8 @@ class Base:
         with nullcontext() if first is None else first.register_forward_pre_hook(keep, with_kwargs=True):
             out = self.decoder(
                 input_ids=ids_BL,
-                attention_mask=seen,
-                position_ids=position_ids,
+                attention_mask=mask,
+                position_ids=None if sight is None else sight.positions_BL,
                 past_key_values=cache if watched is None else watched,
                 use_cache=cache is not None or watched is not None,
             )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from .context import Sight
 from .llm import Base
 
 TIE_GAP = 1e-5
@@ -70,17 +71,11 @@ def forced_logits(base: Base, prompt: Sequence[int], tokens: Sequence[int], widt
     for start in range(0, len(tokens) - 1, width):
         ids = list(tokens[start : min(start + width, len(tokens) - 1)])
         past, real = len(prompt) + start, len(ids)
+        causal_QK = torch.ones(width, past + width, dtype=torch.bool, device=device).tril(past)
         positions_Q = torch.arange(past, past + width, device=device).clamp(max=base.context_length - 1)
         hidden_QD = base.hidden(
             torch.tensor([ids + [0] * (width - real)], device=device),  # of the same shape to the last
-            attention_mask=None if width == 1 else _causal(base, width, past),
-            position_ids=positions_Q.unsqueeze(0),
+            Sight(positions_Q.unsqueeze(0), None if width == 1 else causal_QK[None, None]),
             cache=cache,
         )[0]
         yield from base.logits(hidden_QD)[:real]
-
-
-def _causal(base: Base, width: int, past: int) -> Tensor:
-    """An additive mask [1, 1, Q, K]."""
-    blocked_QK = torch.full((width, past + width), torch.finfo(base.dtype).min, dtype=base.dtype, device=base.device)
-    return blocked_QK.triu(past + 1)[None, None]

@@ -77,8 +77,7 @@ class CapturedStep(EagerStep):
             path, bonus, self.drafted = shape.run(tree, request.root, past)
         self.clock.seconds["verify"] -= shape.draft_seconds
         self.clock.seconds["draft"] += shape.draft_seconds
-        for cache in self.caches:
-            cache.lengths[0] += len(path) + 1
+        self.cache.lengths[0] += len(path) + 1
         return [(path, bonus)]
 
     def draft(self) -> list[Lattice | Tree]:
@@ -152,9 +151,6 @@ class _Shape:
             warnings.warn(f"{step.base.name} is decoded without CUDA graphs: {reason}", stacklevel=2)
             step.capture = False
             return [self._verify, self._draft]
-        finally:
-            for cache in step.caches:
-                cache.at(None)
 
     def _verify(self) -> None:
         """Forward under the tree mask, choose, accept, compact; what the head is to read stays in buffers."""
@@ -166,17 +162,10 @@ class _Shape:
         own_K = torch.arange(K, device=base.device) - past_1  # the row that an entry belongs to
         inside_K = (own_K >= 0) & (own_K < Q)
         allowed_QK = (own_K < 0) | (inside_K & sees_QQ[:, own_K.clamp(0, Q - 1)])
-        mask_QK = torch.zeros(Q, K, dtype=base.dtype, device=base.device)
-        mask_QK = mask_QK.masked_fill_(~allowed_QK, torch.finfo(base.dtype).min)
-        cache.at(past_1 + row_Q, K)
-        hidden_1QD = base.hidden(
-            token_Q.clamp(min=0).unsqueeze(0),
-            attention_mask=mask_QK[None, None],
-            position_ids=(past_1 + depth_Q).unsqueeze(0),
-            cache=cache,
-            attended=self.step.attended,
-        )
-        cache.at(None)
+        sight = Sight((past_1 + depth_Q).unsqueeze(0), allowed_QK[None, None])
+        with cache.fixed(past_1 + row_Q, K):
+            ids_1Q = token_Q.clamp(min=0).unsqueeze(0)
+            hidden_1QD = base.hidden(ids_1Q, sight, cache=cache, attended=self.step.attended)
         noise_QV = None if not self.sampling.temperature else self.step.noise_PV.index_select(0, depth_Q)
         targets_Q = self.sampling.choose(base.logits(hidden_1QD[0]), None, noise_QV)
         said_Q = (token_Q == targets_Q[parent_Q]) | (row_Q == 0)
@@ -189,20 +178,16 @@ class _Shape:
 
     def _draft(self) -> None:
         """The head over the accepted rows, and the candidates of its slots; all into `answer`."""
-        head, vocabulary, caches = self.step.head, self.step.vocabulary, self.step.caches
+        head, vocabulary, cache = self.step.head, self.step.vocabulary, self.step.cache
         if head is None or vocabulary is None:
             return
         assert isinstance(head, OnePassHead)
         dtype, device = next(head.parameters()).dtype, self.step.base.device
         slots_P = self.past_1 + torch.arange(self.longest, device=device)
-        for cache in caches:
-            cache.at(slots_P, self.width)
         root_1PD = vocabulary.embed(self.following_P.unsqueeze(0), dtype)
-        sight = Sight(slots_P.unsqueeze(0))
         last_1, hidden_1PD = self.count_1 - 1, self.hidden_PD.to(dtype).unsqueeze(0)
-        slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1), sight, caches[1])
-        for cache in caches:
-            cache.at(None)
+        with cache.fixed(slots_P, self.width):
+            slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1), Sight(slots_P.unsqueeze(0)), cache)
         self.found = head.candidates(slots, self.following_P.index_select(0, last_1), vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 

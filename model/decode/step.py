@@ -56,9 +56,8 @@ class EagerStep:
         self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
         self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
-        self.caches = [self.cache]
-        if head is not None:
-            self.caches.append(head.new_cache(rows, capacity + head.config.slots, self.cache))
+        own = None if head is None else head.new_cache(self.cache, capacity + head.config.slots)
+        self.caches = [self.cache] if own is None else [self.cache, own]
         self.begin(base.eos_ids)
 
     def begin(self, ends: Iterable[int]) -> None:
@@ -87,13 +86,10 @@ class EagerStep:
             for each in self.caches:
                 each.begin(row, source, shared)
             self.active[row : row + 1] = [request]
-            cache.alone(row)
             ids_1L = torch.tensor([request.prompt[shared:]], device=base.device)
-            sight = cache.sight(ids_1L.shape[1], base.device)
-            mask = sight.additive(base.dtype)
-            places = {"attention_mask": mask, "position_ids": sight.positions_BL}
-            hidden_1LD = base.hidden(ids_1L, **places, cache=cache, attended=self.attended)
-            cache.alone(None)
+            with cache.only(row):
+                sight = cache.sight(ids_1L.shape[1], base.device)
+                hidden_1LD = base.hidden(ids_1L, sight, cache=cache, attended=self.attended)
             cache.lengths[row] = len(request.prompt)
             if request.sampling.repetition_penalty != 1.0:
                 request.seen_V = torch.zeros(base.vocab_size, dtype=torch.bool, device=base.device)
@@ -136,13 +132,12 @@ class EagerStep:
             ids_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
             for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
                 ids_BQ[b, 0], ids_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
-            mask, positions_BQ = tree_mask(self.base, drafts, self.cache.lengths[: len(active)])
+            sight = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
             single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
             with decoding_attention(self.base.model) if single_rows else nullcontext():
                 hidden_BQD = self.base.hidden(
                     torch.from_numpy(ids_BQ).to(self.base.device),
-                    attention_mask=mask,
-                    position_ids=positions_BQ,
+                    sight,
                     cache=self.cache,
                     attended=self.attended,
                 )
@@ -166,7 +161,7 @@ class EagerStep:
             hidden_BLD = pad_sequence([r.hidden[0] for r in self.active if r.hidden is not None], True)
             hidden_BLD = hidden_BLD.to(next(self.head.parameters()).dtype)
             following_BL = following_BL.to(self.base.device)
-            return self.head.drafts(hidden_BLD, following_BL, counts, self.caches[1], self.vocabulary)
+            return self.head.drafts(hidden_BLD, following_BL, counts, self.caches[-1], self.vocabulary)
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand."""

@@ -53,7 +53,10 @@ class EagleHead(Head):
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, hidden_size, bias=False)
 
-    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
+    def new_cache(self, base_cache: TreeCache, capacity: int) -> TreeCache:
+        return self._cache(len(base_cache.lengths), capacity)
+
+    def _cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(1, batch, capacity + self.config.slots * self.config.beam)
 
     def forward(
@@ -107,7 +110,7 @@ class EagleHead(Head):
     ) -> list[Lattice | Tree]:
         assert sight is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
-        cache = self.new_cache(B, L)
+        cache = self._cache(B, L)
         root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
         feature_BLD = self._pass(hidden_BLD, root_BLD, cache.sight(L, hidden_BLD.device), cache)
         drafted: dict[int, Tree] = {}
@@ -128,23 +131,21 @@ class EagleHead(Head):
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
         feature_QD, sees_QS = feature_D.unsqueeze(0), torch.ones(1, length, dtype=torch.bool, device=device)
-        cache.alone(sequence)
         for depth in range(1, self.config.slots):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
-            end = sees_QS.shape[1]
-            cache.at(torch.arange(end - Q, end, device=device), end)
             read_QD = tokens.base.embed(token_X[best_Q]).to(feature_D.dtype)
             sight = Sight(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
-            feature_QD = self._pass(feature_QD[from_Q].unsqueeze(0), read_QD.unsqueeze(0), sight, cache)[0]
+            with cache.only(sequence):
+                feature_QD = self._pass(feature_QD[from_Q].unsqueeze(0), read_QD.unsqueeze(0), sight, cache)[0]
+            cache.lengths[sequence] += Q
             row_X, before_Q = torch.arange(Q, device=device).repeat_interleave(beam), log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)
             log_p_X, token_X = self._children(feature_QD, tokens, beam)
             log_p_X = log_p_X + before_Q[row_X]
             layers.append((token_X, parents_X, log_p_X))
-        cache.at(None)
-        cache.alone(None)
+        cache.lengths[sequence] = length  # a draft's own entries do not stay
         token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
         depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
         return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))

@@ -73,7 +73,7 @@ class Head(nn.Module, ABC):
 
     transition: None where slots do not depend on what was collapsed before.
     attended: layers of the base whose keys and values slots see, or None: of whole sequences they come behind
-    each hidden state (`Base.hidden`), of cached ones from the base's cache (`TreeCache.of_base`).
+    each hidden state (`Base.hidden`), of cached ones from the base's cache.
     calibration, copy_rates: what its psi, and copied tokens, were seen to be worth on held-out text, if that was
     measured.
     """
@@ -111,8 +111,8 @@ class Head(nn.Module, ABC):
     def drafts(
         self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
     ) -> list[Lattice | Tree]:
-        """Append counts[b] <= L committed positions of each sequence to the cache, draft from the last of each: rows
-        past counts[b] are padding. root_BL: the tokens after each position.
+        """Draft from the last of counts[b] <= L new positions of each sequence: rows past counts[b] are padding.
+        root_BL: the tokens after each position. cache: see `new_cache`.
 
         A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
         """
@@ -129,10 +129,10 @@ class Head(nn.Module, ABC):
     ) -> list[Lattice | Tree]:
         """The same at anchors within whole sequences."""
 
-    def new_cache(self, batch: int, capacity: int, of_base: TreeCache | None = None) -> TreeCache:
-        """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included; of_base: the
-        base's cache, which holds what is committed here before it is."""
-        return TreeCache(0, batch, capacity, of_base)
+    def new_cache(self, base_cache: TreeCache, capacity: int) -> TreeCache | None:
+        """What it keeps of the sequences of the base's cache, `capacity` positions of each, padding of the last draft
+        included. None: nothing; it drafts from the base's, in which the new positions are committed already."""
+        return None
 
     @property
     def lm_rows(self) -> int:
@@ -160,7 +160,7 @@ class OnePassHead(Head):
     def fill(
         self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
     ) -> Slots:
-        """The T slots of each anchor within whole sequences, or on top of what the cache holds."""
+        """The T slots of each anchor within whole sequences, or on top of what the base's cache holds."""
 
     def forward(
         self,
@@ -176,15 +176,11 @@ class OnePassHead(Head):
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
-        """The slots behind the last of the positions that `drafts` appends, N = B. They are filled from that position
-        alone: those before it stand in the base's cache."""
-        last_B = torch.tensor(counts, device=hidden_BLD.device) - 1
-        row_B = torch.arange(len(last_B), device=last_B.device)
-        cache.keep([range(count - 1) for count in counts])
-        sight = cache.sight(1, last_B.device)
-        cache.keep([range(1)] * len(counts))
-        anchors = Anchors.one_per_row(torch.zeros_like(last_B))
-        return self.fill(hidden_BLD[row_B, last_B, None], root_BLD[row_B, last_B, None], anchors, sight, cache)
+        """The slots behind the last position of each sequence, N = B."""
+        count_B, device = torch.tensor(counts, device=hidden_BLD.device), hidden_BLD.device
+        first_B = torch.from_numpy(cache.lengths[: len(counts)]).to(device) - count_B
+        sight = Sight(first_B.unsqueeze(1) + torch.arange(hidden_BLD.shape[1], device=device))
+        return self.fill(hidden_BLD, root_BLD, Anchors.one_per_row(count_B - 1), sight, cache)
 
     @torch.no_grad()
     def drafts(

@@ -115,8 +115,7 @@ class SlotHead(OnePassHead):
         elif cache is None:
             x_NTD = self._through_layers(x_NTD, self.body.attended.keys_and_values(hidden_BLX), anchors, sight)
         else:
-            assert cache.of_base is not None
-            read = {layer: cache.of_base.committed(layer) for layer in self.body.attended.layers}
+            read = {layer: cache.committed(layer) for layer in self.body.attended.layers}
             x_NTD = self._through_layers(x_NTD, read, anchors, sight)
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)

@@ -50,7 +50,7 @@ def slots_behind(ids_BL, head, base):
     read = TreeCache(base.model.config.num_hidden_layers, B, L)
     hidden = base.hidden(ids_BL[:, :-1], cache=read, attended=head.attended)
     read.keep([range(L - 1)] * B)
-    return head.step(hidden, base.embed(ids_BL[:, 1:]), [L - 1] * B, head.new_cache(B, L, read))
+    return head.step(hidden, base.embed(ids_BL[:, 1:]), [L - 1] * B, read)
 
 
 def assert_entries_of_a_fresh_prefill(base, cache, tokens, number=0):

@@ -173,8 +173,12 @@ def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
         true = batches.anchor_positions
         monkeypatch.setattr(batches, "anchor_positions", lambda m, labels: (true(m, labels)[0] - 1, true(m, labels)[1]))
     else:
-        honest = mask.tree_mask
-        monkeypatch.setattr(overfit, "tree_mask", lambda *given: (honest(*given)[0], honest(*given)[1] + 1))
+
+        def shifted(*given):
+            sight = mask.tree_mask(*given)
+            return sight._replace(positions_BL=sight.positions_BL + 1)
+
+        monkeypatch.setattr(overfit, "tree_mask", shifted)
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:13]) == ("positions", "positions off")
 

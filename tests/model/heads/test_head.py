@@ -51,17 +51,12 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, layers, 
     root, rows = base.embed(ids.roll(-1, 1)), torch.arange(B).repeat_interleave(L)
     want = head(base.hidden(ids, attended=head.attended), root, rows, torch.arange(L).repeat(B))
     read, starts = TreeCache(2, B, L + 16), torch.zeros(B, dtype=torch.long)
-    cache = head.new_cache(B, L + 16, read)
     for counts in steps:
         most = max(counts)
         at = (starts.unsqueeze(1) + torch.arange(most)).clamp(max=L - 1)  # what is behind counts[b] is padding
-        sight = read.sight(most, ids.device)
-        mask, places = sight.additive(base.dtype), sight.positions_BL
-        hidden = base.hidden(
-            ids.gather(1, at), attention_mask=mask, position_ids=places, cache=read, attended=head.attended
-        )
+        hidden = base.hidden(ids.gather(1, at), read.sight(most, ids.device), cache=read, attended=head.attended)
         read.keep([range(count) for count in counts])
-        got = head.step(hidden, root[torch.arange(B).unsqueeze(1), at], counts, cache)
+        got = head.step(hidden, root[torch.arange(B).unsqueeze(1), at], counts, read)
         starts += torch.tensor(counts)
         last = torch.arange(B) * L + starts - 1
         assert torch.allclose(got.states_NTD, want.states_NTD[last], atol=1e-10)
@@ -102,7 +97,7 @@ def test_other_documents_of_a_row_do_not_leak_into_an_anchor(base, layers):
     document = torch.tensor([[0] * 8 + [1] * 12])
     places = torch.tensor([[*range(8), *range(12)]])
     sight = Sight(places, (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1))
-    hidden = base.hidden(ids, attention_mask=sight.additive(base.dtype), position_ids=places, attended=head.attended)
+    hidden = base.hidden(ids, sight, attended=head.attended)
     root, row = base.embed(ids), torch.zeros(1, dtype=torch.long)
     for own, other, position in ((*parts, 5), (*parts[::-1], 15)):
         got = head(hidden, root, row, torch.tensor([position]), sight).states_NTD
