@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ctcdraft.model.decode import attention, cpu_attention
+from ctcdraft.model.decode import attention
 from ctcdraft.model.decode.attention import decoding_attention
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative to the norm, of a float64 oracle
@@ -34,8 +34,8 @@ def oracle(query, key, value, mask, scale):
 @pytest.mark.parametrize("sharpness", [0.3, 8.0])
 def test_it_is_softmax_attention(dtype, heads, sharpness):
     parts = problem(dtype, [1, 7, 33, 50, 32], *heads)
-    assert cpu_attention.suits(*parts)
-    got, want = cpu_attention.attend(*parts, sharpness).double(), oracle(*parts, sharpness)
+    assert attention.suits(*parts)
+    got, want = attention.attend(*parts, sharpness).double(), oracle(*parts, sharpness)
     assert torch.linalg.vector_norm(got - want) < BOUNDS[dtype] * torch.linalg.vector_norm(want)
 
 
@@ -44,22 +44,22 @@ def test_a_mask_may_hide_any_keys_and_weigh_the_others():
     mask[0, ..., :9], mask[1, ..., 5:30] = -torch.inf, torch.finfo(torch.float32).min
     mask[2] = torch.randn(40, generator=torch.Generator().manual_seed(1))
     want = oracle(query, key, value, mask, 0.2)
-    assert torch.allclose(cpu_attention.attend(query, key, value, mask, 0.2).double(), want, atol=1e-6)
+    assert torch.allclose(attention.attend(query, key, value, mask, 0.2).double(), want, atol=1e-6)
 
 
 def test_what_a_sequence_does_not_see_is_not_read():
     query, key, value, mask = problem(torch.float32, [12, 50])
-    want = cpu_attention.attend(query, key, value, mask, 0.2)
+    want = attention.attend(query, key, value, mask, 0.2)
     key[0, :, 12:], value[0, :, 12:] = torch.nan, torch.nan
-    assert torch.equal(cpu_attention.attend(query, key, value, mask, 0.2), want)
+    assert torch.equal(attention.attend(query, key, value, mask, 0.2), want)
 
 
 def test_all_else_is_left_to_sdpa():
     query, key, value, mask = problem(torch.float32, [3, 9])
-    assert not cpu_attention.suits(query, key, value, None)
-    assert not cpu_attention.suits(query.expand(-1, -1, 2, -1), key, value, mask)
-    assert not cpu_attention.suits(*(part.double() for part in (query, key, value, mask)))
-    assert not cpu_attention.suits(query, key, value, mask == 0)
+    assert not attention.suits(query, key, value, None)
+    assert not attention.suits(query.expand(-1, -1, 2, -1), key, value, mask)
+    assert not attention.suits(*(part.double() for part in (query, key, value, mask)))
+    assert not attention.suits(query, key, value, mask == 0)
     bias, module = torch.randn(2, 6, 1, 9), SimpleNamespace(num_key_value_groups=3)
     options = {"scaling": 0.2, "position_bias": bias}
     got, _ = attention._forward(module, query, key, value, mask, **options)

@@ -32,7 +32,7 @@ print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1
 """
 PRINT_THREADS = """
 import torch
-from ctcdraft.model.decode.cpu_attention import attend
+from ctcdraft.model.decode.attention import attend
 
 torch.set_num_threads(2)
 attend(torch.zeros(1, 2, 1, 4), *torch.ones(2, 1, 2, 3, 4), torch.zeros(1, 1, 1, 3), 1.0)
