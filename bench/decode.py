@@ -36,8 +36,8 @@ class Scripted(Decoder):
         super().__init__(base, head, draft)
         self.accept, self.truth, self.rng = accept, [], np.random.default_rng(0)
 
-    def _propose(self, request, lattice, ends):
-        tree = super()._propose(request, lattice, ends)
+    def _propose(self, request, lattice):
+        tree = super()._propose(request, lattice)
         at = len(request.out.tokens)
         wanted = int(self.accept) + (self.rng.random() < self.accept % 1)
         path = self.truth[at : at + min(wanted, len(tree), max(0, request.room))]

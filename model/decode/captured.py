@@ -8,7 +8,7 @@ looked at, V vocabulary, T slots, X candidates, D hidden.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -57,8 +57,8 @@ class CapturedStep(EagerStep):
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest, V] where sampling needs it
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
 
-    def begin(self, ends: Iterable[int]) -> None:
-        super().begin(ends)
+    def begin(self) -> None:
+        super().begin()
         self.drafted: Lattice | None = None
 
     def verify(self, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:

@@ -6,7 +6,7 @@ accepted path, and takes the choice at its end as the new root (the bonus token)
 base together, each with a tree and a length of its own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,35 +111,24 @@ class Decoder:
         """
         listed = not isinstance(prompts, str) and len(prompts) > 0
         several = listed and (isinstance(prompts[0], str) or np.ndim(prompts[0]) > 0)  # type: ignore[arg-type]
-        eos = settings.pop("eos", None)
-        requests = requests_of(
-            self.base, cast(Sequence[Prompt], prompts if several else [prompts]), max_new_tokens, **settings
-        )
-        if len(requests) == 1:
-            self.prepare()
-        with self._begun(requests, eos) as step:
-            while step.retire():
-                self.advance(step)
+        asked = cast(Sequence[Prompt], prompts if several else [prompts])
+        requests = requests_of(self.base, asked, max_new_tokens, **settings)
+        for _ in self._steps(requests):
+            pass
         outs = [request.finished(self.base) for request in requests]
         return outs if several else outs[0]
 
     def stream(self, prompt: Prompt, max_new_tokens: int, **settings: Unpack[Settings]) -> Iterator[Span | Generation]:
         """`generate` for one prompt, step by step: Spans as they come, and the whole Generation at the end."""
-        eos = settings.pop("eos", None)
         (request,) = requests_of(self.base, [prompt], max_new_tokens, streamed=True, **settings)
         text, done = request.text, 0
         assert text is not None
-        self.prepare()
-        with self._begun([request], eos) as step:
-            while True:
-                tokens, final = request.tokens[done:], bool(request.out.finish)
-                done += len(tokens)
-                if final:
-                    text.finish()
-                yield Span(tokens, text.take(final))
-                if final:
-                    break
-                self.advance(step)
+        for _ in self._steps([request]):
+            tokens, final = request.tokens[done:], bool(request.out.finish)
+            done += len(tokens)
+            if final:
+                text.finish()
+            yield Span(tokens, text.take(final))
         yield request.finished(self.base)
 
     def prepare(self) -> None:
@@ -153,7 +142,7 @@ class Decoder:
         drafted: Lattice | Tree,
         read: NDArray[np.int64],
         max_depth: int | None = None,
-        eos: Iterable[int] | None = None,
+        eos: Sequence[int] | None = None,
     ) -> Tree:
         """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
 
@@ -185,23 +174,33 @@ class Decoder:
         """A step with room for so many sequences of so many cache entries."""
         return EagerStep(self.base, self.head, self.vocabulary if self.head else None, rows, capacity)
 
+    def _steps(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Decode requests together: a pause behind their first tokens, and one behind each step."""
+        if len(requests) == 1:
+            self.prepare()
+        with self._begun(requests) as step:
+            yield
+            while step.retire():
+                self.advance(step)
+                yield
+
     def advance(self, step: EagerStep) -> None:
         """One step of every request in flight: draft, verify, take what was accepted."""
         drafts = self._draft(step)
-        for request, tree, (path, bonus) in zip(step.active, drafts, self._verify(step, drafts), strict=True):
+        for request, tree, (path, bonus) in zip(step.active, drafts, step.verify(drafts), strict=True):
             request.out.steps += 1
             request.out.nodes.append(len(tree))
             request.out.accepted.append(len(path))
             request.out.expected.append(float(tree.psi.sum()) if len(tree) else 0.0)
             request.out.accepted_from.update(tree.sources(path))
-            request.append(tree.tokens[path].tolist(), bonus, step.ends)
+            request.append(tree.tokens[path].tolist(), bonus)
 
     @contextmanager
-    def _begun(self, requests: Sequence[Request], eos: Sequence[int] | None) -> Iterator[EagerStep]:
+    def _begun(self, requests: Sequence[Request]) -> Iterator[EagerStep]:
         """A step with all requests and their first tokens."""
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + self.draft.nodes + 1
         step = self._captured_step(requests, capacity) or self.eager_step(len(requests), capacity)
-        step.begin(self.base.eos_ids if eos is None else eos)
+        step.begin()
         step.in_use = True
         try:
             for request in requests:
@@ -237,25 +236,22 @@ class Decoder:
             return drafts
         drafted = drafts if self.head is None else step.draft()
         with step.clock("tree"):
-            drafts = [self._propose(r, one, step.ends) for r, one in zip(step.active, drafted, strict=True)]
+            drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if self.budget is not None and len(drafts) == 1:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
         return drafts
 
-    def _propose(self, request: Request, drafted: Lattice | Tree, ends: Iterable[int]) -> Tree:
-        return self.tree_of(drafted, request.read, request.room, ends)
-
-    def _verify(self, step: EagerStep, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:
-        return step.verify(drafts)
+    def _propose(self, request: Request, drafted: Lattice | Tree) -> Tree:
+        return self.tree_of(drafted, request.read, request.room, request.eos)
 
     def measure_budget(self) -> Budget:
         """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
         rng, most = np.random.default_rng(0), self.draft.nodes
         length = max(1, min(PROBE_TOKENS, self.base.context_length - most - 1))
         prompt, nodes = (rng.integers(0, self.base.vocab_size, n).tolist() for n in (length, most))
-        request = Request(prompt, most + 2)
+        request = Request(prompt, most + 2, eos=())
         request.fit(self.base)
-        with self._begun([request], ()) as step:
+        with self._begun([request]) as step:
             self._draft(step)
             hidden, following = request.hidden, request.following
             past = [cache.lengths.copy() for cache in step.caches]

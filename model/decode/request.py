@@ -4,7 +4,7 @@ Shape suffixes: L positions, D hidden size, V vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, TypedDict
@@ -79,9 +79,10 @@ class Span:
 class Request:
     """A prompt and at most `max_new_tokens` behind it, on their way through the decoder.
 
-    sampling, seed: how its tokens are chosen, and of their noise. text: what looks for stop strings and gives the text
-    by and by; None: there are none. Of the base's states `hidden` [1, L, D] the head has not seen yet, and `following`
-    are the tokens after each of them; the last one is the root. `seen` [V] is for the repetition penalty.
+    sampling, seed: how its tokens are chosen, and of their noise. eos: tokens that end it; None: the base's. text: what
+    looks for stop strings and gives the text by and by; None: there are none. Of the base's states `hidden` [1, L, D]
+    the head has not seen yet, and `following` are the tokens after each of them; the last one is the root. `seen` [V]
+    is for the repetition penalty.
     """
 
     prompt: list[int]
@@ -89,6 +90,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     text: TextStream | None = None
+    eos: Sequence[int] | None = None
     out: Generation = field(default_factory=Generation)
     at_limit: str = "length"
     following: list[int] = field(default_factory=list)
@@ -96,7 +98,8 @@ class Request:
     seen_V: Tensor | None = None
 
     def fit(self, base: Base) -> None:
-        """Keep it within the context. Raises ValueError where its prompt is empty, or leaves no room there."""
+        """Keep it within the context, and end it as the base ends. Raises ValueError where its prompt is empty, or
+        leaves no room there."""
         room = base.context_length - len(self.prompt)
         if not self.prompt or room < 1:
             raise ValueError(
@@ -104,6 +107,7 @@ class Request:
             )
         if room < self.max_new_tokens:
             self.max_new_tokens, self.at_limit = room, "context"
+        self.eos = base.eos_ids if self.eos is None else self.eos
         self._ids = np.array([*self.prompt, *[0] * self.max_new_tokens])
 
     @property
@@ -130,7 +134,7 @@ class Request:
         """Tokens so far, the root included: the position of what the base chooses next."""
         return len(self.prompt) + len(self.tokens)
 
-    def append(self, accepted: list[int], bonus: int, ends: Container[int]) -> None:
+    def append(self, accepted: list[int], bonus: int) -> None:
         """Take a step's tokens, up to the first that ends the request."""
         self.following = [*accepted, bonus]
         for i, token in enumerate(self.following):
@@ -139,7 +143,7 @@ class Request:
             self.out.drafted.append(i < len(accepted))
             if self.seen_V is not None:
                 self.seen_V[token] = True
-            if token in ends:
+            if token in (self.eos or ()):
                 self.out.finish = "eos"
             elif self.text is not None and self.text.push(token, i < len(accepted)):
                 self.out.finish = "stop"
@@ -166,6 +170,7 @@ def requests_of(
     streamed: bool = False,
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] = (),
+    eos: Sequence[int] | None = None,
     **sampling: Any,
 ) -> list[Request]:
     """One request per prompt; sampling: fields of `Sampling`. Raises ValueError on what cannot be asked."""
@@ -180,7 +185,7 @@ def requests_of(
     for prompt, own_seed in zip(prompts, seeds, strict=True):
         tokens = _tokens(base, prompt)
         text = TextStream(base.tokenizer, stop, tokens) if streamed or stop else None
-        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text))
+        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text, eos))
         requests[-1].fit(base)
     return requests
 

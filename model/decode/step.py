@@ -6,7 +6,7 @@ vocabulary.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 
@@ -48,8 +48,7 @@ class EagerStep:
     """The requests in flight, sequence b of the caches for `active[b]`, and what a step does with them: `verify` their
     drafts, then `draft` anew. Every shape is as it comes.
 
-    The caches have room for `rows` sequences of `capacity` entries. ends: tokens that end a request. in_use: by a call,
-    of a step that serves several.
+    The caches have room for `rows` sequences of `capacity` entries. in_use: by a call, of a step that serves several.
     """
 
     def __init__(self, base: Base, head: Head | None, vocabulary: Vocabulary | None, rows: int, capacity: int) -> None:
@@ -58,12 +57,12 @@ class EagerStep:
         self.cache = TreeCache(base.depth, rows, capacity)
         own = None if head is None else head.new_cache(self.cache, capacity + head.config.slots)
         self.caches = [self.cache] if own is None else [self.cache, own]
-        self.begin(base.eos_ids)
+        self.begin()
 
-    def begin(self, ends: Iterable[int]) -> None:
+    def begin(self) -> None:
         """Forget every sequence, keep the memory."""
         self.active: list[Request] = []
-        self.ends, self.clock = set(ends), Clock()
+        self.clock = Clock()
         for cache in self.caches:
             cache.clear()
 
@@ -95,7 +94,7 @@ class EagerStep:
                 request.seen_V = torch.zeros(base.vocab_size, dtype=torch.bool, device=base.device)
                 request.seen_V[request.prompt] = True
             (root,) = self._choose(base.logits(hidden_1LD[:, -1]), [(request, EMPTY, 0)])
-        request.append([], root, self.ends)
+        request.append([], root)
         if self.head is not None:
             request.hidden, request.following = hidden_1LD, [*request.prompt[1:], root]
 

@@ -69,7 +69,7 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
     rng = np.random.default_rng(seed)
 
     class Scripted(Decoder):
-        def _propose(self, request, lattice, ends):
+        def _propose(self, request, lattice):
             at = len(request.out.tokens)
             path = truth[at : at + min(6, request.room)]
             tokens, parents, depths = [], [], []
@@ -90,10 +90,9 @@ def oracle_decoder(base, truth, wrong_at=None, nodes=16, seed=0):
                 np.ones(len(tokens), np.float32),
             )
 
-        def _verify(self, step, drafts):
-            found = super()._verify(step, drafts)
+        def advance(self, step):
+            super().advance(step)
             self.check(step.active, step.cache)
-            return found
 
     scripted = Scripted(base, random_head(replace(HEADS[0], slots=6), base), DraftConfig("tree", 64, budget="fixed"))
     scripted.check = lambda active, cache: None
@@ -105,7 +104,7 @@ def random_trees(base, truth, seed):
     rng = np.random.default_rng(seed)
 
     class Random(Decoder):
-        def _propose(self, request, lattice, ends):
+        def _propose(self, request, lattice):
             at, room = len(request.out.tokens), min(request.room, 6)
             tokens, parents, depths = [], [], []
             taken = set()

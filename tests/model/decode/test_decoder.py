@@ -318,16 +318,15 @@ def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
     asked = prompts(4, seed=50)
     truth = {tuple(p): Decoder(base).generate(p, 24).tokens for p in asked}
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
-    verify, seen = speculative._verify, []
+    advance, seen = speculative.advance, []
 
-    def checked(step, drafts):
-        found = verify(step, drafts)
+    def checked(step):
+        advance(step)
         for number, request in enumerate(step.active):
             tokens = request.prompt + truth[tuple(request.prompt)]
             seen.append(assert_entries_of_a_fresh_prefill(base, step.cache, tokens, number))
-        return found
 
-    speculative._verify = checked
+    speculative.advance = checked
     for prompt, out in zip(asked, speculative.generate(asked, 24), strict=True):
         assert out.tokens == truth[tuple(prompt)]
     assert len(seen) > 40
