@@ -226,13 +226,8 @@ def fused_ctc_loss(
         raise ValueError(f"reduction={reduction!r} is unknown: choose one of {REDUCTIONS}")
     if objective not in ("ctc", "prefix_ctc"):
         raise ValueError(f"objective={objective!r} is unknown: choose ctc or prefix_ctc")
-    T, V = hidden_NTD.shape[1], weight_VD.shape[0]
-    labels_NU, slots_N = _checked(labels_NU, label_lengths_N, slot_lengths_N, V, T)
-    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, CTC)
-    used_NT = (torch.arange(T, device=slots_N.device) < slots_N.unsqueeze(1)) & feasible_N.unsqueeze(1)
-    if not bool(used_NT.all()):  # a NaN in padding would reach the gradient of the blank as 0 * NaN
-        hidden_NTD = hidden_NTD.masked_fill(~used_NT.unsqueeze(2), 0.0)
-    blank_NT = hidden_NTD @ blank_D
+    # A NaN in padding would reach the gradient of the blank as 0 * NaN; one elsewhere reaches the loss by the other logits.
+    blank_NT = hidden_NTD.nan_to_num(0.0, 0.0, 0.0) @ blank_D
     if blank_bias is not None:
         blank_NT = blank_NT + blank_bias
     out = anchor_losses(
