@@ -30,7 +30,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, attended_on, head_on
 from ctcdraft.model.load.precision import cpu_has_bf16
 from ctcdraft.train import task
-from ctcdraft.train.task import ObjectiveConfig, base_features, draft_losses
+from ctcdraft.train.task import ObjectiveConfig, anchors_of, base_features, draft_losses
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = CtcConfig().slots
@@ -171,7 +171,7 @@ class Step:
                 batch = batch._replace(stored_BLX=values, stored_scale_BL=scale).to(torch.device(DEVICE))
             hidden, root = base_features(self.base, batch, self.dtype, self.head)
         with self.timed("head"):
-            slots = self.head(hidden, root, batch.batch_N, batch.position_N)
+            slots = self.head(hidden, root, anchors_of(batch))
         with self.timed("loss"), mock.patch.object(task, "cpu_has_bf16", cpu_has_bf16 if self.mixed else bool):
             out = draft_losses(self.head, self.objective, self.vocabulary, slots, hidden, batch=batch)
         with self.timed("backward"):

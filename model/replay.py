@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from .base.context import Attended
+from .base.context import Anchors, Attended
 from .base.llm import Base
 from .decode.decoder import Decoder, Generation
 from .decode.generate import batches_by_length
@@ -115,4 +115,5 @@ def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: 
     hidden_BLD = hidden_BLD.to(next(head.parameters()).dtype)
     for part in anchors_N2.split(ANCHORS):
         batch_N, position_N = part.unbind(1)
-        yield from head.drafts_at(hidden_BLD, root_BL, batch_N, position_N, None, decoder.vocabulary)
+        anchors = Anchors.of(batch_N, position_N, len(hidden_BLD))
+        yield from head.drafts_at(hidden_BLD, root_BL, anchors, decoder.vocabulary)

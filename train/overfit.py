@@ -36,7 +36,7 @@ from ctcdraft.model.loss.objective import AnchorLoss, feasible_prefixes, slots_l
 from .examples import example_of
 from .loop import Plan
 from .shards import DataConfig
-from .task import DraftTask, base_features, draft_losses, draftable, head_for, read_at, roots_of
+from .task import DraftTask, anchors_of, base_features, draft_losses, draftable, head_for, read_at, roots_of
 
 STEPS, LR = 400, 4e-3  # of training on one conversation
 RELABELLINGS = 16
@@ -262,8 +262,7 @@ class OverfitCheck:
     def _drafted(self) -> list[Lattice | Tree]:
         whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it
         vocabulary = self.head.vocabulary(self.base, whole)._replace(tokens=self.vocabulary)
-        at = self.batch.batch_N, self.batch.position_N
-        return self.head.drafts_at(self._inputs[0], roots_of(self.batch), *at, None, vocabulary)
+        return self.head.drafts_at(self._inputs[0], roots_of(self.batch), anchors_of(self.batch), vocabulary)
 
     # -- training and decoding ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ctcdraft.model.draft.tree import Tree
 from ctcdraft.model.heads import Head, HeadConfig, head_on
 
 from . import engine as ds
-from .task import base_features, document_sight, read_at, roots_of
+from .task import anchors_of, base_features, read_at, roots_of
 
 NODES = 64  # of the trees that psi is calibrated on
 SEQUENCES = 64
@@ -66,8 +66,7 @@ def known_drafts(decoder: Decoder, batch: Batch) -> list[tuple[Tree, list[int]]]
     assert head is not None
     batch = batch.to(base.device)
     hidden, _ = base_features(base, batch, torch.float32, head)
-    anchors = batch.batch_N, batch.position_N, document_sight(batch)
-    drafted = head.drafts_at(hidden, roots_of(batch), *anchors, decoder.vocabulary)
+    drafted = head.drafts_at(hidden, roots_of(batch), anchors_of(batch), decoder.vocabulary)
     found = zip(drafted, read_at(batch), batch.labels_NU.tolist(), batch.lengths_N.tolist(), strict=True)
     return [(decoder.tree_of(one, read), row[:length]) for one, read, row, length in found]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
-from ctcdraft.model.base.context import Sight
+from ctcdraft.model.base.context import Anchors, Sight
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
 from ctcdraft.model.heads.head import OnePassHead, Slots
@@ -153,7 +153,7 @@ class DraftTask(nn.Module):
         labels_NUD = None  # for a head that is trained along them, as the base's first layer gets them
         if not isinstance(self.head, OnePassHead):
             labels_NUD = self.vocabulary.base.embed(batch.labels_NU).to(root_BLD.dtype)
-        return self.head(hidden_BLD, root_BLD, batch.batch_N, batch.position_N, document_sight(batch), labels_NUD)
+        return self.head(hidden_BLD, root_BLD, anchors_of(batch), labels_NUD)
 
     def update(self, metrics: StepMetrics) -> None:
         """Learn from a whole step's metrics, of all ranks, what the weights of the next ones follow, if they do."""
@@ -269,6 +269,10 @@ def read_at(batch: Batch) -> Iterator[NDArray[np.int64]]:
 def roots_of(batch: Batch) -> Tensor:
     """The token after each position, [B, L]."""
     return batch.ids_BL.roll(-1, dims=1)
+
+
+def anchors_of(batch: Batch) -> Anchors:
+    return Anchors.of(batch.batch_N, batch.position_N, len(batch.ids_BL), document_sight(batch))
 
 
 def document_sight(batch: Batch) -> Sight | None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ctcdraft.model.base.context import Anchors
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.draft.tree import Tree
 
@@ -81,13 +82,11 @@ class PeerHead:
         """It has its own."""
 
     @torch.no_grad()
-    def drafts_at(
-        self, hidden_BLF: Tensor, root_BL: Tensor, batch_N: Tensor, position_N: Tensor, sight: None, vocabulary: None
-    ) -> list[Tree]:
+    def drafts_at(self, hidden_BLF: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: None) -> list[Tree]:
         """Of each anchor all nodes that the largest tree and chain need."""
         drafted = []
-        for row in batch_N.unique_consecutive():
-            position_M = position_N[batch_N == row]
+        for row in anchors.batch_N.unique_consecutive():
+            position_M = anchors.position_N[anchors.batch_N == row]
             tokens_L = root_BL[row].roll(1)
             model = self.drafter.begin(hidden_BLF[row], tokens_L, position_M)
             drafted += grown(model, len(position_M), self.nodes, self.drafter.depth, self.ends)

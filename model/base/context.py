@@ -26,43 +26,48 @@ class Sight(NamedTuple):
             return None
         return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
 
-    def of_anchors(self, anchors: "Anchors", entries: int) -> tuple[Tensor, Tensor]:
-        """Where anchors stand [B, A], and which of so many entries each of them sees [B, A, S]."""
-        position_N = anchors.own(self.positions_BL.expand(anchors.rows, -1))
-        if self.mask_BLS is None:
-            seen_NS = torch.arange(entries, device=position_N.device) <= position_N.unsqueeze(1)
-        else:
-            seen_NS = anchors.own(self.mask_BLS[:, 0, :, :entries].expand(anchors.rows, -1, -1))
-        return anchors.spread(position_N), anchors.spread(seen_NS)
-
 
 class Anchors(NamedTuple):
-    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there."""
+    """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there.
+
+    sight: of the positions of rows; None: rows are one sequence each, from its beginning on.
+    """
 
     batch_N: Tensor
     position_N: Tensor
     place_N: Tensor
     rows: int
     most: int
+    sight: Sight | None = None
 
     @staticmethod
-    def of(batch_N: Tensor, position_N: Tensor, rows: int) -> "Anchors":
+    def of(batch_N: Tensor, position_N: Tensor, rows: int, sight: Sight | None = None) -> "Anchors":
         counts_B = torch.bincount(batch_N, minlength=1)
         order_N = batch_N.argsort(stable=True)
         sorted_N = torch.arange(len(batch_N), device=batch_N.device)
         sorted_N = sorted_N - (counts_B.cumsum(0) - counts_B)[batch_N[order_N]]
         place_N = torch.empty_like(sorted_N).index_put((order_N,), sorted_N)
-        return Anchors(batch_N, position_N, place_N, rows, max(1, int(counts_B.max())))
+        return Anchors(batch_N, position_N, place_N, rows, max(1, int(counts_B.max())), sight)
 
     @staticmethod
-    def one_per_row(position_B: Tensor) -> "Anchors":
+    def one_per_row(position_B: Tensor, sight: Sight) -> "Anchors":
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
-        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), len(position_B), 1)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), len(position_B), 1, sight)
 
     def own(self, values_BL: Tensor) -> Tensor:
         """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""
         return values_BL[self.batch_N, self.position_N]
+
+    def context(self, entries: int) -> tuple[Tensor, Tensor]:
+        """Where they stand [B, A], and which of so many entries each of them sees [B, A, S]."""
+        positions_BL, mask_BLS = self.sight or (None, None)
+        stands_N = self.position_N if positions_BL is None else self.own(positions_BL.expand(self.rows, -1))
+        if mask_BLS is None:
+            seen_NS = torch.arange(entries, device=stands_N.device) <= stands_N.unsqueeze(1)
+        else:
+            seen_NS = self.own(mask_BLS[:, 0, :, :entries].expand(self.rows, -1, -1))
+        return self.spread(stands_N), self.spread(seen_NS)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[B, A, ...] of [N, ...], A = most: 0 where a row has no such anchor."""

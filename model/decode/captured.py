@@ -187,7 +187,7 @@ class _Shape:
         root_1PD = vocabulary.embed(self.following_P.unsqueeze(0), dtype)
         last_1, hidden_1PD = self.count_1 - 1, self.hidden_PD.to(dtype).unsqueeze(0)
         with cache.fixed(slots_P, self.width):
-            slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1), Sight(slots_P.unsqueeze(0)), cache)
+            slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1, Sight(slots_P.unsqueeze(0))), cache)
         self.found = head.candidates(slots, self.following_P.index_select(0, last_1), vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 

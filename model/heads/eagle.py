@@ -59,22 +59,13 @@ class EagleHead(Head):
     def _cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(1, batch, capacity + self.config.slots * self.config.beam)
 
-    def forward(
-        self,
-        hidden_BLD: Tensor,
-        root_BLD: Tensor,
-        batch_N: Tensor,
-        position_N: Tensor,
-        sight: Sight | None = None,
-        label_NUD: Tensor | None = None,
-    ) -> Slots:
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
         """T passes along the labels' embeddings, each on the feature of the one before."""
         assert label_NUD is not None
-        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
         (B, L, _), cache = hidden_BLD.shape, DynamicCache()
-        anchors = Anchors.of(batch_N, position_N, B)
+        sight = anchors.sight or Sight(torch.arange(L, device=hidden_BLD.device).unsqueeze(0))
         feature_ND = anchors.own(self._pass(hidden_BLD, root_BLD, sight, cache))
-        position_BA, seen_BAS = sight.of_anchors(anchors, L)
+        position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         states = [feature_ND]
         for step in range(1, min(self.config.slots, label_NUD.shape[1])):
@@ -100,22 +91,16 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def drafts_at(
-        self,
-        hidden_BLD: Tensor,
-        root_BL: Tensor,
-        batch_N: Tensor,
-        position_N: Tensor,
-        sight: Sight | None,
-        vocabulary: Vocabulary,
+        self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
     ) -> list[Lattice | Tree]:
-        assert sight is None, "drafts at known anchors are made in rows of one document"
+        assert anchors.sight is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
         cache = self._cache(B, L)
         root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
         feature_BLD = self._pass(hidden_BLD, root_BLD, cache.sight(L, hidden_BLD.device), cache)
         drafted: dict[int, Tree] = {}
-        for n in position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
-            b, position = int(batch_N[n]), int(position_N[n])
+        for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
+            b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
             cache.lengths[b] = position + 1
             drafted[n] = self._beam(feature_BLD[b, position], b, cache, vocabulary.tokens)
         return [drafted[n] for n in range(len(drafted))]

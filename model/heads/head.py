@@ -92,20 +92,9 @@ class Head(nn.Module, ABC):
         self.register_buffer("draft_ids_X", torch.arange(config.draft_vocab_size or 0), persistent=some)
 
     @abstractmethod
-    def forward(
-        self,
-        hidden_BLD: Tensor,
-        root_BLD: Tensor,
-        batch_N: Tensor,
-        position_N: Tensor,
-        sight: Sight | None = None,
-        label_NUD: Tensor | None = None,
-    ) -> Slots:
-        """Slots of the anchors (batch_N, position_N); root_BLD embeds the token after each position.
-
-        sight: where rows hold several documents, which positions belong together; None: rows are one each.
-        label_NUD embeds the labels, for a head that is trained along them.
-        """
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
+        """Slots of the anchors; root_BLD embeds the token after each position, label_NUD the labels, for a head that is
+        trained along them."""
 
     @abstractmethod
     def drafts(
@@ -119,13 +108,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def drafts_at(
-        self,
-        hidden_BLD: Tensor,
-        root_BL: Tensor,
-        batch_N: Tensor,
-        position_N: Tensor,
-        sight: Sight | None,
-        vocabulary: Vocabulary,
+        self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
     ) -> list[Lattice | Tree]:
         """The same at anchors within whole sequences."""
 
@@ -157,22 +140,11 @@ class OnePassHead(Head):
     """A draft is one forward, in fixed shapes: `fill` turns a position into T slots."""
 
     @abstractmethod
-    def fill(
-        self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
-    ) -> Slots:
+    def fill(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None) -> Slots:
         """The T slots of each anchor within whole sequences, or on top of what the base's cache holds."""
 
-    def forward(
-        self,
-        hidden_BLD: Tensor,
-        root_BLD: Tensor,
-        batch_N: Tensor,
-        position_N: Tensor,
-        sight: Sight | None = None,
-        label_NUD: Tensor | None = None,
-    ) -> Slots:
-        sight = sight or Sight(torch.arange(hidden_BLD.shape[1], device=hidden_BLD.device).unsqueeze(0))
-        return self.fill(hidden_BLD, root_BLD, Anchors.of(batch_N, position_N, len(hidden_BLD)), sight)
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
+        return self.fill(hidden_BLD, root_BLD, anchors)
 
     @torch.no_grad()
     def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
@@ -180,7 +152,7 @@ class OnePassHead(Head):
         count_B, device = torch.tensor(counts, device=hidden_BLD.device), hidden_BLD.device
         first_B = torch.from_numpy(cache.lengths[: len(counts)]).to(device) - count_B
         sight = Sight(first_B.unsqueeze(1) + torch.arange(hidden_BLD.shape[1], device=device))
-        return self.fill(hidden_BLD, root_BLD, Anchors.one_per_row(count_B - 1), sight, cache)
+        return self.fill(hidden_BLD, root_BLD, Anchors.one_per_row(count_B - 1, sight), cache)
 
     @torch.no_grad()
     def drafts(
@@ -192,16 +164,10 @@ class OnePassHead(Head):
 
     @torch.no_grad()
     def drafts_at(
-        self,
-        hidden_BLD: Tensor,
-        root_BL: Tensor,
-        batch_N: Tensor,
-        position_N: Tensor,
-        sight: Sight | None,
-        vocabulary: Vocabulary,
+        self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
     ) -> list[Lattice | Tree]:
-        slots = self(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), batch_N, position_N, sight)
-        return [*self.candidates(slots, root_BL[batch_N, position_N], vocabulary).lattices()]
+        slots = self.fill(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), anchors)
+        return [*self.candidates(slots, anchors.own(root_BL), vocabulary).lattices()]
 
     @torch.no_grad()
     def candidates(self, slots: Slots, root_N: Tensor, vocabulary: Vocabulary) -> Candidates:

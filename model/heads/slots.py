@@ -97,9 +97,7 @@ class SlotHead(OnePassHead):
             pack(self.body.to(base.dtype))
         return self
 
-    def fill(
-        self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, sight: Sight, cache: TreeCache | None = None
-    ) -> Slots:
+    def fill(self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None) -> Slots:
         D = self.hidden_size
         hidden_ND, root_ND = anchors.own(hidden_BLX[..., : 2 * D]), anchors.own(root_BLD)
         hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
@@ -113,20 +111,20 @@ class SlotHead(OnePassHead):
                 x_NTD = block(x_NTD, everywhere)
             x_NTD = self.norm(x_NTD)
         elif cache is None:
-            x_NTD = self._through_layers(x_NTD, self.body.attended.keys_and_values(hidden_BLX), anchors, sight)
+            x_NTD = self._through_layers(x_NTD, self.body.attended.keys_and_values(hidden_BLX), anchors)
         else:
             read = {layer: cache.committed(layer) for layer in self.body.attended.layers}
-            x_NTD = self._through_layers(x_NTD, read, anchors, sight)
+            x_NTD = self._through_layers(x_NTD, read, anchors)
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
         return Slots(x_NTD, blank_NT, slot_NTR)
 
-    def _through_layers(self, x_NTD: Tensor, read: KeysAndValues, anchors: Anchors, sight: Sight) -> Tensor:
+    def _through_layers(self, x_NTD: Tensor, read: KeysAndValues, anchors: Anchors) -> Tensor:
         """Slots after the copied layers: each sees the positions up to its anchor, and all slots of that anchor."""
         assert self.body is not None
         B, _, S, _ = next(iter(read.values()))[0].shape
         A, (_, T, D) = anchors.most, x_NTD.shape
-        position_BA, context_BAS = sight.of_anchors(anchors, S)
+        position_BA, context_BAS = anchors.context(S)
         position_BQ = (position_BA.unsqueeze(2) + 1 + torch.arange(T, device=x_NTD.device)).view(B, A * T)
         anchor_Q = torch.arange(A, device=x_NTD.device).repeat_interleave(T)
         own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)

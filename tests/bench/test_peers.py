@@ -14,6 +14,7 @@ from drafting import prompts
 from safetensors.torch import load_file
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.base.context import Anchors
 from ctcdraft.model.heads import ParallelConfig, build_head
 from ctcdraft.model.replay import Transcript, replay
 
@@ -46,7 +47,7 @@ class Slots:
     def begin(self, hidden_LF, tokens_L, position_M):
         hidden_1LD = self.base.model.base_model.norm(hidden_LF).unsqueeze(0)
         root_1LD = self.base.embed(tokens_L.roll(-1)).unsqueeze(0)
-        slots = self.head(hidden_1LD, root_1LD, torch.zeros_like(position_M), position_M)
+        slots = self.head(hidden_1LD, root_1LD, Anchors.of(torch.zeros_like(position_M), position_M, 1))
         self.log_p_MTV = self.base.logits(slots.states_NTD).log_softmax(dim=2)
         return self
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from ctcdraft.model import load_base
+from ctcdraft.model.base.context import Anchors
 from ctcdraft.model.decode.decoder import DraftConfig
 from ctcdraft.model.heads import CtcConfig, build_head, head_on
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
@@ -38,7 +39,7 @@ def test_what_the_backward_keeps_is_what_was_estimated(fp32_base, sizes, copied)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        head(hidden, root, rows, at)
+        head(hidden, root, Anchors.of(rows, at, 2))
     ours = {p.untyped_storage().data_ptr() for p in [*head.parameters(), *fp32_base.model.parameters()]}
     measured = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in ours)
     parts = estimate(fp32_base, head)

@@ -11,7 +11,7 @@ from ctcdraft.model import load_base
 from ctcdraft.model.heads import CtcConfig, MedusaConfig, build_head, head_on
 from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.train.simulate import some_rows
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, draft_losses, soft_labels
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, anchors_of, base_features, draft_losses, soft_labels
 
 LONGEST = 64
 
@@ -102,7 +102,7 @@ def test_the_loss_follows_what_earlier_steps_saw(tmp_path, corpus):
     assert len(task.psi_U) == 4
     assert 0 < task.psi_U[3] < task.psi_U[0] < 1
     seen, _ = task(*features, batch)
-    slots = head(*features, batch.batch_N, batch.position_N)
+    slots = head(*features, anchors_of(batch))
     out = draft_losses(head, task.objective, DraftVocabulary(base), slots, features[0], batch=batch)
     assert torch.allclose(out.loss_N.sum(), blind)
     weight_NU = torch.tensor([max(0.01**k, psi**0.1) for k, psi in enumerate(task.psi_U)]).expand(len(out.loss_N), -1)

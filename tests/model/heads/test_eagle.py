@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model.base.cache import TreeCache
-from ctcdraft.model.base.context import Sight
+from ctcdraft.model.base.context import Anchors, Sight
 from ctcdraft.model.draft.tree import Tree, chosen
 from ctcdraft.model.heads import EagleConfig
 from ctcdraft.model.heads.head import Vocabulary
@@ -31,16 +31,15 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
     hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
     root = base.embed(ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
-    for n, tree in enumerate(
-        head.drafts_at(hidden, ids, batch, position, None, Vocabulary(DraftVocabulary(base), 8, None))
-    ):
+    vocabulary = Vocabulary(DraftVocabulary(base), 8, None)
+    for n, tree in enumerate(head.drafts_at(hidden, ids, Anchors.of(batch, position, 2), vocabulary)):
         assert len(tree) == 3 + 3 * 3 * 3
         paths = [path_of(tree, node) for node in range(len(tree))]
         assert len({tuple(path) for path in paths}) == len(tree)
         for path, psi in zip(paths, tree.psi, strict=True):
             labels = torch.tensor([path])
-            at = batch[n : n + 1], position[n : n + 1]
-            slots = head(hidden, root, *at, None, base.embed(labels))
+            at = Anchors.of(batch[n : n + 1], position[n : n + 1], 2)
+            slots = head(hidden, root, at, base.embed(labels))
             length = torch.tensor([len(path)])
             out = anchor_losses(slots.states_NTD, base.lm_weight, None, labels, length, objective="cross_entropy")
             assert float(out.log_psi_NU[0, -1].exp().detach()) == pytest.approx(float(psi), rel=1e-4)
@@ -50,14 +49,12 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
     head = random_head(CONFIG, base)
     hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
     cache = head.new_cache(TreeCache(2, 2, 32), 32)
-    start = 0
+    start, vocabulary = 0, Vocabulary(DraftVocabulary(base), 8, None)
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
         counts = [end - start] * 2
-        got = head.drafts(
-            hidden[:, start:end], root[:, start:end], counts, cache, Vocabulary(DraftVocabulary(base), 8, None)
-        )
-        at = torch.tensor([0, 1]), torch.tensor([end - 1] * 2)
-        want = head.drafts_at(hidden[:, :end], root[:, :end], *at, None, Vocabulary(DraftVocabulary(base), 8, None))
+        got = head.drafts(hidden[:, start:end], root[:, start:end], counts, cache, vocabulary)
+        at = Anchors.of(torch.tensor([0, 1]), torch.tensor([end - 1] * 2), 2)
+        want = head.drafts_at(hidden[:, :end], root[:, :end], at, vocabulary)
         for a, b in zip(got, want, strict=True):
             assert np.array_equal(a.tokens, b.tokens)
             assert np.allclose(a.psi, b.psi, rtol=1e-5)
@@ -69,9 +66,9 @@ def test_anchors_do_not_see_each_other_or_what_follows_them(base):
     hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
     labels = torch.randn(2, 4, base.hidden_size).double()
     zero = torch.zeros(1, dtype=torch.long)
-    both = head(hidden, root, torch.tensor([0, 0]), torch.tensor([1, 4]), None, labels).states_NTD
+    both = head(hidden, root, Anchors.of(torch.tensor([0, 0]), torch.tensor([1, 4]), 1), labels).states_NTD
     hidden[:, 5:], root[:, 5:] = 9.0, -9.0
-    alone = head(hidden, root, zero, torch.tensor([4]), None, labels[1:]).states_NTD
+    alone = head(hidden, root, Anchors.of(zero, torch.tensor([4]), 1), labels[1:]).states_NTD
     assert torch.allclose(both[1:], alone, atol=1e-10)
     assert not torch.allclose(both[:1], alone, atol=1e-3)
 
@@ -84,8 +81,8 @@ def test_documents_that_share_a_row_know_nothing_of_each_other(base):
     document = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     mask = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
     sight = Sight(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), mask)
-    packed = head(hidden, root, zero, torch.tensor([5]), sight, labels).states_NTD
-    alone = head(hidden[:, 3:], root[:, 3:], zero, torch.tensor([2]), None, labels).states_NTD
+    packed = head(hidden, root, Anchors.of(zero, torch.tensor([5]), 1, sight), labels).states_NTD
+    alone = head(hidden[:, 3:], root[:, 3:], Anchors.of(zero, torch.tensor([2]), 1), labels).states_NTD
     assert torch.allclose(packed, alone, atol=1e-10)
 
 

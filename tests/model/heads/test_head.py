@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.cache import TreeCache
-from ctcdraft.model.base.context import Sight
+from ctcdraft.model.base.context import Anchors, Sight
 from ctcdraft.model.heads import (
     CtcConfig,
     EagleConfig,
@@ -49,7 +49,7 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, layers, 
     B, L = len(steps[0]), max(map(sum, zip(*steps, strict=True)))
     ids = torch.randint(2, 260, (B, L))
     root, rows = base.embed(ids.roll(-1, 1)), torch.arange(B).repeat_interleave(L)
-    want = head(base.hidden(ids, attended=head.attended), root, rows, torch.arange(L).repeat(B))
+    want = head(base.hidden(ids, attended=head.attended), root, Anchors.of(rows, torch.arange(L).repeat(B), B))
     read, starts = TreeCache(2, B, L + 16), torch.zeros(B, dtype=torch.long)
     for counts in steps:
         most = max(counts)
@@ -71,11 +71,11 @@ def test_later_positions_and_padding_do_not_leak_into_an_anchor(base, layers):
     head = head_of(base, layers=layers)
     ids = torch.randint(2, 260, (1, 12))
     hidden, root = base.hidden(ids, attended=head.attended), base.embed(ids)
-    anchor = (torch.zeros(1, dtype=torch.long), torch.tensor([5]))
-    before = head(hidden, root, *anchor).states_NTD
+    anchor = Anchors.of(torch.zeros(1, dtype=torch.long), torch.tensor([5]), 1)
+    before = head(hidden, root, anchor).states_NTD
     hidden[:, 6:], root = 99.0, root.clone()
     root[:, 6:] = -99.0
-    assert torch.equal(before, head(hidden, root, *anchor).states_NTD)
+    assert torch.equal(before, head(hidden, root, anchor).states_NTD)
 
 
 @pytest.mark.parametrize("layers", [PLAIN, 1, 2])
@@ -84,9 +84,9 @@ def test_other_anchors_do_not_leak_into_an_anchor(base, layers):
     ids = torch.randint(2, 260, (2, 12))
     hidden, root = base.hidden(ids, attended=head.attended), base.embed(ids.roll(-1, 1))
     rows, positions = torch.tensor([1, 0, 1, 1, 0]), torch.tensor([7, 4, 2, 7, 10])
-    together = head(hidden, root, rows, positions).states_NTD
+    together = head(hidden, root, Anchors.of(rows, positions, 2)).states_NTD
     for n, (row, position) in enumerate(zip(rows, positions, strict=True)):
-        alone = head(hidden, root, row.view(1), position.view(1)).states_NTD[0]
+        alone = head(hidden, root, Anchors.of(row.view(1), position.view(1), 2)).states_NTD[0]
         assert torch.allclose(together[n], alone, atol=1e-10)
 
 
@@ -100,13 +100,14 @@ def test_other_documents_of_a_row_do_not_leak_into_an_anchor(base, layers):
     hidden = base.hidden(ids, sight, attended=head.attended)
     root, row = base.embed(ids), torch.zeros(1, dtype=torch.long)
     for own, other, position in ((*parts, 5), (*parts[::-1], 15)):
-        got = head(hidden, root, row, torch.tensor([position]), sight).states_NTD
+        anchor = Anchors.of(row, torch.tensor([position]), 1, sight)
+        got = head(hidden, root, anchor).states_NTD
         hidden_of_own = base.hidden(ids[:, own], attended=head.attended)
-        want = head(hidden_of_own, root[:, own], row, places[:, position]).states_NTD
+        want = head(hidden_of_own, root[:, own], Anchors.of(row, places[:, position], 1)).states_NTD
         assert torch.allclose(got, want, atol=1e-10)
         elsewhere = hidden.clone()
         elsewhere[:, other] = 99.0
-        assert torch.equal(got, head(elsewhere, root, row, torch.tensor([position]), sight).states_NTD)
+        assert torch.equal(got, head(elsewhere, root, anchor).states_NTD)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -117,7 +118,7 @@ def test_slots_go_through_the_layers_as_new_positions_of_the_base_would(base, la
     ids = torch.randint(2, 260, (2, 9))
     root = base.embed(ids.roll(-1, 1))
     rows, positions = torch.tensor([1, 0, 1]), torch.tensor([7, 4, 2])
-    got = head(base.hidden(ids, attended=head.attended), root, rows, positions)
+    got = head(base.hidden(ids, attended=head.attended), root, Anchors.of(rows, positions, 2))
     for n, (b, p) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         cache = DynamicCache()
         read = base.model.model(ids[b : b + 1, : p + 1], past_key_values=cache, output_hidden_states=True)
@@ -148,9 +149,9 @@ def difference_from_the_base(base, layers, length=12):
     states = base.hidden(ids, attended=head.attended)
     entering = states[..., D : 2 * D].roll(-1, 1)  # of the position after each
     given = torch.cat([states[..., :D], entering, states[..., 2 * D :]], dim=-1)
-    rows, positions = torch.arange(2).repeat_interleave(length - 1), torch.arange(length - 1).repeat(2)
+    anchors = Anchors.of(torch.arange(2).repeat_interleave(length - 1), torch.arange(length - 1).repeat(2), 2)
     with torch.no_grad():
-        got = head(given, torch.zeros(2, length, D, dtype=base.dtype), rows, positions).states_NTD[:, 0]
+        got = head(given, torch.zeros(2, length, D, dtype=base.dtype), anchors).states_NTD[:, 0]
     want = states[:, 1:, :D].flatten(0, 1)
     return float((got - want).abs().max() / want.abs().max())
 
@@ -163,7 +164,8 @@ def test_training_moves_copies_and_leaves_the_base_as_it_is(base_folder):
     assert all(p.requires_grad for p in head.parameters())
     before = base.weights
     ids = torch.randint(2, 260, (1, 8))
-    slots = head(base.hidden(ids, attended=head.attended), base.embed(ids), torch.tensor([0]), torch.tensor([5]))
+    anchors = Anchors.of(torch.tensor([0]), torch.tensor([5]), 1)
+    slots = head(base.hidden(ids, attended=head.attended), base.embed(ids), anchors)
     (slots.states_NTD.sum() + slots.blank_NT.sum()).backward()
     copies = [*head.body.parameters()]
     assert len(copies) == len([*base.model.model.layers.parameters(), *base.model.model.norm.parameters()])
@@ -180,13 +182,13 @@ def test_on_a_base_in_bf16_copies_train_in_mixed_precision(tmp_path, family):
     half, whole = load_base(folder, "bf16"), load_base(folder)
     whole.model.load_state_dict(half.model.state_dict())
     ids, labels = torch.randint(2, 260, (2, 40)), torch.randint(0, 260, (60, 5))
-    rows, positions = torch.arange(60) // 30, torch.arange(60) % 30
+    anchors = Anchors.of(torch.arange(60) // 30, torch.arange(60) % 30, 2)
     found, outside = {}, {}
     for name, base in (("half", half), ("whole", whole)):
         torch.manual_seed(0)
         head = head_on(base, ParallelConfig(slots=5))
         assert {p.dtype for p in head.parameters()} == {torch.float32}
-        given = [whole.hidden(ids, attended=head.attended), whole.embed(ids.roll(-1, 1)), rows, positions]
+        given = [whole.hidden(ids, attended=head.attended), whole.embed(ids.roll(-1, 1)), anchors]
         logits = head(*given).states_NTD @ whole.lm_weight.T
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         found[name] = torch.cat([p.grad.flatten() for p in head.parameters()])
@@ -268,5 +270,6 @@ def test_impossible_heads_are_refused(kind, sizes, message):
 def test_copies_draw_no_dropout(tmp_path):
     base = load_base(str(write_base(tmp_path / "b", attention_dropout=0.5)))
     head, ids = head_of(base).train(), torch.randint(2, 260, (1, 8))
-    given = base.hidden(ids, attended=head.attended), base.embed(ids), torch.tensor([0]), torch.tensor([5])
+    anchors = Anchors.of(torch.tensor([0]), torch.tensor([5]), 1)
+    given = base.hidden(ids, attended=head.attended), base.embed(ids), anchors
     assert torch.equal(head(*given).states_NTD, head(*given).states_NTD)
