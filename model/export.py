@@ -54,8 +54,8 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "base": identity,
         "template_args": dict(base.template_args),
         "training": training,
-        "calibration": head.calibration.to_dict() if head.calibration else None,
-        "copy_rates": head.copy_rates.to_dict() if head.copy_rates else None,
+        "calibration": asdict(head.calibration) if head.calibration else None,
+        "copy_rates": asdict(head.copy_rates) if head.copy_rates else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
     card = CARD.read_text().format(

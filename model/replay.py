@@ -99,7 +99,7 @@ def replay(
                 drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2)
             for (row, number, root, end), one in zip(roots, drafted, strict=True):
                 ended = tokens[row][end - 1] in base.eos_ids
-                room = None if ended else end - root - 2  # a bonus token always follows
+                room = trees.ANY_DEPTH if ended else end - root - 2  # a bonus token always follows
                 for label in labels:
                     decoder, answer = decoders[label], found[label][batch[row]][number]
                     tree = decoder.tree_of(one, tokens[row][: root + 1], room) if decoder.drafts else trees.EMPTY

@@ -141,7 +141,7 @@ class Decoder:
         self,
         drafted: Lattice | Tree,
         read: NDArray[np.int64],
-        max_depth: int | None = None,
+        max_depth: int = trees.ANY_DEPTH,
         eos: Sequence[int] | None = None,
     ) -> Tree:
         """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
@@ -149,11 +149,12 @@ class Decoder:
         read: the tokens so far, the root last. psi is calibrated where the head's was measured, and that of the head's
         nodes and of copied ones together where there is prompt lookup.
         """
-        nodes, prune = self.draft.nodes, self.draft.prune
-        leaves, chain = np.array([*(self.base.eos_ids if eos is None else eos)], np.int64), self.draft.kind == "chain"
+        nodes, chain = self.draft.nodes, self.draft.kind == "chain"
+        leaves = np.array([*(self.base.eos_ids if eos is None else eos)], np.int64)
         if isinstance(drafted, Tree):
             tree = trees.chosen(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
         else:
+            prune = self.draft.prune
             tree = trees.search(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
         if self.head is not None and self.head.calibration is not None:
             tree = self.head.calibration.applied(tree)

@@ -7,12 +7,13 @@ by falling psi, so the first n are the best tree of n nodes, and the budget that
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from .tree import Tree, calibrated, chosen
 
@@ -50,21 +51,17 @@ class Calibration:
         begins = np.cumsum([0, *map(len, self.psi)])
         return np.concatenate(self.psi), np.concatenate(self.rate), begins
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_dict(found: dict[str, Any]) -> "Calibration":
         """Raises ValueError where that is no calibration."""
         try:
-            psi, rate = ([[float(x) for x in row] for row in found[name]] for name in ("psi", "rate"))
-            good = len(psi) == len(rate) > 0 and all(len(a) == len(b) > 0 for a, b in zip(psi, rate, strict=True))
-            good = good and all(sorted(row) == row for row in psi)
-        except (KeyError, TypeError, ValueError):
-            good = False
-        if not good:
+            made = TypeAdapter(Calibration).validate_python(found)
+            fits = [len(a) == len(b) > 0 and sorted(a) == a for a, b in zip(made.psi, made.rate, strict=True)]
+        except ValueError:
+            fits = []
+        if not (fits and all(fits)):
             raise ValueError("the calibration is damaged")
-        return Calibration(psi, rate)
+        return made
 
 
 def fit_calibration(

@@ -14,17 +14,19 @@ children sums to at most its own, so does P; calibrated psi need not.
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
 
 from .tree import HEAD, LOOKUP, Tree
 
 LONGEST_MATCH = 32  # tokens; longer ones are as good
 LONGEST_RUN = 64  # match and copy together
 MATCHES = 2  # copies per draft, which differ in their first token
+Rates = Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
 PRIOR = 20  # observations that the built-in rates count as, where rates are fitted
 
 
@@ -37,9 +39,9 @@ class CopyRates:
     long being match and copy together. The last rate of each list is that of all longer ones.
     """
 
-    first: list[float]
-    second: list[float]
-    later: list[float]
+    first: Rates
+    second: Rates
+    later: Rates
 
     @cached_property
     def table(self) -> NDArray[np.float32]:
@@ -47,20 +49,13 @@ class CopyRates:
         rows = [[0.0, *rates, *[rates[-1]] * LONGEST_RUN][: LONGEST_RUN + 1] for rates in asdict(self).values()]
         return np.array(rows, np.float32)
 
-    def to_dict(self) -> dict[str, list[float]]:
-        return asdict(self)
-
     @staticmethod
     def from_dict(found: dict[str, Any]) -> "CopyRates":
         """Raises ValueError where these are no rates."""
         try:
-            rates = CopyRates(**{name: [float(rate) for rate in row] for name, row in found.items()})
-            good = all(row and all(0.0 <= rate <= 1.0 for rate in row) for row in asdict(rates).values())
-        except (AttributeError, TypeError, ValueError):
-            good = False
-        if not good:
-            raise ValueError("the rates of copied tokens are damaged")
-        return rates
+            return TypeAdapter(CopyRates).validate_python(found)
+        except ValueError:
+            raise ValueError("the rates of copied tokens are damaged") from None
 
 
 # Counted on SmolLM2-135M-Instruct's greedy answers to 2,357 conversations, neighbours of few observations pooled.
@@ -97,16 +92,8 @@ def fit_rates(sequences: Iterable[tuple[NDArray[np.int64], NDArray[np.bool_]]], 
 def with_copies(tree: Tree, read: NDArray[np.int64], rates: CopyRates, longest: int) -> Tree:
     """A head's tree (or none, `tree.EMPTY`) and copies of at most `longest` tokens in one, with P for psi, not ordered
     yet (`tree.chosen`); read: the tokens so far, the root last."""
-    tokens, parents, depths, psi, source = _merged(
-        tokens=tree.tokens,
-        parents=tree.parents,
-        depths=tree.depths,
-        psi=tree.psi,
-        read=read,
-        depth=longest,
-        rates=rates.table,
-    )
-    return Tree(tokens, parents, depths, psi, source)
+    nodes = tree.tokens, tree.parents, tree.depths, tree.psi
+    return Tree(*_merged(*nodes, read=read, depth=longest, rates=rates.table))
 
 
 @njit(cache=True)

@@ -74,15 +74,16 @@ class Tree:
 
 
 NO_TOKENS = np.zeros(0, np.int64)
-EMPTY = Tree(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+EMPTY = Tree(NO_TOKENS, NO_TOKENS, NO_TOKENS, np.zeros(0, np.float32))
+ANY_DEPTH = 1 << 30
 
 
 def search(
     lattice: Lattice,
     nodes: int,
     *,
-    max_depth: int | None = None,
-    leaves: NDArray[np.int64] | None = None,
+    max_depth: int = ANY_DEPTH,
+    leaves: NDArray[np.int64] = NO_TOKENS,
     chain: bool = False,
     prune: float = 0.0,
 ) -> Tree:
@@ -92,40 +93,24 @@ def search(
     prefix the last slots are left out that at most this share of its alignments reach without a new token, so that psi
     of depth d is at most d * prune too small.
     """
-    slots = len(lattice.log_p)
-    depth = slots if max_depth is None else min(max_depth, slots)
+    depth = min(max_depth, len(lattice.log_p))
     if nodes < 1 or depth < 1:
         return EMPTY
-    tokens, parents, depths, psi = best_first.search(
-        lattice=lattice,
-        ends=NO_TOKENS if leaves is None else leaves,
-        nodes=nodes,
-        max_depth=depth,
-        chain=chain,
-        prune=np.float32(prune),
-    )
-    return Tree(tokens, parents, depths, psi)
+    found = best_first.search(lattice, leaves, nodes, max_depth=depth, chain=chain, prune=np.float32(prune))
+    return Tree(*found)
 
 
 def chosen(
     scored: Tree,
     nodes: int,
     *,
-    max_depth: int | None = None,
-    leaves: NDArray[np.int64] | None = None,
+    max_depth: int = ANY_DEPTH,
+    leaves: NDArray[np.int64] = NO_TOKENS,
     chain: bool = False,
 ) -> Tree:
     """The best `nodes` nodes by psi of a tree whose psi never grows along a path: what `search` is for a lattice."""
-    kept = _chosen(
-        tokens=scored.tokens,
-        parents=scored.parents,
-        depths=scored.depths,
-        psi=scored.psi,
-        ends=NO_TOKENS if leaves is None else leaves,
-        nodes=nodes,
-        max_depth=int(scored.depths.max(initial=0)) if max_depth is None else max_depth,
-        chain=chain,
-    )
+    tree = scored.tokens, scored.parents, scored.depths, scored.psi
+    kept = _chosen(*tree, ends=leaves, nodes=nodes, max_depth=max_depth, chain=chain)
     number = np.full(len(scored) + 1, -1)
     number[kept] = np.arange(len(kept))
     source = None if scored.source is None else scored.source[kept]

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,7 +42,7 @@ def test_whatever_was_observed_rises_with_psi_and_falls_along_paths(rows):
     if calibration is None:
         assert not rows
         return
-    assert Calibration.from_dict(calibration.to_dict()) == calibration
+    assert Calibration.from_dict(asdict(calibration)) == calibration
     for row in calibration.rate:
         assert row == sorted(row)
         assert 0 <= row[0] <= row[-1] <= 1

@@ -1,5 +1,7 @@
 """Copies: against a brute-force search of matches, by hand, and through the decoder."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from drafting import HEADS, SETTINGS, prompts, random_head
@@ -128,7 +130,7 @@ def test_rates_are_counted_where_drafts_begin():
     assert rates.later[:3] == [0.0, 1.0, 0.0]
     tried_nothing = fit_rates([], prior=1)
     assert np.allclose(tried_nothing.table, BUILT_IN.table)
-    assert CopyRates.from_dict(rates.to_dict()) == rates
+    assert CopyRates.from_dict(asdict(rates)) == rates
 
 
 @pytest.mark.parametrize("found", [{}, {"first": [0.5], "second": [], "later": [1]}, 3, {"first": 1}])
