@@ -15,27 +15,35 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .context import Sight
+from .context import KeysAndValues, Sight
 
 CAPACITY_STEP = 256  # entries by which it grows
 
 
-class Watched(Cache):
-    """What the `watched` layers of a forward make, `made[layer]`: keys, already turned, and values, [B, heads, rows,
-    width] each. It keeps nothing else: a forward with it is one without a cache."""
+class PassingCache(Cache):
+    """Of one forward: the keys and values that stand before its rows, by layer, and those that `watched` layers make,
+    `made[layer]`: keys, already turned, and values, [B, heads, rows, width] each. Nothing else is kept."""
 
-    def __init__(self, watched: Sequence[int]) -> None:
+    def __init__(self, before: KeysAndValues | None = None, watched: Sequence[int] = ()) -> None:
         super().__init__(layers=[])
-        self.watched = watched
+        self.before, self.watched = before or {}, watched
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # of some layers nothing: they look at another's
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+        return next(iter(self.before.values()))[0].shape[2] if self.before else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        made = key_states, value_states
         if layer_idx in self.watched:
-            self.made[layer_idx] = key_states, value_states
-        return key_states, value_states
+            self.made[layer_idx] = made
+        if not self.before:
+            return made
+        return tuple(
+            torch.cat([old.to(new), new], dim=2) for old, new in zip(self.before[layer_idx], made, strict=True)
+        )
 
     def flat(self) -> Tensor:
         """Of each row the keys of all watched layers and heads, then their values: [B, rows, 2 * heads * width]."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from .cache import Watched
+from .cache import PassingCache
 from .context import Attended, Sight
 from .window import Windows, windows_of
 
@@ -144,7 +144,7 @@ class Base:
         attended: behind each hidden state come the state that entered the first of these layers, and, without a cache,
         the keys and values that they made of its position. In a cache those lie there (`TreeCache.committed`).
         """
-        watched = Watched(attended.layers) if attended is not None and cache is None else None
+        watched = PassingCache(watched=attended.layers) if attended is not None and cache is None else None
         mask: Any = None if sight is None else sight.additive(self.dtype)
         if sight is not None and mask is not None:
             mask = self.windows.masks(mask, sight.positions_BL, cached=cache is not None)
@@ -170,7 +170,7 @@ class Base:
         where these have several shapes, or there are none. Raises ValueError where the base has not as many layers."""
         if count > self.depth:
             raise ValueError(f"head.layers={count}: {self.name} has {self.depth} layers, choose at most as many")
-        watched = Watched(range(self.depth))
+        watched = PassingCache(watched=range(self.depth))
         self.hidden(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=watched)
         layers = tuple(sorted(watched.made)[-count:])
         shapes = {part.shape[1:] for layer in layers for part in watched.made[layer]}

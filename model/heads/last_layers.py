@@ -14,32 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
+from ..base.cache import PassingCache
 from ..base.context import Attended, KeysAndValues, Sight
 from ..base.llm import Base
 
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
-
-
-class PrefixCache(Cache):
-    """Keys and values of what stands before the new positions, per layer; those see each other's besides, and nothing
-    is kept."""
-
-    def __init__(self, read: KeysAndValues) -> None:
-        super().__init__(layers=[])
-        self.read = read
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return next(iter(self.read.values()))[0].shape[2]
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        keys, values = self.read[layer_idx]
-        keys, values = keys.to(key_states.dtype), values.to(value_states.dtype)
-        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
 
 class LastLayers(nn.Module):
@@ -95,7 +75,7 @@ def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, re
         inputs_embeds=x_BQD,
         attention_mask=mask_BQK,
         position_ids=positions_BQ,
-        past_key_values=PrefixCache(read),
+        past_key_values=PassingCache(read),
         use_cache=True,
     )
     return out.last_hidden_state

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import platform
-import time
+import timeit
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,15 +39,10 @@ def cpu_has_bf16() -> bool:
 def bf16_speedup() -> float:
     """How many times as fast as in float32 a GEMM is in bf16, here and now: in a few tens of milliseconds."""
     rows, inner, outer = GEMM
-    kinds = (torch.float32, torch.bfloat16)
-    pairs = [(torch.ones(rows, inner, dtype=kind), torch.ones(inner, outer, dtype=kind)) for kind in kinds]
-    best = [float("inf"), float("inf")]
-    for number in range(ROUNDS + 1):
-        for i, (left, right) in enumerate(pairs):
-            start = time.perf_counter()
-            left @ right
-            if number:  # the first compiles
-                best[i] = min(best[i], time.perf_counter() - start)
+    best = []
+    for kind in (torch.float32, torch.bfloat16):
+        product = partial(torch.mm, torch.ones(rows, inner, dtype=kind), torch.ones(inner, outer, dtype=kind))
+        best.append(min(timeit.repeat(product, number=1, repeat=ROUNDS)))  # the first compiles
     return best[0] / best[1]
 
 
