@@ -14,7 +14,7 @@ from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import load_base
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.draft.budget import chain_of
-from ctcdraft.model.draft.mask import tree_mask
+from ctcdraft.model.draft.tree import tree_mask
 
 
 def forward_of(base, rows, prompt):

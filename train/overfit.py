@@ -26,8 +26,7 @@ from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
 from ctcdraft.model.decode.decoder import Decoder
-from ctcdraft.model.draft.mask import tree_mask
-from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.draft.tree import Tree, tree_mask
 from ctcdraft.model.heads.head import Slots
 from ctcdraft.model.lattice.best_first import first_emissions
 from ctcdraft.model.lattice.candidates import Lattice

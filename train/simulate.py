@@ -36,7 +36,7 @@ def simulate(
     decoder, totals = Decoder(base, head, draft), torch.zeros(2, dtype=torch.float64, device=base.device)
     for batch in dev[ds.rank() :: ds.world_size()]:
         drafts = known_drafts(decoder, batch)
-        accepted = sum(tree.accepted(labels) for tree, labels in drafts)
+        accepted = sum(len(tree.path_of(labels)) for tree, labels in drafts)
         totals += totals.new_tensor((accepted, len(drafts)))
     total, anchors = ds.sum_over_ranks(totals).tolist()
     return 1 + total / max(1.0, anchors)

@@ -254,13 +254,12 @@ class Decoder:
         request.fit(self.base)
         with self._begun([request]) as step:
             self._draft(step)
-            hidden, following = request.hidden, request.following
-            past = [cache.lengths.copy() for cache in step.caches]
+            hidden, past = request.hidden, [cache.lengths.copy() for cache in step.caches]
 
             def rewind() -> None:
                 for cache, lengths in zip(step.caches, past, strict=True):
                     cache.lengths[:] = lengths
-                request.hidden, request.following = None if hidden is None else hidden[:, -1:], following[-1:]
+                request.hidden = None if hidden is None else hidden[:, -1:]
 
             def verify(count: int) -> None:
                 step.verify([chain_of(nodes[:count], PROBE_PSI)])

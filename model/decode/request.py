@@ -80,9 +80,8 @@ class Request:
     """A prompt and at most `max_new_tokens` behind it, on their way through the decoder.
 
     sampling, seed: how its tokens are chosen, and of their noise. eos: tokens that end it; None: the base's. text: what
-    looks for stop strings and gives the text by and by; None: there are none. Of the base's states `hidden` [1, L, D]
-    the head has not seen yet, and `following` are the tokens after each of them; the last one is the root. `seen` [V]
-    is for the repetition penalty.
+    looks for stop strings and gives the text by and by; None: there are none. `hidden` [1, L, D]: the base's states of
+    the L positions before the root, those that the head has not seen yet. `seen` [V] is for the repetition penalty.
     """
 
     prompt: list[int]
@@ -93,7 +92,6 @@ class Request:
     eos: Sequence[int] | None = None
     out: Generation = field(default_factory=Generation)
     at_limit: str = "length"
-    following: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     seen_V: Tensor | None = None
 
@@ -136,8 +134,7 @@ class Request:
 
     def append(self, accepted: list[int], bonus: int) -> None:
         """Take a step's tokens, up to the first that ends the request."""
-        self.following = [*accepted, bonus]
-        for i, token in enumerate(self.following):
+        for i, token in enumerate([*accepted, bonus]):
             self._ids[self.length] = token
             self.tokens.append(token)
             self.out.drafted.append(i < len(accepted))

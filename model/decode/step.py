@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..base.cache import TreeCache
 from ..base.llm import Base
-from ..draft.mask import tree_mask
-from ..draft.tree import EMPTY, Tree
+from ..draft.tree import EMPTY, Tree, tree_mask
 from ..heads.head import Head, Vocabulary
 from ..lattice.candidates import Lattice
 from .attention import decoding_attention
@@ -96,7 +95,7 @@ class EagerStep:
             (root,) = self._choose(base.logits(hidden_1LD[:, -1]), [(request, EMPTY, 0)])
         request.append([], root)
         if self.head is not None:
-            request.hidden, request.following = hidden_1LD, [*request.prompt[1:], root]
+            request.hidden = hidden_1LD
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row that begins with most of a prompt, and how many tokens these are; the last is always read."""
@@ -155,11 +154,11 @@ class EagerStep:
         assert self.head is not None
         assert self.vocabulary is not None
         with self.clock("draft"):
-            counts = [len(request.following) for request in self.active]
-            following_BL = pad_sequence([torch.tensor(request.following) for request in self.active], True)
-            hidden_BLD = pad_sequence([r.hidden[0] for r in self.active if r.hidden is not None], True)
-            hidden_BLD = hidden_BLD.to(next(self.head.parameters()).dtype)
-            following_BL = following_BL.to(self.base.device)
+            hidden = [request.hidden[0] for request in self.active if request.hidden is not None]
+            counts = list(map(len, hidden))
+            following = [torch.tensor(r.read[-count:]) for r, count in zip(self.active, counts, strict=True)]
+            hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
+            following_BL = pad_sequence(following, True).to(self.base.device)
             return self.head.drafts(hidden_BLD, following_BL, counts, self.caches[-1], self.vocabulary)
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:

@@ -5,15 +5,19 @@ largest expected number of accepted tokens under the head's own beliefs. Best-fi
 
 A node's children are all scored at once (a SIMD loop over the candidates), and only its best child that is not
 taken yet competes with those of other nodes: no heap of all children.
+
+Shape suffixes: N nodes, B sequences, Q rows (root, nodes, padding), K cached and new entries.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from ..base.context import Sight
 from ..lattice import best_first
 from ..lattice.candidates import Lattice
 
@@ -68,10 +72,6 @@ class Tree:
         left = iter(labels)
         return self.walk(lambda _: next(left, -1))[0]
 
-    def accepted(self, labels: Sequence[int]) -> int:
-        """How many of the labels the tree holds as a path."""
-        return len(self.path_of(labels))
-
 
 NO_TOKENS = np.zeros(0, np.int64)
 EMPTY = Tree(NO_TOKENS, NO_TOKENS, NO_TOKENS, np.zeros(0, np.float32))
@@ -115,6 +115,26 @@ def chosen(
     number[kept] = np.arange(len(kept))
     source = None if scored.source is None else scored.source[kept]
     return Tree(scored.tokens[kept], number[scored.parents[kept]], scored.depths[kept], scored.psi[kept], source)
+
+
+def tree_mask(drafts: Sequence[Tree], lengths: NDArray[np.int64], device: torch.device) -> Sight:
+    """Of trees behind `lengths` [B] committed entries: a node stands at root + depth, and sees the committed past and
+    its own ancestors."""
+    B, Q = len(drafts), 1 + max(map(len, drafts))
+    past_B1, row_Q = lengths[:, None], np.arange(Q)
+    depths_BQ = np.zeros((B, Q), np.int64)
+    if B == Q == 1:
+        return Sight(torch.from_numpy(past_B1.copy()).to(device))
+    sees_BQK = np.zeros((B, Q, int(lengths.max()) + Q), bool)
+    sees_BQK |= (np.arange(sees_BQK.shape[2]) < past_B1)[:, None]
+    sees_BQK[np.arange(B)[:, None], row_Q, past_B1 + row_Q] = True  # a padding row must see something: itself
+    for b, tree in enumerate(drafts):
+        if len(tree):
+            rows, past = len(tree) + 1, int(lengths[b])
+            depths_BQ[b, 1:rows] = tree.depths
+            sees_BQK[b, :rows, past : past + rows] = tree.ancestors()
+    positions_BQ = torch.from_numpy(past_B1 + depths_BQ)
+    return Sight(positions_BQ.to(device), torch.from_numpy(sees_BQK).to(device).unsqueeze(1))
 
 
 @njit(cache=True)

@@ -15,8 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..base.cache import TreeCache
 from ..base.context import Sight
 from ..base.llm import Base
-from ..draft.mask import tree_mask
-from ..draft.tree import Tree
+from ..draft.tree import Tree, tree_mask
 
 PROBE_WINDOW, PROBE_SIBLINGS = 3, 12
 ONLY_KEYS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # of transformers' caches

@@ -10,7 +10,7 @@ from ctcdraft.data import batches
 from ctcdraft.model import load_base
 from ctcdraft.model.decode.decoder import Decoder, DraftConfig
 from ctcdraft.model.decode.step import EagerStep
-from ctcdraft.model.draft import mask
+from ctcdraft.model.draft import tree as trees
 from ctcdraft.model.heads import head as heads
 from ctcdraft.model.heads import head_config
 from ctcdraft.train import overfit, task
@@ -128,7 +128,7 @@ def test_a_wrong_mask_is_named(trained_base, monkeypatch, fault):
 
 @pytest.mark.parametrize("fault", ["everything seen", "a sibling seen", "the root hidden"])
 def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch, fault):
-    true = mask.Tree.ancestors
+    true = trees.Tree.ancestors
 
     def wrong(self):
         seen = true(self)
@@ -140,7 +140,7 @@ def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch, fault):
             seen[1:, 0] = False
         return seen
 
-    monkeypatch.setattr(mask.Tree, "ancestors", wrong)
+    monkeypatch.setattr(trees.Tree, "ancestors", wrong)
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:10]) == ("attention", "wrong mask")
 
@@ -175,7 +175,7 @@ def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
     else:
 
         def shifted(*given):
-            sight = mask.tree_mask(*given)
+            sight = trees.tree_mask(*given)
             return sight._replace(positions_BL=sight.positions_BL + 1)
 
         monkeypatch.setattr(overfit, "tree_mask", shifted)
