@@ -3,6 +3,7 @@
 Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`Topology.window`), V vocabulary, D hidden.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -127,31 +128,69 @@ def anchor_losses(
     anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
     unknown objective, or a blank that does not fit it.
     """
-    N, T = states.shape[:2]
+    (N, T), U, device = states.shape[:2], labels_NU.shape[1], states.device
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: choose one of {OBJECTIVES}")
     if (blank is None) != (objective == "cross_entropy"):
         raise ValueError(f"objective={objective}: {'needs a' if blank is None else 'has no'} blank logit")
-    labels_NU, slots_N = _checked(labels_NU, label_lengths_N, slot_lengths_N, weight_VD.shape[0], T)
-    feasible_N = _feasible(objective, labels_NU, label_lengths_N, slots_N, topology)
-    if blank is None:  # slot k predicts label k, alone
+    slots_N = torch.full_like(label_lengths_N, T) if slot_lengths_N is None else slot_lengths_N
+    for name, values_N, most in (("label_lengths", label_lengths_N, U), ("slot_lengths", slots_N, T)):
+        if values_N.numel() and not 0 <= int(values_N.min()) <= int(values_N.max()) <= most:
+            raise ValueError(f"{name} must lie in [0, {most}]")
+    labels_NU = labels_NU.where(torch.arange(U, device=labels_NU.device) < label_lengths_N.unsqueeze(1), 0)
+    if labels_NU.numel() and not 0 <= int(labels_NU.min()) <= int(labels_NU.max()) < len(weight_VD):
+        raise ValueError(f"labels must lie in [0, {len(weight_VD)}), found {labels_NU.min()}..{labels_NU.max()}")
+
+    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slots_N, topology)
+    if objective == "ctc":
+        feasible_N = possible_NU.sum(dim=1) == label_lengths_N
+        if topology.band is not None:
+            feasible_N &= slots_N - label_lengths_N <= topology.band
+    elif objective == "prefix_ctc":
+        feasible_N = possible_NU.any(dim=1)
+    else:  # slot k predicts label k, alone
         slots_N, topology = torch.minimum(slots_N, label_lengths_N), ONE_TO_ONE
-        states = states[:, : labels_NU.shape[1]]
+        states, feasible_N = states[:, :U], slots_N > 0
     slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
     states = states if len(kept) == N else states[kept]
     labels_NU, lengths_N, slots_N = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    window_TW = topology.window(states.shape[1], U).to(device)
+    slot_T1 = torch.arange(len(window_TW), device=device).unsqueeze(1)
+    seen = slot_T1 < slots_N[:, None, None]
+    valid_NT = seen.squeeze(2)
+
     soft_NTW = None
-    if soft_NUD is not None:
-        soft_NTW = _soft_logits(states, soft_NUD[kept], lengths_N, slots_N, topology)
+    if soft_NUD is not None:  # of the soft label that comes next behind each prefix; 0 where none comes
+        soft_seen = (seen & (window_TW < lengths_N[:, None, None])).unsqueeze(3)
+        next_NTWD = F.pad(soft_NUD[kept], (0, 0, 0, 1))[:, window_TW].masked_fill(~soft_seen, 0.0)
+        behind = states if states.dim() == 4 else states.unsqueeze(2)
+        soft_NTW = (behind.masked_fill(~soft_seen, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
     if bias_V is not None:
         states = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
         weight_VD = torch.cat([weight_VD, bias_V.to(weight_VD).unsqueeze(1)], dim=1)
 
-    lse_NTW, emit_NTW, stay_NTW = _label_logits(
-        states, weight_VD, labels_NU, lengths_N, slots_N, topology=topology, implementation=implementation
-    )
-    valid_NT = torch.arange(states.shape[1], device=states.device) < slots_N.unsqueeze(1)
+    # Logits of the labels that come next and that came last behind the prefixes of each slot's window, and their lse.
+    next_NTW = F.pad(labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
+    if states.dim() == 4:  # behind more labels than there are, or than there are slots before, no alignment comes
+        seen = seen & (window_TW <= torch.minimum(slot_T1, lengths_N[:, None, None]))
+        last_NTW = F.pad(labels_NU, (1, 0))[:, window_TW]
+        index = torch.stack([next_NTW, last_NTW] if topology.merge else [next_NTW], dim=3)
+    else:
+        index = next_NTW.unsqueeze(2)
+    states_MD, index_MK, seen_M = states.flatten(0, -2), index.flatten(0, -2), seen.flatten()
+    if bool(seen_M.all()):
+        lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
+    else:
+        at = seen_M.nonzero().squeeze(1)
+        few = linear_lse_gather(states_MD[at], weight_VD, index_MK[at], implementation)
+        lse_M, logits_MK = (part.new_zeros(len(seen_M), *part.shape[1:]).index_copy(0, at, part) for part in few)
+    lse_NTW, logits = lse_M.view(seen.shape), logits_MK.view(index.shape)
+    if states.dim() == 4:
+        emit_NTW, stay_NTW = logits[..., 0], logits[..., -1]
+    else:
+        emit_NTW, stay_NTW = logits[:, :, 0], F.pad(logits[:, :, 0, :-1], (1, 0))
+
     blank_rate_T = states.new_zeros(T, dtype=torch.float32)
     if blank is None:
         log_p_NT = (emit_NTW - lse_NTW).squeeze(2)
@@ -162,32 +201,27 @@ def anchor_losses(
         blank_NTW = blank_NTW.to(emit_NTW.dtype)
         blank_NTW = blank_NTW + lse_NTW if blank_is_odds else blank_NTW
         blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
-
-        def losses(emit_NTW: Tensor) -> tuple[Tensor, Tensor]:
-            return ctc_losses(
-                lse_NTW=lse_NTW,
-                emit_NTW=emit_NTW,
-                stay_NTW=stay_NTW,
-                blank_NTW=blank_NTW,
-                labels_NU=labels_NU,
-                label_lengths_N=lengths_N,
-                slot_lengths_N=slots_N,
-                objective=objective,
-                weight_U=weight_U,
-                topology=topology,
-                implementation=implementation,
-            )
-
-        loss, log_psi = losses(emit_NTW if soft_NTW is None else soft_NTW)
+        losses = partial(
+            ctc_losses,
+            lse_NTW=lse_NTW,
+            stay_NTW=stay_NTW,
+            blank_NTW=blank_NTW,
+            labels_NU=labels_NU,
+            label_lengths_N=lengths_N,
+            slot_lengths_N=slots_N,
+            objective=objective,
+            weight_U=weight_U,
+            topology=topology,
+            implementation=implementation,
+        )
+        loss, log_psi = losses(emit_NTW=emit_NTW if soft_NTW is None else soft_NTW)
         if soft_NTW is not None:
             with torch.no_grad():
-                _, log_psi = losses(emit_NTW)
+                _, log_psi = losses(emit_NTW=emit_NTW)
         rate_NTW = torch.sigmoid(blank_NTW - lse_NTW).detach()
         if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
-            first_T = topology.window(T, labels_NU.shape[1])[:, 0].to(lengths_N.device)
-            slot_T = torch.arange(T, device=lengths_N.device)
-            straight_NT = (torch.minimum(slot_T, lengths_N.unsqueeze(1)) - first_T).clamp(min=0)
-            rate_NTW = rate_NTW.gather(2, straight_NT.unsqueeze(2))
+            straight_NT1 = torch.minimum(slot_T1, lengths_N[:, None, None]) - window_TW[:, :1]
+            rate_NTW = rate_NTW.gather(2, straight_NT1.clamp(min=0))
         blank_rate_T = (rate_NTW.squeeze(2) * valid_NT).sum(dim=0) / valid_NT.sum(dim=0).clamp(min=1)
     every_psi_NU = log_psi.new_full((N, log_psi.shape[1]), float("-inf"))
     return AnchorLoss(
@@ -263,77 +297,3 @@ def _weighted_mean(values_NK: Tensor, valid_NK: Tensor, weight_U: Tensor | None)
         weight_NK = weight_NK * weight_U[: values_NK.shape[1]].to(weight_NK)
     weight_NK = weight_NK / weight_NK.sum(dim=1, keepdim=True).clamp(min=torch.finfo(values_NK.dtype).tiny)
     return (weight_NK * values_NK.masked_fill(~valid_NK, 0.0)).sum(dim=1)
-
-
-def _feasible(
-    objective: str, labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor, topology: Topology
-) -> Tensor:
-    possible_NU = feasible_prefixes(labels_NU, lengths_N, slot_lengths_N, topology)
-    if objective == "ctc":
-        ends_N = True if topology.band is None else slot_lengths_N - lengths_N <= topology.band
-        return (possible_NU.sum(dim=1) == lengths_N) & ends_N
-    return possible_NU.any(dim=1) if objective == "prefix_ctc" else torch.minimum(lengths_N, slot_lengths_N) > 0
-
-
-def _label_logits(
-    states: Tensor,
-    weight_VD: Tensor,
-    labels_NU: Tensor,
-    lengths_N: Tensor,
-    slots_N: Tensor,
-    *,
-    topology: Topology,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """lse over the vocabulary, and logits of the labels that come next and that came last behind the prefixes of each
-    slot's window, [N, T, W]; lse has one column where it is the same behind all. 0 in slots that are not looked at:
-    what those hold, NaN included, has no effect."""
-    window_TW = topology.window(states.shape[1], labels_NU.shape[1]).to(labels_NU.device)
-    slot_T1 = torch.arange(len(window_TW), device=window_TW.device).unsqueeze(1)
-    next_NTW = F.pad(labels_NU, (0, 1))[:, window_TW]  # behind all of them any token, which is not looked at
-    seen = slot_T1 < slots_N[:, None, None]
-    moved = states.dim() == 4
-    if moved:  # behind more labels than there are, or than there are slots before, no alignment comes
-        seen = seen & (window_TW <= torch.minimum(slot_T1, lengths_N[:, None, None]))
-        last_NTW = F.pad(labels_NU, (1, 0))[:, window_TW]
-        index = torch.stack([next_NTW, last_NTW] if topology.merge else [next_NTW], dim=3)
-    else:
-        index = next_NTW.unsqueeze(2)
-    states_MD, index_MK, seen_M = states.flatten(0, -2), index.flatten(0, -2), seen.flatten()
-    if bool(seen_M.all()):
-        lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
-    else:
-        at = seen_M.nonzero().squeeze(1)
-        few = linear_lse_gather(states_MD[at], weight_VD, index_MK[at], implementation)
-        lse_M, logits_MK = (part.new_zeros(len(seen_M), *part.shape[1:]).index_copy(0, at, part) for part in few)
-    lse_NTW, logits = lse_M.view(seen.shape), logits_MK.view(index.shape)
-    if moved:
-        return lse_NTW, logits[..., 0], logits[..., -1]
-    return lse_NTW, logits[:, :, 0], F.pad(logits[:, :, 0, :-1], (1, 0))
-
-
-def _soft_logits(states: Tensor, soft_NUD: Tensor, lengths_N: Tensor, slots_N: Tensor, topology: Topology) -> Tensor:
-    """Of the soft label that comes next behind each prefix of a slot's window, [N, T, W]; 0 where no label comes, or in
-    slots that are not looked at: what those hold, NaN included, has no effect."""
-    window_TW = topology.window(states.shape[1], soft_NUD.shape[1]).to(states.device)
-    slot_T1 = torch.arange(len(window_TW), device=states.device).unsqueeze(1)
-    seen_NTW1 = ((slot_T1 < slots_N[:, None, None]) & (window_TW < lengths_N[:, None, None])).unsqueeze(3)
-    states = states if states.dim() == 4 else states.unsqueeze(2)
-    next_NTWD = F.pad(soft_NUD, (0, 0, 0, 1))[:, window_TW].masked_fill(~seen_NTW1, 0.0)
-    return (states.masked_fill(~seen_NTW1, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
-
-
-def _checked(
-    labels_NU: Tensor, lengths_N: Tensor, slot_lengths_N: Tensor | None, vocab: int, slots: int
-) -> tuple[Tensor, Tensor]:
-    """Labels, 0 past an anchor's length, and slot lengths, by default all slots."""
-    U = labels_NU.shape[1]
-    slots_N = torch.full_like(lengths_N, slots) if slot_lengths_N is None else slot_lengths_N
-    for name, values_N, most in (("label_lengths", lengths_N, U), ("slot_lengths", slots_N, slots)):
-        if values_N.numel() and not 0 <= int(values_N.min()) <= int(values_N.max()) <= most:
-            raise ValueError(f"{name} must lie in [0, {most}]")
-    present_NU = torch.arange(U, device=labels_NU.device) < lengths_N.unsqueeze(1)
-    labels_NU = labels_NU.where(present_NU, 0)
-    if labels_NU.numel() and not 0 <= int(labels_NU.min()) <= int(labels_NU.max()) < vocab:
-        raise ValueError(f"labels must lie in [0, {vocab}), found {labels_NU.min()}..{labels_NU.max()}")
-    return labels_NU, slots_N
