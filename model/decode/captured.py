@@ -18,7 +18,6 @@ from ..base.llm import Base
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Candidates, Lattice
-from .request import Request
 from .sampling import Sampling, gumbel
 from .step import EagerStep
 
@@ -67,7 +66,11 @@ class CapturedStep(EagerStep):
         past, rows = int(self.cache.lengths[0]), 1 + next(size for size in self.sizes if len(tree) <= size)
         with self.clock("verify"):
             if request.sampling.temperature:
-                self._draw(request, int(tree.depths.max(initial=0)))
+                V, device = self.base.vocab_size, self.base.device
+                if not len(self.noise_PV):
+                    self.noise_PV = torch.zeros(self.longest, V, dtype=torch.float64, device=device)
+                for depth in range(1 + int(tree.depths.max(initial=0))):
+                    self.noise_PV[depth] = gumbel(request.seed, request.length + depth, V, device)
             width, sampling = width_of(past + rows), request.sampling
             if (rows, width, sampling) not in self._shapes:
                 if len(self._shapes) == MOST_SHAPES:
@@ -82,13 +85,6 @@ class CapturedStep(EagerStep):
 
     def draft(self) -> list[Lattice | Tree]:
         return super().draft() if self.drafted is None else [self.drafted]
-
-    def _draw(self, request: Request, deepest: int) -> None:
-        V, device = self.base.vocab_size, self.base.device
-        if not len(self.noise_PV):
-            self.noise_PV = torch.zeros(self.longest, V, dtype=torch.float64, device=device)
-        for depth in range(deepest + 1):
-            self.noise_PV[depth] = gumbel(request.seed, request.length + depth, V, device)
 
 
 class _Shape:
@@ -108,7 +104,15 @@ class _Shape:
     @torch.no_grad()
     def run(self, tree: Tree, root: int, past: int) -> tuple[list[int], int, Lattice | None]:
         """Accepted nodes, what the base says behind them, and the lattice of the next draft (None without a head)."""
-        self._give(tree, root, past)
+        Q, rows, flat = self.rows, len(tree) + 1, self.host_given.numpy()
+        flat[0], flat[1:] = past, 0
+        token, parent, depth = flat[1 : 1 + 3 * Q].reshape(3, Q)
+        token[0], token[1:rows], token[rows:] = root, tree.tokens, -1
+        parent[1:rows], depth[1:rows] = tree.parents + 1, tree.depths
+        sees = flat[1 + 3 * Q :].reshape(Q, Q)
+        np.fill_diagonal(sees, 1)
+        sees[:rows, :rows] = tree.ancestors()
+        self.given.copy_(self.host_given, non_blocking=True)
         if not self.halves:
             self.halves = self._captured() if self.step.capture else [self._verify, self._draft]
         for number, half in enumerate(self.halves):
@@ -122,17 +126,6 @@ class _Shape:
         path = [int(row) - 1 for row in answer[2 : 1 + count]]
         lattice = None if self.found is None else self.found.unpacked(answer[None, 1 + 2 * P :])[0]
         return path, int(answer[P + count]), lattice
-
-    def _give(self, tree: Tree, root: int, past: int) -> None:
-        Q, rows, flat = self.rows, len(tree) + 1, self.host_given.numpy()
-        flat[0], flat[1:] = past, 0
-        token, parent, depth = flat[1 : 1 + 3 * Q].reshape(3, Q)
-        token[0], token[1:rows], token[rows:] = root, tree.tokens, -1
-        parent[1:rows], depth[1:rows] = tree.parents + 1, tree.depths
-        sees = flat[1 + 3 * Q :].reshape(Q, Q)
-        np.fill_diagonal(sees, 1)
-        sees[:rows, :rows] = tree.ancestors()
-        self.given.copy_(self.host_given, non_blocking=True)
 
     def _captured(self) -> list[Callable[[], None]]:
         """Both halves as CUDA graphs. A base that cannot be captured runs them as they are."""
@@ -153,7 +146,7 @@ class _Shape:
             return [self._verify, self._draft]
 
     def _verify(self) -> None:
-        """Forward under the tree mask, choose, accept, compact; what the head is to read stays in buffers."""
+        """Forward under the tree mask, choose, accept, compact; what the head drafts from stays in buffers."""
         base, cache, Q, K = self.step.base, self.step.cache, self.rows, self.width
         past_1 = self.given[:1].long()
         token_Q, parent_Q, depth_Q = self.given[1 : 1 + 3 * Q].view(3, Q).long()
@@ -172,23 +165,24 @@ class _Shape:
         accepted_Q = ~(sees_QQ & ~said_Q).any(dim=1)  # a node is, where it and all its ancestors are what was chosen
         order_P = torch.where(accepted_Q, row_Q, row_Q + Q).sort().values[: self.longest] % Q  # then rejected rows
         cache.move(past_1 + order_P, past_1 + row_Q[: self.longest])
-        self.past_1, self.count_1 = past_1, accepted_Q.sum().unsqueeze(0)
-        self.hidden_PD, self.following_P = hidden_1QD[0, order_P], targets_Q[order_P]
-        self.answer = self.verified = torch.cat([self.count_1, order_P, self.following_P]).int()
+        count_1, following_P = accepted_Q.sum().unsqueeze(0), targets_Q[order_P]
+        last_1 = order_P.index_select(0, count_1 - 1)
+        self.hidden_11D, self.root_1 = hidden_1QD.index_select(1, last_1), targets_Q.index_select(0, last_1)
+        self.position_1 = past_1 + count_1 - 1
+        self.answer = self.verified = torch.cat([count_1, order_P, following_P]).int()
 
     def _draft(self) -> None:
-        """The head over the accepted rows, and the candidates of its slots; all into `answer`."""
+        """The head behind the last accepted row, and the candidates of its slots; all into `answer`."""
         head, vocabulary, cache = self.step.head, self.step.vocabulary, self.step.cache
         if head is None or vocabulary is None:
             return
         assert isinstance(head, OnePassHead)
-        dtype, device = next(head.parameters()).dtype, self.step.base.device
-        slots_P = self.past_1 + torch.arange(self.longest, device=device)
-        root_1PD = vocabulary.embed(self.following_P.unsqueeze(0), dtype)
-        last_1, hidden_1PD = self.count_1 - 1, self.hidden_PD.to(dtype).unsqueeze(0)
-        with cache.fixed(slots_P, self.width):
-            slots = head.fill(hidden_1PD, root_1PD, Anchors.one_per_row(last_1, Sight(slots_P.unsqueeze(0))), cache)
-        self.found = head.candidates(slots, self.following_P.index_select(0, last_1), vocabulary)
+        dtype = next(head.parameters()).dtype
+        root_11D = vocabulary.embed(self.root_1.unsqueeze(0), dtype)
+        anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), Sight(self.position_1.unsqueeze(0)))
+        with cache.fixed(self.position_1, self.width):
+            slots = head.fill(self.hidden_11D.to(dtype), root_11D, anchors, cache)
+        self.found = head.candidates(slots, self.root_1, vocabulary)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 
 

@@ -127,18 +127,14 @@ class EagerStep:
         hold what is accepted."""
         active = self.active
         with self.clock("verify"):
-            ids_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
+            tokens_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
             for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
-                ids_BQ[b, 0], ids_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
+                tokens_BQ[b, 0], tokens_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
+            ids_BQ = torch.from_numpy(tokens_BQ).to(self.base.device)
             sight = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
             single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
             with decoding_attention(self.base.model) if single_rows else nullcontext():
-                hidden_BQD = self.base.hidden(
-                    torch.from_numpy(ids_BQ).to(self.base.device),
-                    sight,
-                    cache=self.cache,
-                    attended=self.attended,
-                )
+                hidden_BQD = self.base.hidden(ids_BQ, sight, cache=self.cache, attended=self.attended)
             found = self._walks(drafts, hidden_BQD)
         with self.clock("other"):
             kept = [[0, *(node + 1 for node in path)] for path, _ in found]

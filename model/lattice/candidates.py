@@ -4,7 +4,7 @@ Shape suffixes: N anchors, T slots, V vocabulary, Y candidates, R rank of the tr
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,23 +82,25 @@ class Candidates:
     def unpacked(self, packed_NZ: NDArray[np.int32]) -> list[Lattice]:
         """The lattices of all anchors, from what `packed` of candidates of these shapes held."""
         ends = np.cumsum([part[0].numel() for part in self.parts])[:-1]
-        return [self._lattice(*np.split(packed_Z, ends)) for packed_Z in packed_NZ]
-
-    def _lattice(self, tokens: Any, log_p: Any, log_blank: Any, log_rest: Any, slot: Any, root: Any) -> Lattice:
-        number_Y, T = tokens.astype(np.int64), len(log_blank)
-        return Lattice(
-            tokens=number_Y if self.ids is None else self.ids[number_Y],
-            log_p=log_p.view(np.float32).reshape(T, -1),
-            log_blank=log_blank.view(np.float32),
-            log_rest=log_rest.view(np.float32),
-            merge=self.topology.merge,
-            band=self.topology.width(T),
-            slot=slot.view(np.float32).reshape(T, -1),
-            root=self.tables.context_XR[int(root[0])],
-            context=self.tables.context_XR[number_Y],
-            key=np.ascontiguousarray(self.tables.token_XR[number_Y].T),
-            blank_key=self.tables.blank_R,
-        )
+        lattices = []
+        for packed_Z in packed_NZ:
+            tokens, log_p, log_blank, log_rest, slot, root = np.split(packed_Z, ends)
+            number_Y, T = tokens.astype(np.int64), len(log_blank)
+            lattice = Lattice(
+                tokens=number_Y if self.ids is None else self.ids[number_Y],
+                log_p=log_p.view(np.float32).reshape(T, -1),
+                log_blank=log_blank.view(np.float32),
+                log_rest=log_rest.view(np.float32),
+                merge=self.topology.merge,
+                band=self.topology.width(T),
+                slot=slot.view(np.float32).reshape(T, -1),
+                root=self.tables.context_XR[int(root[0])],
+                context=self.tables.context_XR[number_Y],
+                key=np.ascontiguousarray(self.tables.token_XR[number_Y].T),
+                blank_key=self.tables.blank_R,
+            )
+            lattices.append(lattice)
+        return lattices
 
 
 def candidates_of(

@@ -85,6 +85,3 @@ def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> None:
         )
     if hidden_MD.dtype != weight_VD.dtype and not linear_lse.multiplies_in_bfloat16(hidden_MD, weight_VD):
         raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
-
-
-__all__ = ["IMPLEMENTATIONS", "linear_lse_gather", "prefix_lattice"]

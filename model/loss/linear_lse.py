@@ -65,11 +65,24 @@ class LinearLseGather(torch.autograd.Function):
     def backward(ctx: Any, grad_lse_M: Tensor, grad_logits_MK: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         weight_VD, index_MK, slope_MD, hidden_MD = ctx.saved_tensors
-        grad_MD = grad_VD = None
-        if slope_MD is not None:
-            grad_MD = _hidden_gradient(weight_VD, index_MK, slope_MD, grad_lse_M, grad_logits_MK)
-        if hidden_MD is not None:
-            grad_VD = _weight_gradient(hidden_MD, weight_VD, index_MK, grad_lse_M, grad_logits_MK)
+        wide, grad_MD, grad_VD = grad_lse_M.dtype, None, None
+        if slope_MD is not None:  # slope * grad_lse + the sum over columns of grad_logits * weight[index]
+            grad_MD = torch.empty_like(slope_MD)
+            for rows in _slices(len(slope_MD), GATHERED_ROWS):
+                sum_RD = slope_MD[rows].to(wide) * grad_lse_M[rows].unsqueeze(1)
+                _add_columns(sum_RD, weight_VD, index_MK[rows], grad_logits_MK[rows])
+                grad_MD[rows] = sum_RD
+        if hidden_MD is not None:  # of a trained weight: from logits computed once more
+            sum_VD = torch.zeros_like(weight_VD, dtype=wide, memory_format=torch.contiguous_format)
+            for rows, hidden_RD, z_RV in _tiles(hidden_MD, weight_VD):
+                grad_RV = z_RV.to(wide)
+                _, total_R = exponentials_(grad_RV)
+                grad_RV.mul_((grad_lse_M[rows] / total_R).unsqueeze(1))
+                for k in range(index_MK.shape[1]):  # one by one: a column that occurs twice adds up, in a fixed order
+                    column_R1 = index_MK[rows, k : k + 1]
+                    grad_RV.scatter_(1, column_R1, grad_RV.gather(1, column_R1) + grad_logits_MK[rows, k : k + 1])
+                sum_VD += grad_RV.to(hidden_RD.dtype).T @ hidden_RD
+            grad_VD = sum_VD.to(weight_VD.dtype)
         return grad_MD, grad_VD, None, None
 
 
@@ -113,34 +126,6 @@ def indexed_dots(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> Tens
         for k in range(index_MK.shape[1]):
             dots_MK[rows, k] = (wide_RD * weight_VD[index_MK[rows, k]]).sum(dim=1)
     return dots_MK
-
-
-def _hidden_gradient(
-    weight_VD: Tensor, index_MK: Tensor, slope_MD: Tensor, grad_lse_M: Tensor, grad_logits_MK: Tensor
-) -> Tensor:
-    """slope * grad_lse + the sum over columns of grad_logits * weight[index], summed in float32 or wider."""
-    grad_MD = torch.empty_like(slope_MD)
-    for rows in _slices(len(slope_MD), GATHERED_ROWS):
-        sum_RD = slope_MD[rows].to(grad_lse_M.dtype) * grad_lse_M[rows].unsqueeze(1)
-        _add_columns(sum_RD, weight_VD, index_MK[rows], grad_logits_MK[rows])
-        grad_MD[rows] = sum_RD
-    return grad_MD
-
-
-def _weight_gradient(
-    hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor, grad_lse_M: Tensor, grad_logits_MK: Tensor
-) -> Tensor:
-    """The gradient [V, D] of a trained weight, from logits computed once more; summed up in float32 or wider."""
-    grad_VD = torch.zeros_like(weight_VD, dtype=grad_lse_M.dtype, memory_format=torch.contiguous_format)
-    for rows, hidden_RD, z_RV in _tiles(hidden_MD, weight_VD):
-        grad_RV = z_RV.to(grad_lse_M.dtype)
-        _, total_R = exponentials_(grad_RV)
-        grad_RV.mul_((grad_lse_M[rows] / total_R).unsqueeze(1))
-        for k in range(index_MK.shape[1]):  # one by one: a column that occurs twice adds up, in a fixed order
-            column_R1 = index_MK[rows, k : k + 1]
-            grad_RV.scatter_(1, column_R1, grad_RV.gather(1, column_R1) + grad_logits_MK[rows, k : k + 1])
-        grad_VD += grad_RV.to(hidden_RD.dtype).T @ hidden_RD
-    return grad_VD.to(weight_VD.dtype)
 
 
 def _tiles(hidden_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
