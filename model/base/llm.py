@@ -213,7 +213,9 @@ class Base:
     def weights(self) -> str:
         """A short hash over every parameter: `identity` says which bases may share a head, this which have the same
         hidden states. The bits of each are summed where they lie, so nothing large leaves a GPU."""
-        sums = [(name, list(p.shape), int(_bits(p).sum())) for name, p in self.model.named_parameters()]
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        named = [(name, p.detach()) for name, p in self.model.named_parameters()]
+        sums = [(name, list(p.shape), int(p.view(kinds[p.element_size()]).sum())) for name, p in named]
         return _short_hash(json.dumps(sums).encode())
 
 
@@ -234,11 +236,6 @@ def _tokenizer_bytes(tokenizer: Any) -> bytes:
         state.pop("truncation", None)
         return json.dumps(state, sort_keys=True).encode()
     return json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
-
-
-def _bits(parameter: Tensor) -> Tensor:
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return parameter.detach().view(kinds[parameter.element_size()])
 
 
 def _short_hash(data: Any) -> str:

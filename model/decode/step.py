@@ -54,7 +54,7 @@ class EagerStep:
         self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
         self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
-        own = None if head is None else head.new_cache(self.cache, capacity + head.config.slots)
+        own = None if head is None else head.new_cache(rows, capacity + head.config.slots)
         self.caches = [self.cache] if own is None else [self.cache, own]
         self.begin()
 

@@ -85,18 +85,16 @@ def _isotonic(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> tupl
     order = np.argsort(psi_M, kind="stable")
     share = psi_M[order] / max(psi_M.sum(), 1e-9) + 1 / len(order)  # likely nodes are few, and matter
     edges = np.searchsorted(np.cumsum(share), 2 * np.arange(1, MOST_KNOTS) / MOST_KNOTS)
-    pools: list[list[float]] = []  # observations, sum of psi, accepted
+    pools: list[NDArray[np.float64]] = []  # observations, sum of psi, accepted
     for part in filter(len, np.split(order, edges)):
-        pools.append([len(part), psi_M[part].sum(), accepted_M[part].sum()])
+        pools.append(np.array([len(part), psi_M[part].sum(), accepted_M[part].sum()]))
         while len(pools) > 1 and (
             pools[-2][0] < LEAST_IN_BIN or pools[-2][2] / pools[-2][0] >= pools[-1][2] / pools[-1][0]
         ):
-            last = pools.pop()
-            pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
+            pools[-2:] = [pools[-2] + pools[-1]]
     if len(pools) > 1 and pools[-1][0] < LEAST_IN_BIN:
-        last = pools.pop()
-        pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
-    return [s / n for n, s, _ in pools], [a / n for n, _, a in pools]
+        pools[-2:] = [pools[-2] + pools[-1]]
+    return [float(s / n) for n, s, _ in pools], [float(a / n) for n, _, a in pools]
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,7 @@ class EagleHead(Head):
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, hidden_size, bias=False)
 
-    def new_cache(self, base_cache: TreeCache, capacity: int) -> TreeCache:
-        return self._cache(len(base_cache.lengths), capacity)
-
-    def _cache(self, batch: int, capacity: int) -> TreeCache:
+    def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(1, batch, capacity + self.config.slots * self.config.beam)
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
@@ -95,7 +92,7 @@ class EagleHead(Head):
     ) -> list[Lattice | Tree]:
         assert anchors.sight is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
-        cache = self._cache(B, L)
+        cache = self.new_cache(B, L)
         root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
         feature_BLD = self._pass(hidden_BLD, root_BLD, cache.sight(L, hidden_BLD.device), cache)
         drafted: dict[int, Tree] = {}

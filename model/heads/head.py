@@ -112,9 +112,9 @@ class Head(nn.Module, ABC):
     ) -> list[Lattice | Tree]:
         """The same at anchors within whole sequences."""
 
-    def new_cache(self, base_cache: TreeCache, capacity: int) -> TreeCache | None:
-        """What it keeps of the sequences of the base's cache, `capacity` positions of each, padding of the last draft
-        included. None: nothing; it drafts from the base's, in which the new positions are committed already."""
+    def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
+        """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included. None: it
+        drafts from the base's cache, in which the new positions are committed already."""
         return None
 
     @property

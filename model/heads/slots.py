@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, KeysAndValues, Sight
+from ..base.context import Anchors, Sight
 from ..base.llm import Base
 from ..base.packed import pack
 from ..lattice.topology import Topology
@@ -110,28 +110,24 @@ class SlotHead(OnePassHead):
             for block in self.blocks:
                 x_NTD = block(x_NTD, everywhere)
             x_NTD = self.norm(x_NTD)
-        elif cache is None:
-            x_NTD = self._through_layers(x_NTD, self.body.attended.keys_and_values(hidden_BLX), anchors)
-        else:
-            read = {layer: cache.committed(layer) for layer in self.body.attended.layers}
-            x_NTD = self._through_layers(x_NTD, read, anchors)
+        else:  # each slot sees the positions up to its anchor, and all slots of that anchor
+            if cache is None:
+                read = self.body.attended.keys_and_values(hidden_BLX)
+            else:
+                read = {layer: cache.committed(layer) for layer in self.body.attended.layers}
+            B, _, S, _ = next(iter(read.values()))[0].shape
+            A, T, device = anchors.most, self.config.slots, x_NTD.device
+            position_BA, context_BAS = anchors.context(S)
+            position_BQ = (position_BA.unsqueeze(2) + 1 + torch.arange(T, device=device)).view(B, A * T)
+            anchor_Q = torch.arange(A, device=device).repeat_interleave(T)
+            own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
+            seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
+            rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
+            rows_BQD = self.body(rows_BQD, Sight(position_BQ, seen_BQS.unsqueeze(1)), read)
+            x_NTD = anchors.gathered(rows_BQD.view(B, A, T, D))
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
         return Slots(x_NTD, blank_NT, slot_NTR)
-
-    def _through_layers(self, x_NTD: Tensor, read: KeysAndValues, anchors: Anchors) -> Tensor:
-        """Slots after the copied layers: each sees the positions up to its anchor, and all slots of that anchor."""
-        assert self.body is not None
-        B, _, S, _ = next(iter(read.values()))[0].shape
-        A, (_, T, D) = anchors.most, x_NTD.shape
-        position_BA, context_BAS = anchors.context(S)
-        position_BQ = (position_BA.unsqueeze(2) + 1 + torch.arange(T, device=x_NTD.device)).view(B, A * T)
-        anchor_Q = torch.arange(A, device=x_NTD.device).repeat_interleave(T)
-        own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
-        seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
-        rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
-        rows_BQD = self.body(rows_BQD, Sight(position_BQ, seen_BQS.unsqueeze(1)), read)
-        return anchors.gathered(rows_BQD.view(B, A, T, D))
 
 
 def _heads_of(width: int) -> int:

@@ -83,12 +83,6 @@ def first_emissions(lattice):
 
 
 @njit(cache=True)
-def _share(log_blank):
-    """p_t(blank) from its log-odds against all tokens together."""
-    return np.float32(1.0) / (np.float32(1.0) + np.exp(-log_blank))
-
-
-@njit(cache=True)
 def _hand_on(children, pb, pn, t, p, p_blank, stay):
     """What slot t adds to psi of a prefix followed by each column, of which the one that repeats its last token needs a
     blank before it; and how likely the prefix still is all that was written after that slot."""
@@ -125,7 +119,7 @@ def _emit(p, lattice, t, edge, last):
     for r in range(len(gate)):
         gate[r] = _hardswish(lattice.slot[t, r] + (lattice.root[r] if last < 0 else lattice.context[last, r]))
         odds += gate[r] * lattice.blank_key[r]
-    p_blank = np.float32(0.0) if edge else _share(odds)
+    p_blank = np.float32(0.0) if edge else np.float32(1.0) / (np.float32(1.0) + np.exp(-odds))
     p[:] = lattice.log_p[t]
     for r in range(len(gate)):
         for c in range(len(p)):

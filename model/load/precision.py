@@ -27,7 +27,17 @@ def resolve_dtype(dtype: str, cache: Path, device: str = "auto") -> str:
         return dtype
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    return "bf16" if cpu_has_bf16() and _recorded_speedup(cache) >= PAYS else "fp32"
+    if not cpu_has_bf16():
+        return "fp32"
+    key = hashlib.sha256(f"{_cpu()} {torch.__version__}".encode()).hexdigest()[:12]
+    record = cache / f"bf16-{key}.json"
+    with claimed(record.with_name(f"{record.name}.lock"), wait=True):
+        try:
+            speedup = float(json.loads(record.read_text())["bf16_speedup"])
+        except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+            speedup = bf16_speedup()
+            record.write_text(json.dumps({"cpu": _cpu(), "torch": torch.__version__, "bf16_speedup": speedup}) + "\n")
+    return "bf16" if speedup >= PAYS else "fp32"
 
 
 def cpu_has_bf16() -> bool:
@@ -44,18 +54,6 @@ def bf16_speedup() -> float:
         product = partial(torch.mm, torch.ones(rows, inner, dtype=kind), torch.ones(inner, outer, dtype=kind))
         best.append(min(timeit.repeat(product, number=1, repeat=ROUNDS)))  # the first compiles
     return best[0] / best[1]
-
-
-def _recorded_speedup(cache: Path) -> float:
-    key = hashlib.sha256(f"{_cpu()} {torch.__version__}".encode()).hexdigest()[:12]
-    record = cache / f"bf16-{key}.json"
-    with claimed(record.with_name(f"{record.name}.lock"), wait=True):
-        try:
-            return float(json.loads(record.read_text())["bf16_speedup"])
-        except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
-            speedup = bf16_speedup()
-        record.write_text(json.dumps({"cpu": _cpu(), "torch": torch.__version__, "bf16_speedup": speedup}) + "\n")
-    return speedup
 
 
 def _cpu() -> str:

@@ -7,7 +7,6 @@ from drafting import random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import Anchors, Sight
 from ctcdraft.model.draft.tree import Tree, chosen
 from ctcdraft.model.heads import EagleConfig
@@ -48,7 +47,7 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
 def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
     head = random_head(CONFIG, base)
     hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
-    cache = head.new_cache(TreeCache(2, 2, 32), 32)
+    cache = head.new_cache(2, 32)
     start, vocabulary = 0, Vocabulary(DraftVocabulary(base), 8, None)
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
         counts = [end - start] * 2
