@@ -39,19 +39,17 @@ class Windows:
         """
         if self.width is None or mask_BQK.shape[-1] <= self.width:
             return mask_BQK
-        narrow = {kind: self._narrowed(kind, mask_BQK, positions_BQ, cached) for kind in self.kinds}
-        return {FULL: mask_BQK} | narrow if self.mixed or len(narrow) > 1 else next(iter(narrow.values()))
-
-    def _narrowed(self, kind: str, mask_BQK: Tensor, positions_BQ: Tensor, cached: bool) -> Tensor:
-        (Q, K), width = mask_BQK.shape[2:], getattr(self.config, self.kinds[kind])
+        Q, K = mask_BQK.shape[2:]
         entry_K = torch.arange(K, device=mask_BQK.device)
         row_BK = (entry_K - positions_BQ[:, :1]) if cached else entry_K.expand(len(positions_BQ), -1)
         own_BK = positions_BQ.gather(1, row_BK.clamp(0, Q - 1))  # a node stands at its depth, not at its place
         at_B1K = torch.where((row_BK >= 0) & (row_BK < Q), own_BK, entry_K).unsqueeze(1)
-        from_BQ1 = positions_BQ.unsqueeze(2)
-        chunked = kind == "chunked_attention"
-        hidden_BQK = from_BQ1 // width != at_B1K // width if chunked else from_BQ1 - at_B1K >= width
-        return mask_BQK.masked_fill(hidden_BQK.unsqueeze(1), torch.finfo(mask_BQK.dtype).min)
+        from_BQ1, narrow = positions_BQ.unsqueeze(2), {}
+        for kind, name in self.kinds.items():
+            width, chunked = getattr(self.config, name), kind == "chunked_attention"
+            hidden_BQK = from_BQ1 // width != at_B1K // width if chunked else from_BQ1 - at_B1K >= width
+            narrow[kind] = mask_BQK.masked_fill(hidden_BQK.unsqueeze(1), torch.finfo(mask_BQK.dtype).min)
+        return {FULL: mask_BQK} | narrow if self.mixed or len(narrow) > 1 else next(iter(narrow.values()))
 
     @contextmanager
     def narrowed(self, width: int) -> Iterator[None]:

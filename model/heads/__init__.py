@@ -62,20 +62,3 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
         if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
             body += p.numel() * (1 if name.startswith(head.once) else head.lm_rows)
     return body, head.lm_rows * (head.config.draft_vocab_size or base.vocab_size) * base.hidden_size
-
-
-__all__ = [
-    "AnyHeadConfig",
-    "CtcConfig",
-    "EagleConfig",
-    "Head",
-    "HeadConfig",
-    "MedusaConfig",
-    "ParallelConfig",
-    "attended_on",
-    "build_head",
-    "flops_per_draft",
-    "head_config",
-    "head_on",
-    "parameters_of",
-]

@@ -30,7 +30,14 @@ def linear_lse_gather(
     may meet a frozen weight in bfloat16: the GEMMs are then bfloat16's (`linear_lse`).
     """
     name = _choose(implementation, hidden_MD)
-    _check(hidden_MD, weight_VD, index_MK)
+    fits = hidden_MD.dim() == weight_VD.dim() == index_MK.dim() == 2
+    if not fits or hidden_MD.shape[1] != weight_VD.shape[1] or len(index_MK) != len(hidden_MD):
+        raise ValueError(
+            "linear_lse_gather takes hidden [M, D], weight [V, D] and index [M, K], "
+            f"got {[*hidden_MD.shape]}, {[*weight_VD.shape]} and {[*index_MK.shape]}"
+        )
+    if hidden_MD.dtype != weight_VD.dtype and not linear_lse.multiplies_in_bfloat16(hidden_MD, weight_VD):
+        raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
     if name == "reference":
         return reference.linear_lse_gather(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK)
     trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
@@ -74,14 +81,3 @@ def _choose(implementation: str, tensor: Tensor) -> str:
 
 def _triton(module: str) -> ModuleType:
     return import_module(f"ctcdraft.model.loss.{module}")  # late: triton is not there on every machine
-
-
-def _check(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) -> None:
-    fits = hidden_MD.dim() == weight_VD.dim() == index_MK.dim() == 2
-    if not fits or hidden_MD.shape[1] != weight_VD.shape[1] or len(index_MK) != len(hidden_MD):
-        raise ValueError(
-            "linear_lse_gather takes hidden [M, D], weight [V, D] and index [M, K], "
-            f"got {[*hidden_MD.shape]}, {[*weight_VD.shape]} and {[*index_MK.shape]}"
-        )
-    if hidden_MD.dtype != weight_VD.dtype and not linear_lse.multiplies_in_bfloat16(hidden_MD, weight_VD):
-        raise ValueError(f"hidden is {hidden_MD.dtype} and weight {weight_VD.dtype}: convert one of them")
