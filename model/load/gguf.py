@@ -61,46 +61,24 @@ def _entry(cache: Path, sha256: str) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    _check(file, folder.parent)
-    model, tokenizer = _load(file)
-    config = model.config
-    del config.quantization_config  # which save_pretrained would refuse, and which is no longer true
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    try:
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} could not be written as a folder in {folder.parent.parent}: {error}") from error
-
-
-def _check(file: Path, folder: Path) -> None:
-    """Raises ValueError on a file that ends too early or does not fit on the disk as a folder."""
     try:
         reader = GGUFReader(file)
         size = torch.float32.itemsize * sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:  # whatever the reader stumbles over: it trusts every length that it reads
         raise ValueError(f"{file} is cut short or damaged: fetch it again") from error
-    free = shutil.disk_usage(folder).free
+    free, cache = shutil.disk_usage(folder.parent).free, folder.parent.parent
     if size > free:
         raise ValueError(
-            f"{file} takes {size / 2**30:.2f} GB as a folder and the disk of {folder.parent} has "
-            f"{free / 2**30:.2f} GB free: make room, or give another cache_dir"
+            f"{file} takes {size / 2**30:.2f} GB as a folder and the disk of {cache} has {free / 2**30:.2f} GB free: "
+            "make room, or give another cache_dir"
         )
-
-
-def _load(file: Path) -> tuple[Any, Any]:
-    """Model and tokenizer, from the file alone: what lies beside it, a config.json say, must not be read."""
-    with tempfile.TemporaryDirectory() as alone:
+    with tempfile.TemporaryDirectory() as alone:  # what lies beside the file, a config.json say, must not be read
         (Path(alone) / "model.gguf").symlink_to(file.resolve())
         source: Any = {"pretrained_model_name_or_path": alone, "gguf_file": "model.gguf"}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
             model, info = loaded
-            tokenizer = AutoTokenizer.from_pretrained(**source)
+            tokenizer: Any = AutoTokenizer.from_pretrained(**source)
         except Exception as error:  # whatever a file that is no causal LM makes transformers raise
             reason = str(error).strip().split("\n")[0][:200]
             raise ValueError(
@@ -110,4 +88,14 @@ def _load(file: Path) -> tuple[Any, Any]:
     absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if absent:  # transformers would have drawn them at random
         raise ValueError(f"{file} lacks {len(absent)} of the model's weights, {absent[0]} for one: fetch it again")
-    return model, tokenizer
+    del model.config.quantization_config  # which save_pretrained would refuse, and which is no longer true
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    try:
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} could not be written as a folder in {cache}: {error}") from error
