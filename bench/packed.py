@@ -20,13 +20,13 @@ from ctcdraft.model.draft.tree import tree_mask
 def forward_of(base, rows, prompt):
     """A call that reads `rows` tokens in a chain behind a prompt."""
     cache = TreeCache(base.depth, 1, prompt + rows)
-    sight, ids = cache.sight(prompt, base.device), torch.arange(prompt + rows).unsqueeze(0) % base.vocab_size
-    base.hidden(ids[:, :prompt], sight, cache=cache)
+    mask, ids = cache.causal_mask(prompt, base.device), torch.arange(prompt + rows).unsqueeze(0) % base.vocab_size
+    base.hidden(ids[:, :prompt], mask, cache=cache)
     cache.lengths[0] = prompt
-    sight = tree_mask([chain_of(list(range(rows - 1)), 0.5)], cache.lengths[:1], base.device)
+    mask = tree_mask([chain_of(list(range(rows - 1)), 0.5)], cache.lengths[:1], base.device)
 
     def call():
-        hidden = base.hidden(ids[:, prompt:], sight, cache=cache)
+        hidden = base.hidden(ids[:, prompt:], mask, cache=cache)
         base.logits(hidden[0]).argmax(dim=-1)
         cache.lengths[0] = prompt
 

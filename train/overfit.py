@@ -220,9 +220,9 @@ class OverfitCheck:
         ids = torch.tensor([self.prompt], device=device)
         self.base.hidden(ids[:, :-1], cache=cache)
         past = ids.shape[1] - 1
-        sight = tree_mask([FORK], np.array([past]), device)
+        mask = tree_mask([FORK], np.array([past]), device)
         nodes = torch.tensor([[self.prompt[-1], *FORK.tokens.tolist()]], device=device)
-        tree_RV = self.base.logits(self.base.hidden(nodes, sight, cache=cache))[0, 1:]
+        tree_RV = self.base.logits(self.base.hidden(nodes, mask, cache=cache))[0, 1:]
         whole = [self.base.hidden(torch.tensor([[*self.prompt, *path]], device=device)) for path in FORK_PATHS]
         alone = [self.base.logits(hidden[0, -1]) for hidden in whole]
         otherwise = "wrong mask: a draft's node sees what its path does not hold: it is"

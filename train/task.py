@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ctcdraft.data.batches import Batch
 from ctcdraft.data.features import Hidden, decoded
 from ctcdraft.data.store import Corpus
-from ctcdraft.model.base.context import Anchors, Sight
+from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
 from ctcdraft.model.heads.head import OnePassHead, Slots
@@ -252,7 +252,7 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
         hidden_BLX = decoded(Hidden(batch.stored_BLX, batch.stored_scale_BL))
         assert hidden_BLX.shape[2] == base.hidden_size + (0 if attended is None else attended.size)
     else:
-        hidden_BLX = base.hidden(batch.ids_BL, document_sight(batch), attended=attended)
+        hidden_BLX = base.hidden(batch.ids_BL, document_mask(batch), attended=attended)
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLX.to(dtype), root_BLD.to(dtype)
@@ -272,12 +272,12 @@ def roots_of(batch: Batch) -> Tensor:
 
 
 def anchors_of(batch: Batch) -> Anchors:
-    return Anchors.of(batch.batch_N, batch.position_N, len(batch.ids_BL), document_sight(batch))
+    return Anchors.of(batch.batch_N, batch.position_N, len(batch.ids_BL), document_mask(batch))
 
 
-def document_sight(batch: Batch) -> Sight | None:
+def document_mask(batch: Batch) -> AttentionMask | None:
     """Position i sees j <= i of its own document; None where a row is one document."""
     if batch.document_BL is None or batch.place_BL is None:
         return None
     document_BL = batch.document_BL
-    return Sight(batch.place_BL, (document_BL[:, :, None] == document_BL[:, None, :]).tril().unsqueeze(1))
+    return AttentionMask(batch.place_BL, (document_BL[:, :, None] == document_BL[:, None, :]).tril().unsqueeze(1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .context import KeysAndValues, Sight
+from .context import AttentionMask, KeysAndValues
 
 CAPACITY_STEP = 256  # entries by which it grows
 
@@ -110,15 +110,15 @@ class TreeCache(Cache):
         finally:
             self._fixed = None
 
-    def sight(self, rows: int, device: torch.device) -> Sight:
+    def causal_mask(self, rows: int, device: torch.device) -> AttentionMask:
         """What `rows` new positions of each sequence see: its own committed ones, and those before them."""
         past_B1 = torch.from_numpy(self.lengths[self._sequences, None]).to(device)
         positions_BL = past_B1 + torch.arange(rows, device=device)
         longest = self.get_seq_length()
         if longest == 0 or (rows == 1 and len(past_B1) == 1):
-            return Sight(positions_BL, None)
+            return AttentionMask(positions_BL, None)
         entry_S = torch.arange(longest + rows, device=device)
-        return Sight(positions_BL, (entry_S <= positions_BL.unsqueeze(2)).unsqueeze(1))
+        return AttentionMask(positions_BL, (entry_S <= positions_BL.unsqueeze(2)).unsqueeze(1))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""

@@ -11,26 +11,27 @@ import torch
 from torch import Tensor
 
 
-class Sight(NamedTuple):
+class AttentionMask(NamedTuple):
     """Where rows stand, and which of the cached and new entries they see.
 
-    positions [B, L] (or [1, L]); mask [B, 1, L, S], True where a row may look, or None: at itself and those before it.
+    positions [B, L] (or [1, L]); allowed [B, 1, L, S], True where a row may look, or None: at itself and those before
+    it.
     """
 
     positions_BL: Tensor
-    mask_BLS: Tensor | None = None
+    allowed_BLS: Tensor | None = None
 
     def additive(self, dtype: torch.dtype) -> Tensor | None:
         """The mask as numbers to add, for a base: its eager attention takes boolean masks for numbers, silently."""
-        if self.mask_BLS is None:
+        if self.allowed_BLS is None:
             return None
-        return torch.zeros_like(self.mask_BLS, dtype=dtype).masked_fill_(~self.mask_BLS, torch.finfo(dtype).min)
+        return torch.zeros_like(self.allowed_BLS, dtype=dtype).masked_fill_(~self.allowed_BLS, torch.finfo(dtype).min)
 
 
 class Anchors(NamedTuple):
     """Positions that are drafted from: position[n] of row batch[n], the place[n]-th of at most `most` anchors there.
 
-    sight: of the positions of rows; None: rows are one sequence each, from its beginning on.
+    mask: of the positions of rows; None: rows are one sequence each, from its beginning on.
     """
 
     batch_N: Tensor
@@ -38,22 +39,22 @@ class Anchors(NamedTuple):
     place_N: Tensor
     rows: int
     most: int
-    sight: Sight | None = None
+    mask: AttentionMask | None = None
 
     @staticmethod
-    def of(batch_N: Tensor, position_N: Tensor, rows: int, sight: Sight | None = None) -> "Anchors":
+    def of(batch_N: Tensor, position_N: Tensor, rows: int, mask: AttentionMask | None = None) -> "Anchors":
         counts_B = torch.bincount(batch_N, minlength=1)
         order_N = batch_N.argsort(stable=True)
         sorted_N = torch.arange(len(batch_N), device=batch_N.device)
         sorted_N = sorted_N - (counts_B.cumsum(0) - counts_B)[batch_N[order_N]]
         place_N = torch.empty_like(sorted_N).index_put((order_N,), sorted_N)
-        return Anchors(batch_N, position_N, place_N, rows, max(1, int(counts_B.max())), sight)
+        return Anchors(batch_N, position_N, place_N, rows, max(1, int(counts_B.max())), mask)
 
     @staticmethod
-    def one_per_row(position_B: Tensor, sight: Sight) -> "Anchors":
+    def one_per_row(position_B: Tensor, mask: AttentionMask) -> "Anchors":
         """Without a wait for the device."""
         rows_B = torch.arange(len(position_B), device=position_B.device)
-        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), len(position_B), 1, sight)
+        return Anchors(rows_B, position_B, torch.zeros_like(rows_B), len(position_B), 1, mask)
 
     def own(self, values_BL: Tensor) -> Tensor:
         """Of each anchor what stands at its position: [N, ...] of [B, L, ...]."""
@@ -61,12 +62,12 @@ class Anchors(NamedTuple):
 
     def context(self, entries: int) -> tuple[Tensor, Tensor]:
         """Where they stand [B, A], and which of so many entries each of them sees [B, A, S]."""
-        positions_BL, mask_BLS = self.sight or (None, None)
+        positions_BL, allowed_BLS = self.mask or (None, None)
         stands_N = self.position_N if positions_BL is None else self.own(positions_BL.expand(self.rows, -1))
-        if mask_BLS is None:
+        if allowed_BLS is None:
             seen_NS = torch.arange(entries, device=stands_N.device) <= stands_N.unsqueeze(1)
         else:
-            seen_NS = self.own(mask_BLS[:, 0, :, :entries].expand(self.rows, -1, -1))
+            seen_NS = self.own(allowed_BLS[:, 0, :, :entries].expand(self.rows, -1, -1))
         return self.spread(stands_N), self.spread(seen_NS)
 
     def spread(self, values_N: Tensor) -> Tensor:

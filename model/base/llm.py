@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .cache import PassingCache
-from .context import Attended, Sight
+from .context import Attended, AttentionMask
 from .window import Windows, windows_of
 
 SHAPE_KEYS = (
@@ -131,23 +131,22 @@ class Base:
     def hidden(
         self,
         ids_BL: Tensor,
-        sight: Sight | None = None,
+        mask: AttentionMask | None = None,
         *,
         cache: Cache | None = None,
         attended: Attended | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [B, L, D]; the cache, if given, grows by L.
 
-        sight: None: rows are one sequence each, from its beginning on. Layers with a window get its mask with their
-        window.
+        mask: None: rows are one sequence each, from its beginning on. Layers with a window get it with their window.
 
         attended: behind each hidden state come the state that entered the first of these layers, and, without a cache,
         the keys and values that they made of its position. In a cache those lie there (`TreeCache.committed`).
         """
         watched = PassingCache(watched=attended.layers) if attended is not None and cache is None else None
-        mask: Any = None if sight is None else sight.additive(self.dtype)
-        if sight is not None and mask is not None:
-            mask = self.windows.masks(mask, sight.positions_BL, cached=cache is not None)
+        additive: Any = None if mask is None else mask.additive(self.dtype)
+        if mask is not None and additive is not None:
+            additive = self.windows.masks(additive, mask.positions_BL, cached=cache is not None)
         entered: list[Tensor] = []
 
         def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
@@ -157,8 +156,8 @@ class Base:
         with nullcontext() if first is None else first.register_forward_pre_hook(keep, with_kwargs=True):
             out = self.decoder(
                 input_ids=ids_BL,
-                attention_mask=mask,
-                position_ids=None if sight is None else sight.positions_BL,
+                attention_mask=additive,
+                position_ids=None if mask is None else mask.positions_BL,
                 past_key_values=cache if watched is None else watched,
                 use_cache=cache is not None or watched is not None,
             )

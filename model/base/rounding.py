@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .context import Sight
+from .context import AttentionMask
 from .llm import Base
 
 TIE_GAP = 1e-5
@@ -75,7 +75,7 @@ def forced_logits(base: Base, prompt: Sequence[int], tokens: Sequence[int], widt
         positions_Q = torch.arange(past, past + width, device=device).clamp(max=base.context_length - 1)
         hidden_QD = base.hidden(
             torch.tensor([ids + [0] * (width - real)], device=device),  # of the same shape to the last
-            Sight(positions_Q.unsqueeze(0), None if width == 1 else causal_QK[None, None]),
+            AttentionMask(positions_Q.unsqueeze(0), None if width == 1 else causal_QK[None, None]),
             cache=cache,
         )[0]
         yield from base.logits(hidden_QD)[:real]

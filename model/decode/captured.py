@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..base.context import Anchors, Sight
+from ..base.context import Anchors, AttentionMask
 from ..base.llm import Base
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
@@ -155,10 +155,10 @@ class _Shape:
         own_K = torch.arange(K, device=base.device) - past_1  # the row that an entry belongs to
         inside_K = (own_K >= 0) & (own_K < Q)
         allowed_QK = (own_K < 0) | (inside_K & sees_QQ[:, own_K.clamp(0, Q - 1)])
-        sight = Sight((past_1 + depth_Q).unsqueeze(0), allowed_QK[None, None])
+        mask = AttentionMask((past_1 + depth_Q).unsqueeze(0), allowed_QK[None, None])
         with cache.fixed(past_1 + row_Q, K):
             ids_1Q = token_Q.clamp(min=0).unsqueeze(0)
-            hidden_1QD = base.hidden(ids_1Q, sight, cache=cache, attended=self.step.attended)
+            hidden_1QD = base.hidden(ids_1Q, mask, cache=cache, attended=self.step.attended)
         noise_QV = None if not self.sampling.temperature else self.step.noise_PV.index_select(0, depth_Q)
         targets_Q = self.sampling.choose(base.logits(hidden_1QD[0]), None, noise_QV)
         said_Q = (token_Q == targets_Q[parent_Q]) | (row_Q == 0)
@@ -179,7 +179,7 @@ class _Shape:
         assert isinstance(head, OnePassHead)
         dtype = next(head.parameters()).dtype
         root_11D = vocabulary.embed(self.root_1.unsqueeze(0), dtype)
-        anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), Sight(self.position_1.unsqueeze(0)))
+        anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), AttentionMask(self.position_1.unsqueeze(0)))
         with cache.fixed(self.position_1, self.width):
             slots = head.fill(self.hidden_11D.to(dtype), root_11D, anchors, cache)
         self.found = head.candidates(slots, self.root_1, vocabulary)

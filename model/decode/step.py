@@ -86,8 +86,8 @@ class EagerStep:
             self.active[row : row + 1] = [request]
             ids_1L = torch.tensor([request.prompt[shared:]], device=base.device)
             with cache.only(row):
-                sight = cache.sight(ids_1L.shape[1], base.device)
-                hidden_1LD = base.hidden(ids_1L, sight, cache=cache, attended=self.attended)
+                mask = cache.causal_mask(ids_1L.shape[1], base.device)
+                hidden_1LD = base.hidden(ids_1L, mask, cache=cache, attended=self.attended)
             cache.lengths[row] = len(request.prompt)
             if request.sampling.repetition_penalty != 1.0:
                 request.seen_V = torch.zeros(base.vocab_size, dtype=torch.bool, device=base.device)
@@ -131,10 +131,10 @@ class EagerStep:
             for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
                 tokens_BQ[b, 0], tokens_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
             ids_BQ = torch.from_numpy(tokens_BQ).to(self.base.device)
-            sight = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
+            mask = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
             single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
             with decoding_attention(self.base.model) if single_rows else nullcontext():
-                hidden_BQD = self.base.hidden(ids_BQ, sight, cache=self.cache, attended=self.attended)
+                hidden_BQD = self.base.hidden(ids_BQ, mask, cache=self.cache, attended=self.attended)
             found = self._walks(drafts, hidden_BQD)
         with self.clock("other"):
             kept = [[0, *(node + 1 for node in path)] for path, _ in found]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from ..base.context import Sight
+from ..base.context import AttentionMask
 
 ROPE_BASE = 10_000.0
 
@@ -28,9 +28,9 @@ class Block(nn.Module):
         layer.post_attention_layernorm = nn.RMSNorm(width)
         self.layer, self.head_width = layer, width // heads
 
-    def forward(self, x_BLW: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
+    def forward(self, x_BLW: Tensor, mask: AttentionMask, cache: Cache | None = None) -> Tensor:
         half = torch.arange(0, self.head_width, 2, device=x_BLW.device)
         frequency = ROPE_BASE ** -(half / self.head_width)
-        angle = sight.positions_BL.unsqueeze(2) * torch.cat([frequency, frequency])
+        angle = mask.positions_BL.unsqueeze(2) * torch.cat([frequency, frequency])
         turned = angle.cos().to(x_BLW.dtype), angle.sin().to(x_BLW.dtype)
-        return self.layer(x_BLW, attention_mask=sight.mask_BLS, past_key_values=cache, position_embeddings=turned)
+        return self.layer(x_BLW, attention_mask=mask.allowed_BLS, past_key_values=cache, position_embeddings=turned)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, Sight
+from ..base.context import Anchors, AttentionMask
 from ..draft.tree import Tree
 from ..lattice.candidates import Lattice
 from .block import Block
@@ -60,15 +60,15 @@ class EagleHead(Head):
         """T passes along the labels' embeddings, each on the feature of the one before."""
         assert label_NUD is not None
         (B, L, _), cache = hidden_BLD.shape, DynamicCache()
-        sight = anchors.sight or Sight(torch.arange(L, device=hidden_BLD.device).unsqueeze(0))
-        feature_ND = anchors.own(self._pass(hidden_BLD, root_BLD, sight, cache))
+        mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLD.device).unsqueeze(0))
+        feature_ND = anchors.own(self._pass(hidden_BLD, root_BLD, mask, cache))
         position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         states = [feature_ND]
         for step in range(1, min(self.config.slots, label_NUD.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
             read_BAD = anchors.spread(feature_ND), anchors.spread(label_NUD[:, step - 1])
-            feature_BAD = self._pass(*read_BAD, Sight(position_BA + step, seen_BAS.unsqueeze(1)), cache)
+            feature_BAD = self._pass(*read_BAD, AttentionMask(position_BA + step, seen_BAS.unsqueeze(1)), cache)
             feature_ND = anchors.gathered(feature_BAD)
             states.append(feature_ND)
         return Slots(torch.stack(states, dim=1), None)
@@ -81,8 +81,8 @@ class EagleHead(Head):
     def drafts(
         self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
     ) -> list[Lattice | Tree]:
-        sight = cache.sight(hidden_BLD.shape[1], hidden_BLD.device)
-        feature_BLD = self._pass(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), sight, cache)
+        mask = cache.causal_mask(hidden_BLD.shape[1], hidden_BLD.device)
+        feature_BLD = self._pass(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), mask, cache)
         cache.keep([range(count) for count in counts])
         return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.tokens) for b, count in enumerate(counts)]
 
@@ -90,11 +90,11 @@ class EagleHead(Head):
     def drafts_at(
         self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
     ) -> list[Lattice | Tree]:
-        assert anchors.sight is None, "drafts at known anchors are made in rows of one document"
+        assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
         B, L, _ = hidden_BLD.shape
         cache = self.new_cache(B, L)
         root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
-        feature_BLD = self._pass(hidden_BLD, root_BLD, cache.sight(L, hidden_BLD.device), cache)
+        feature_BLD = self._pass(hidden_BLD, root_BLD, cache.causal_mask(L, hidden_BLD.device), cache)
         drafted: dict[int, Tree] = {}
         for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
@@ -102,9 +102,9 @@ class EagleHead(Head):
             drafted[n] = self._beam(feature_BLD[b, position], b, cache, vocabulary.tokens)
         return [drafted[n] for n in range(len(drafted))]
 
-    def _pass(self, feature_BLD: Tensor, token_BLD: Tensor, sight: Sight, cache: Cache) -> Tensor:
+    def _pass(self, feature_BLD: Tensor, token_BLD: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
         x = self.enter(torch.cat([token_BLD, feature_BLD], dim=-1))
-        return self.leave(self.norm(self.block(x, sight, cache)))
+        return self.leave(self.norm(self.block(x, mask, cache)))
 
     def _beam(self, feature_D: Tensor, sequence: int, cache: TreeCache, tokens: DraftVocabulary) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
@@ -118,9 +118,9 @@ class EagleHead(Head):
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
             read_QD = tokens.base.embed(token_X[best_Q]).to(feature_D.dtype)
-            sight = Sight(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
+            mask = AttentionMask(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
             with cache.only(sequence):
-                feature_QD = self._pass(feature_QD[from_Q].unsqueeze(0), read_QD.unsqueeze(0), sight, cache)[0]
+                feature_QD = self._pass(feature_QD[from_Q].unsqueeze(0), read_QD.unsqueeze(0), mask, cache)[0]
             cache.lengths[sequence] += Q
             row_X, before_Q = torch.arange(Q, device=device).repeat_interleave(beam), log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, Attended, Sight
+from ..base.context import Anchors, Attended, AttentionMask
 from ..base.llm import Base
 from ..draft.budget import Calibration
 from ..draft.prompt_lookup import CopyRates
@@ -151,8 +151,8 @@ class OnePassHead(Head):
         """The slots behind the last position of each sequence, N = B."""
         count_B, device = torch.tensor(counts, device=hidden_BLD.device), hidden_BLD.device
         first_B = torch.from_numpy(cache.lengths[: len(counts)]).to(device) - count_B
-        sight = Sight(first_B.unsqueeze(1) + torch.arange(hidden_BLD.shape[1], device=device))
-        return self.fill(hidden_BLD, root_BLD, Anchors.one_per_row(count_B - 1, sight), cache)
+        mask = AttentionMask(first_B.unsqueeze(1) + torch.arange(hidden_BLD.shape[1], device=device))
+        return self.fill(hidden_BLD, root_BLD, Anchors.one_per_row(count_B - 1, mask), cache)
 
     @torch.no_grad()
     def drafts(

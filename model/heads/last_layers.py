@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.cache import PassingCache
-from ..base.context import Attended, KeysAndValues, Sight
+from ..base.context import Attended, AttentionMask, KeysAndValues
 from ..base.llm import Base
 
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
@@ -44,14 +44,14 @@ class LastLayers(nn.Module):
         """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
         return super().train(False)
 
-    def forward(self, x_BQD: Tensor, sight: Sight, read: KeysAndValues) -> Tensor:
-        """States after the final norm [B, Q, D]; sight: of the S positions that were read and of the Q rows."""
+    def forward(self, x_BQD: Tensor, mask: AttentionMask, read: KeysAndValues) -> Tensor:
+        """States after the final norm [B, Q, D]; mask: of the S positions that were read and of the Q rows."""
         own = next(self.decoder.layers.parameters()).dtype
         mixed = self.mixed and torch.is_grad_enabled()
-        mask_BQK = sight.additive(torch.bfloat16 if mixed else own)
+        mask_BQK = mask.additive(torch.bfloat16 if mixed else own)
         assert mask_BQK is not None
         with torch.autocast(x_BQD.device.type, torch.bfloat16, enabled=mixed):
-            found_BQD = _run(self.decoder, x_BQD.to(own), mask_BQK, sight.positions_BL, read)
+            found_BQD = _run(self.decoder, x_BQD.to(own), mask_BQK, mask.positions_BL, read)
         return found_BQD.to(x_BQD.dtype)
 
 

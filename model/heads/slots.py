@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, Sight
+from ..base.context import Anchors, AttentionMask
 from ..base.llm import Base
 from ..base.packed import pack
 from ..lattice.topology import Topology
@@ -106,7 +106,7 @@ class SlotHead(OnePassHead):
         x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
         if self.body is None:
             T = self.config.slots
-            everywhere = Sight(x_NTD.new_zeros(1, T), x_NTD.new_ones(1, 1, T, T, dtype=torch.bool))
+            everywhere = AttentionMask(x_NTD.new_zeros(1, T), x_NTD.new_ones(1, 1, T, T, dtype=torch.bool))
             for block in self.blocks:
                 x_NTD = block(x_NTD, everywhere)
             x_NTD = self.norm(x_NTD)
@@ -123,7 +123,7 @@ class SlotHead(OnePassHead):
             own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
             seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
             rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
-            rows_BQD = self.body(rows_BQD, Sight(position_BQ, seen_BQS.unsqueeze(1)), read)
+            rows_BQD = self.body(rows_BQD, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), read)
             x_NTD = anchors.gathered(rows_BQD.view(B, A, T, D))
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..base.cache import TreeCache
-from ..base.context import Sight
+from ..base.context import AttentionMask
 from ..base.llm import Base
 from ..draft.tree import Tree, tree_mask
 
@@ -83,7 +83,7 @@ def _check_tree(base: Base) -> None:
     paths_2L = torch.tensor([[*prompt, root, right, behind], [*prompt, root, left, behind]], device=base.device)
     positions_1L = torch.arange(past + 3, device=base.device).unsqueeze(0)
     with _reason("does not run"):
-        alone_2LD = base.hidden(paths_2L, Sight(positions_1L.expand(2, -1)))
+        alone_2LD = base.hidden(paths_2L, AttentionMask(positions_1L.expand(2, -1)))
     if not _close(alone_2LD[0, : past + 1], alone_2LD[1, : past + 1], bound).all():
         raise Refused("lets tokens see those that follow them, so it is no causal LM")
 
@@ -92,7 +92,7 @@ def _check_tree(base: Base) -> None:
     parents[-1], depths[-1] = 0, 2  # the last node stands behind `left`
     tree, cache = Tree(tokens, parents, depths, np.ones(len(tokens), np.float32)), TreeCache(base.depth, 1, 32)
     with _reason("does not run with a cache of keys and values per position"):
-        base.hidden(paths_2L[:1, :past], Sight(positions_1L[:, :past]), cache=cache)
+        base.hidden(paths_2L[:1, :past], AttentionMask(positions_1L[:, :past]), cache=cache)
     if not cache.is_filled:
         raise Refused(NO_KEYS)
     cache.keep([range(past)])

@@ -175,8 +175,8 @@ def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
     else:
 
         def shifted(*given):
-            sight = trees.tree_mask(*given)
-            return sight._replace(positions_BL=sight.positions_BL + 1)
+            mask = trees.tree_mask(*given)
+            return mask._replace(positions_BL=mask.positions_BL + 1)
 
         monkeypatch.setattr(overfit, "tree_mask", shifted)
     found = first_disagreement(trained_base)

@@ -148,8 +148,8 @@ def test_negative_controls_do_change_the_output(base, monkeypatch, fault):
     elif fault == "positions":
 
         def shifted(*given):
-            sight = honest(*given)
-            return sight._replace(positions_BL=sight.positions_BL + 1)
+            mask = honest(*given)
+            return mask._replace(positions_BL=mask.positions_BL + 1)
 
         monkeypatch.setattr(step, "tree_mask", shifted)
     else:

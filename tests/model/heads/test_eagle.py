@@ -7,7 +7,7 @@ from drafting import random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctcdraft.model.base.context import Anchors, Sight
+from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.draft.tree import Tree, chosen
 from ctcdraft.model.heads import EagleConfig
 from ctcdraft.model.heads.head import Vocabulary
@@ -78,9 +78,9 @@ def test_documents_that_share_a_row_know_nothing_of_each_other(base):
     labels = torch.randn(1, 4, base.hidden_size).double()
     zero = torch.zeros(1, dtype=torch.long)
     document = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-    mask = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
-    sight = Sight(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), mask)
-    packed = head(hidden, root, Anchors.of(zero, torch.tensor([5]), 1, sight), labels).states_NTD
+    allowed = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
+    mask = AttentionMask(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), allowed)
+    packed = head(hidden, root, Anchors.of(zero, torch.tensor([5]), 1, mask), labels).states_NTD
     alone = head(hidden[:, 3:], root[:, 3:], Anchors.of(zero, torch.tensor([2]), 1), labels).states_NTD
     assert torch.allclose(packed, alone, atol=1e-10)
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.cache import TreeCache
-from ctcdraft.model.base.context import Anchors, Sight
+from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.heads import (
     CtcConfig,
     EagleConfig,
@@ -54,7 +54,7 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, layers, 
     for counts in steps:
         most = max(counts)
         at = (starts.unsqueeze(1) + torch.arange(most)).clamp(max=L - 1)  # what is behind counts[b] is padding
-        hidden = base.hidden(ids.gather(1, at), read.sight(most, ids.device), cache=read, attended=head.attended)
+        hidden = base.hidden(ids.gather(1, at), read.causal_mask(most, ids.device), cache=read, attended=head.attended)
         read.keep([range(count) for count in counts])
         got = head.step(hidden, root[torch.arange(B).unsqueeze(1), at], counts, read)
         starts += torch.tensor(counts)
@@ -96,11 +96,11 @@ def test_other_documents_of_a_row_do_not_leak_into_an_anchor(base, layers):
     ids, parts = torch.randint(2, 260, (1, 20)), (slice(8), slice(8, 20))
     document = torch.tensor([[0] * 8 + [1] * 12])
     places = torch.tensor([[*range(8), *range(12)]])
-    sight = Sight(places, (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1))
-    hidden = base.hidden(ids, sight, attended=head.attended)
+    mask = AttentionMask(places, (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1))
+    hidden = base.hidden(ids, mask, attended=head.attended)
     root, row = base.embed(ids), torch.zeros(1, dtype=torch.long)
     for own, other, position in ((*parts, 5), (*parts[::-1], 15)):
-        anchor = Anchors.of(row, torch.tensor([position]), 1, sight)
+        anchor = Anchors.of(row, torch.tensor([position]), 1, mask)
         got = head(hidden, root, anchor).states_NTD
         hidden_of_own = base.hidden(ids[:, own], attended=head.attended)
         want = head(hidden_of_own, root[:, own], Anchors.of(row, places[:, position], 1)).states_NTD
