@@ -63,9 +63,9 @@ class Draft:
         self.root, self.read = ids, ids[0].cpu().numpy()
 
     def __call__(self):
-        read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], [ACCEPTED], self.cache
-        decoder = self.decoder
-        (drafted,) = self.head.drafts(*read, decoder.vocabulary)
+        newest, decoder = self.cache.newest([ACCEPTED], ACCEPTED, self.root.device), self.decoder
+        read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], newest
+        (drafted,) = self.head.drafts(*read, decoder.vocabulary, self.cache)
         decoder.tree_of(drafted, self.read)
 
 

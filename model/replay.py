@@ -116,4 +116,4 @@ def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: 
     for part in anchors_N2.split(ANCHORS):
         batch_N, position_N = part.unbind(1)
         anchors = Anchors.of(batch_N, position_N, len(hidden_BLD))
-        yield from head.drafts_at(hidden_BLD, root_BL, anchors, decoder.vocabulary)
+        yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary)

@@ -261,7 +261,7 @@ class OverfitCheck:
     def _drafted(self) -> list[Lattice | Tree]:
         whole = len(self.vocabulary)  # fewer candidates leave the others as they were, and psi with it
         vocabulary = self.head.vocabulary(self.base, whole)._replace(tokens=self.vocabulary)
-        return self.head.drafts_at(self._inputs[0], roots_of(self.batch), anchors_of(self.batch), vocabulary)
+        return self.head.drafts(self._inputs[0], roots_of(self.batch), anchors_of(self.batch), vocabulary)
 
     # -- training and decoding ------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def known_drafts(decoder: Decoder, batch: Batch) -> list[tuple[Tree, list[int]]]
     assert head is not None
     batch = batch.to(base.device)
     hidden, _ = base_features(base, batch, torch.float32, head)
-    drafted = head.drafts_at(hidden, roots_of(batch), anchors_of(batch), decoder.vocabulary)
+    drafted = head.drafts(hidden, roots_of(batch), anchors_of(batch), decoder.vocabulary)
     found = zip(drafted, read_at(batch), batch.labels_NU.tolist(), batch.lengths_N.tolist(), strict=True)
     return [(decoder.tree_of(one, read), row[:length]) for one, read, row, length in found]
 

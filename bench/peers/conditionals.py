@@ -82,7 +82,7 @@ class PeerHead:
         """It has its own."""
 
     @torch.no_grad()
-    def drafts_at(self, hidden_BLF: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: None) -> list[Tree]:
+    def drafts(self, hidden_BLF: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: None) -> list[Tree]:
         """Of each anchor all nodes that the largest tree and chain need."""
         drafted = []
         for row in anchors.batch_N.unique_consecutive():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .context import AttentionMask, KeysAndValues
+from .context import Anchors, AttentionMask, KeysAndValues
 
 CAPACITY_STEP = 256  # entries by which it grows
 
@@ -119,6 +119,13 @@ class TreeCache(Cache):
             return AttentionMask(positions_BL, None)
         entry_S = torch.arange(longest + rows, device=device)
         return AttentionMask(positions_BL, (entry_S <= positions_BL.unsqueeze(2)).unsqueeze(1))
+
+    def newest(self, counts: Sequence[int], rows: int, device: torch.device) -> Anchors:
+        """The last of counts[b] <= rows positions of each sequence that were committed last."""
+        count_B = torch.tensor(counts, device=device)
+        first_B = torch.from_numpy(self.lengths[: len(counts)]).to(device) - count_B
+        mask = AttentionMask(first_B.unsqueeze(1) + torch.arange(rows, device=device))
+        return Anchors.one_per_row(count_B - 1, mask)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""

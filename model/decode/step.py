@@ -155,7 +155,8 @@ class EagerStep:
             following = [torch.tensor(r.read[-count:]) for r, count in zip(self.active, counts, strict=True)]
             hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
             following_BL = pad_sequence(following, True).to(self.base.device)
-            return self.head.drafts(hidden_BLD, following_BL, counts, self.caches[-1], self.vocabulary)
+            anchors = self.cache.newest(counts, max(counts), self.base.device)
+            return self.head.drafts(hidden_BLD, following_BL, anchors, self.vocabulary, self.caches[-1])
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand."""

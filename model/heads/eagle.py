@@ -8,7 +8,6 @@ Shape suffixes: B batch, L positions, A anchors of a row (padded), N anchors, T 
 Q rows of one pass, X nodes of one depth, D hidden size of the base, W width.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -79,26 +78,22 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def drafts(
-        self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
+        self,
+        hidden_BLD: Tensor,
+        root_BL: Tensor,
+        anchors: Anchors,
+        vocabulary: Vocabulary,
+        cache: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        mask = cache.causal_mask(hidden_BLD.shape[1], hidden_BLD.device)
-        feature_BLD = self._pass(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), mask, cache)
-        cache.keep([range(count) for count in counts])
-        return [self._beam(feature_BLD[b, count - 1], b, cache, vocabulary.tokens) for b, count in enumerate(counts)]
-
-    @torch.no_grad()
-    def drafts_at(
-        self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
-    ) -> list[Lattice | Tree]:
-        assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
-        B, L, _ = hidden_BLD.shape
-        cache = self.new_cache(B, L)
-        root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
+        (B, L, _), root_BLD = hidden_BLD.shape, vocabulary.embed(root_BL, hidden_BLD.dtype)
+        if cache is None:
+            assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
+            cache = self.new_cache(B, L)
         feature_BLD = self._pass(hidden_BLD, root_BLD, cache.causal_mask(L, hidden_BLD.device), cache)
-        drafted: dict[int, Tree] = {}
+        before, drafted = cache.lengths.copy(), dict[int, Tree]()
         for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
-            cache.lengths[b] = position + 1
+            cache.lengths[b] = before[b] + position + 1
             drafted[n] = self._beam(feature_BLD[b, position], b, cache, vocabulary.tokens)
         return [drafted[n] for n in range(len(drafted))]
 

@@ -6,7 +6,6 @@ D hidden size of the base, S positions with keys and values, Q slots of all anch
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, NamedTuple, Self
 
 import torch
@@ -15,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, Attended, AttentionMask
+from ..base.context import Anchors, Attended
 from ..base.llm import Base
 from ..draft.budget import Calibration
 from ..draft.prompt_lookup import CopyRates
@@ -98,19 +97,19 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def drafts(
-        self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
+        self,
+        hidden_BLD: Tensor,
+        root_BL: Tensor,
+        anchors: Anchors,
+        vocabulary: Vocabulary,
+        cache: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        """Draft from the last of counts[b] <= L new positions of each sequence: rows past counts[b] are padding.
-        root_BL: the tokens after each position. cache: see `new_cache`.
+        """Of each anchor a Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to
+        choose from. root_BL: the tokens after each position.
 
-        A Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to choose from.
+        Rows are whole sequences; with a cache (see `new_cache`) the positions behind what it held, and the anchor of
+        each is the last that is no padding.
         """
-
-    @abstractmethod
-    def drafts_at(
-        self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
-    ) -> list[Lattice | Tree]:
-        """The same at anchors within whole sequences."""
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included. None: it
@@ -147,26 +146,15 @@ class OnePassHead(Head):
         return self.fill(hidden_BLD, root_BLD, anchors)
 
     @torch.no_grad()
-    def step(self, hidden_BLD: Tensor, root_BLD: Tensor, counts: Sequence[int], cache: TreeCache) -> Slots:
-        """The slots behind the last position of each sequence, N = B."""
-        count_B, device = torch.tensor(counts, device=hidden_BLD.device), hidden_BLD.device
-        first_B = torch.from_numpy(cache.lengths[: len(counts)]).to(device) - count_B
-        mask = AttentionMask(first_B.unsqueeze(1) + torch.arange(hidden_BLD.shape[1], device=device))
-        return self.fill(hidden_BLD, root_BLD, Anchors.one_per_row(count_B - 1, mask), cache)
-
-    @torch.no_grad()
     def drafts(
-        self, hidden_BLD: Tensor, root_BL: Tensor, counts: Sequence[int], cache: TreeCache, vocabulary: Vocabulary
+        self,
+        hidden_BLD: Tensor,
+        root_BL: Tensor,
+        anchors: Anchors,
+        vocabulary: Vocabulary,
+        cache: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        slots = self.step(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), counts, cache)
-        root_N = torch.stack([root_L[count - 1] for root_L, count in zip(root_BL, counts, strict=True)])
-        return [*self.candidates(slots, root_N, vocabulary).lattices()]
-
-    @torch.no_grad()
-    def drafts_at(
-        self, hidden_BLD: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: Vocabulary
-    ) -> list[Lattice | Tree]:
-        slots = self.fill(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), anchors)
+        slots = self.fill(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), anchors, cache)
         return [*self.candidates(slots, anchors.own(root_BL), vocabulary).lattices()]
 
     @torch.no_grad()

@@ -44,13 +44,14 @@ def random_head(config, base, seed=0):
     return head
 
 
+@torch.no_grad()
 def slots_behind(ids_BL, head, base):
     """What the head drafts from, once the base has read all but the last of these tokens, which are the roots."""
     B, L = ids_BL.shape
     read = TreeCache(base.model.config.num_hidden_layers, B, L)
     hidden = base.hidden(ids_BL[:, :-1], cache=read, attended=head.attended)
     read.keep([range(L - 1)] * B)
-    return head.step(hidden, base.embed(ids_BL[:, 1:]), [L - 1] * B, read)
+    return head.fill(hidden, base.embed(ids_BL[:, 1:]), read.newest([L - 1] * B, L - 1, hidden.device), read)
 
 
 def assert_entries_of_a_fresh_prefill(base, cache, tokens, number=0):

@@ -31,7 +31,7 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
     root = base.embed(ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
     vocabulary = Vocabulary(DraftVocabulary(base), 8, None)
-    for n, tree in enumerate(head.drafts_at(hidden, ids, Anchors.of(batch, position, 2), vocabulary)):
+    for n, tree in enumerate(head.drafts(hidden, ids, Anchors.of(batch, position, 2), vocabulary)):
         assert len(tree) == 3 + 3 * 3 * 3
         paths = [path_of(tree, node) for node in range(len(tree))]
         assert len({tuple(path) for path in paths}) == len(tree)
@@ -50,10 +50,10 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
     cache = head.new_cache(2, 32)
     start, vocabulary = 0, Vocabulary(DraftVocabulary(base), 8, None)
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
-        counts = [end - start] * 2
-        got = head.drafts(hidden[:, start:end], root[:, start:end], counts, cache, vocabulary)
+        newest = Anchors.of(torch.tensor([0, 1]), torch.tensor([end - start - 1] * 2), 2)
+        got = head.drafts(hidden[:, start:end], root[:, start:end], newest, vocabulary, cache)
         at = Anchors.of(torch.tensor([0, 1]), torch.tensor([end - 1] * 2), 2)
-        want = head.drafts_at(hidden[:, :end], root[:, :end], at, vocabulary)
+        want = head.drafts(hidden[:, :end], root[:, :end], at, vocabulary)
         for a, b in zip(got, want, strict=True):
             assert np.array_equal(a.tokens, b.tokens)
             assert np.allclose(a.psi, b.psi, rtol=1e-5)

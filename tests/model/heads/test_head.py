@@ -56,7 +56,8 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, layers, 
         at = (starts.unsqueeze(1) + torch.arange(most)).clamp(max=L - 1)  # what is behind counts[b] is padding
         hidden = base.hidden(ids.gather(1, at), read.causal_mask(most, ids.device), cache=read, attended=head.attended)
         read.keep([range(count) for count in counts])
-        got = head.step(hidden, root[torch.arange(B).unsqueeze(1), at], counts, read)
+        anchors = read.newest(counts, most, hidden.device)
+        got = head.fill(hidden, root[torch.arange(B).unsqueeze(1), at], anchors, read)
         starts += torch.tensor(counts)
         last = torch.arange(B) * L + starts - 1
         assert torch.allclose(got.states_NTD, want.states_NTD[last], atol=1e-10)
