@@ -55,19 +55,27 @@ class LastLayers(nn.Module):
         return found_BQD.to(x_BQD.dtype)
 
 
+@torch.no_grad()
 def layers_to_copy(base: Base, count: int) -> Attended | None:
-    """The last `count` layers of a base whose class can run them alone, as a trial shows; None where it cannot.
+    """The last `count` layers of a base whose class can run them alone; None where it cannot: tried at one position.
 
     Raises ValueError where there are not as many.
     """
     attended = base.attended(count)
     if attended is None:
         return None
+    D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
     try:
-        wrong, scale = _trial(base, attended)
+        states_BLX = base.hidden(ids_BL, attended=attended)
+        pairs = attended.keys_and_values(states_BLX).items()
+        read = {layer: (keys[:, :, :-1], values[:, :, :-1]) for layer, (keys, values) in pairs}
+        want, entering = states_BLX[:, -1:, :D], states_BLX[:, -1:, D : 2 * D]
+        mask, at = entering.new_zeros(1, 1, 1, TRIED), torch.full((1, 1), TRIED - 1, device=base.device)
+        got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, read)
+        wrong = float((got - want).abs().max() / want.abs().max())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return None
-    return attended._replace(scale=scale) if wrong < CLOSE else None
+    return attended._replace(scale=float(entering.float().square().mean().sqrt())) if wrong < CLOSE else None
 
 
 def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, read: KeysAndValues) -> Tensor:
@@ -94,17 +102,3 @@ def _shortened(decoder: Any, numbers: Sequence[int]) -> Any:
     if getattr(decoder.config, "layer_types", None):
         short.config.layer_types = [decoder.config.layer_types[number] for number in numbers]
     return short
-
-
-@torch.no_grad()
-def _trial(base: Base, attended: Attended) -> tuple[float, float]:
-    """How far the layers by themselves are from the base at a position, of the largest number there; and the root mean
-    square of the state that enters them."""
-    D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
-    states_BLX = base.hidden(ids_BL, attended=attended)
-    pairs = attended.keys_and_values(states_BLX).items()
-    read = {layer: (keys[:, :, :-1], values[:, :, :-1]) for layer, (keys, values) in pairs}
-    want, entering = states_BLX[:, -1:, :D], states_BLX[:, -1:, D : 2 * D]
-    mask, at = entering.new_zeros(1, 1, 1, TRIED), torch.full((1, 1), TRIED - 1, device=base.device)
-    got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, read)
-    return float((got - want).abs().max() / want.abs().max()), float(entering.float().square().mean().sqrt())
