@@ -59,7 +59,7 @@ class Draft:
         self.cache = TreeCache(base.model.config.num_hidden_layers, 1, 2 * CONTEXT)
         read = torch.cat([ids, ids[:, :ACCEPTED]], dim=1)
         self.hidden = base.hidden(read, cache=self.cache, attended=self.head.attended)[:, :CONTEXT].float()
-        self.cache.keep([range(CONTEXT + ACCEPTED)])
+        self.cache.commit([range(CONTEXT + ACCEPTED)])
         self.root, self.read = ids, ids[0].cpu().numpy()
 
     def __call__(self):

@@ -53,7 +53,7 @@ class PassingCache(Cache):
 
 
 class TreeCache(Cache):
-    """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `keep`.
+    """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `commit`.
 
     batch: how many sequences have room; all of them are there until `clear`, behind which `add` takes one.
 
@@ -146,7 +146,7 @@ class TreeCache(Cache):
                 seen[sequence_B1, :, slot_BQ] = made.transpose(1, 2)
         return keys, values
 
-    def keep(self, rows: Sequence[Sequence[int]]) -> None:
+    def commit(self, rows: Sequence[Sequence[int]]) -> None:
         """Of what the last forward appended to sequence b, commit entries rows[b], in order; drop the rest."""
         past = self.lengths.tolist()
         moved = [

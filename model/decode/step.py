@@ -138,7 +138,7 @@ class EagerStep:
             found = self._walks(drafts, hidden_BQD)
         with self.clock("other"):
             kept = [[0, *(node + 1 for node in path)] for path, _ in found]
-            self.cache.keep(kept)
+            self.cache.commit(kept)
             if self.head is not None:
                 for b, request in enumerate(active):
                     request.hidden = hidden_BQD[b : b + 1, kept[b]]

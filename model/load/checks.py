@@ -95,7 +95,7 @@ def _check_tree(base: Base) -> None:
         base.hidden(paths_2L[:1, :past], AttentionMask(positions_1L[:, :past]), cache=cache)
     if not cache.is_filled:
         raise Refused(NO_KEYS)
-    cache.keep([range(past)])
+    cache.commit([range(past)])
     ids_1Q = torch.tensor([[root, *tokens.tolist()]], device=base.device)
     with _reason(NO_TREE):
         nodes_QD = base.hidden(ids_1Q, tree_mask([tree], cache.lengths, base.device), cache=cache)[0]

@@ -50,7 +50,7 @@ def slots_behind(ids_BL, head, base):
     B, L = ids_BL.shape
     read = TreeCache(base.model.config.num_hidden_layers, B, L)
     hidden = base.hidden(ids_BL[:, :-1], cache=read, attended=head.attended)
-    read.keep([range(L - 1)] * B)
+    read.commit([range(L - 1)] * B)
     return head.fill(hidden, base.embed(ids_BL[:, 1:]), read.newest([L - 1] * B, L - 1, hidden.device), read)
 
 

@@ -31,7 +31,7 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     assert loaded.attended == head.attended
     ids, read = torch.tensor([[5, 6, 7, 8]]), TreeCache(2, 1, 64)
     hidden, root = base.hidden(ids, cache=read, attended=head.attended), base.embed(ids)
-    read.keep([range(4)])
+    read.commit([range(4)])
     newest = read.newest([4], 4, hidden.device)
     slots = [(h.fill(hidden, root, newest, read), torch.tensor([8]), h) for h in (head, loaded)]
     lattices = [h.candidates(*given, h.vocabulary(base, 8)).lattices()[0] for *given, h in slots]

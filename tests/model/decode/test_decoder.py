@@ -143,8 +143,8 @@ def test_negative_controls_do_change_the_output(base, monkeypatch, fault):
     scripted = oracle_decoder(base, truth + [5] * 10)
     honest = step.tree_mask
     if fault == "compaction":
-        keep = TreeCache.keep
-        monkeypatch.setattr(TreeCache, "keep", lambda self, rows: keep(self, [range(len(r)) for r in rows]))
+        commit = TreeCache.commit
+        monkeypatch.setattr(TreeCache, "commit", lambda self, rows: commit(self, [range(len(r)) for r in rows]))
     elif fault == "positions":
 
         def shifted(*given):
@@ -218,7 +218,7 @@ def test_an_interrupted_call_leaves_nothing_behind(base, monkeypatch):
     prompt = prompts(1, seed=5)[0]
     speculative = Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 16, budget="fixed"))
     want = speculative.generate(prompt, 30).tokens
-    monkeypatch.setattr(TreeCache, "keep", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(TreeCache, "commit", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         speculative.generate(prompts(1, seed=6, longest=60)[0], 30)
     monkeypatch.undo()

@@ -55,7 +55,7 @@ def test_inference_with_a_cache_equals_the_training_forward(base, kind, layers, 
         most = max(counts)
         at = (starts.unsqueeze(1) + torch.arange(most)).clamp(max=L - 1)  # what is behind counts[b] is padding
         hidden = base.hidden(ids.gather(1, at), read.causal_mask(most, ids.device), cache=read, attended=head.attended)
-        read.keep([range(count) for count in counts])
+        read.commit([range(count) for count in counts])
         anchors = read.newest(counts, most, hidden.device)
         got = head.fill(hidden, root[torch.arange(B).unsqueeze(1), at], anchors, read)
         starts += torch.tensor(counts)
