@@ -24,7 +24,7 @@ from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Lattice
 from .captured import CapturedStep
-from .request import Generation, Prompt, Request, Settings, Span, requests_of
+from .request import Chunk, Generation, Prompt, Request, Settings, requests_of
 from .step import EagerStep
 
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
@@ -118,8 +118,8 @@ class Decoder:
         outs = [request.finished(self.base) for request in requests]
         return outs if several else outs[0]
 
-    def stream(self, prompt: Prompt, max_new_tokens: int, **settings: Unpack[Settings]) -> Iterator[Span | Generation]:
-        """`generate` for one prompt, step by step: Spans as they come, and the whole Generation at the end."""
+    def stream(self, prompt: Prompt, max_new_tokens: int, **settings: Unpack[Settings]) -> Iterator[Chunk | Generation]:
+        """`generate` for one prompt, step by step: Chunks as they come, and the whole Generation at the end."""
         (request,) = requests_of(self.base, [prompt], max_new_tokens, streamed=True, **settings)
         text, done = request.text, 0
         assert text is not None
@@ -128,7 +128,7 @@ class Decoder:
             done += len(tokens)
             if final:
                 text.finish()
-            yield Span(tokens, text.take(final))
+            yield Chunk(tokens, text.take(final))
         yield request.finished(self.base)
 
     def prepare(self) -> None:

@@ -64,7 +64,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Span:
+class Chunk:
     """What one step added: tokens, and the text that can be shown by now in pieces (text, from a draft?)."""
 
     tokens: list[int]
