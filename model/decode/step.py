@@ -160,8 +160,12 @@ class EagerStep:
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand."""
-        active = self.active
-        rows, hidden_RD = [self._chosen_at_once(tree) for tree in drafts], hidden_BQD.flatten(0, 1)
+        active, hidden_RD = self.active, hidden_BQD.flatten(0, 1)
+        rows = [list(range(len(tree) + 1)) for tree in drafts]  # whose logits are computed before the walk
+        for b, tree in enumerate(drafts):
+            if self._lazy and len(tree):  # likely ones, since each alone would be a pass over the LM head
+                likely = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
+                rows[b] = likely if len(likely) >= LEAST_ROWS else rows[b][:LEAST_ROWS]
         first_R = [b * hidden_BQD.shape[1] + row for b, own in enumerate(rows) for row in own]
         if len(first_R) < len(hidden_RD):
             hidden_RD = hidden_RD[first_R]
@@ -182,14 +186,6 @@ class EagerStep:
         """Are logits of unlikely nodes computed when a walk comes by? On a CPU a row costs its share of a GEMM, and a
         sample a sort; an accelerator would be waited for each time."""
         return self.base.device.type == "cpu"
-
-    def _chosen_at_once(self, tree: Tree) -> list[int]:
-        """Rows whose logits are computed before the walk: likely ones, since each alone would be a pass over the LM
-        head."""
-        if not self._lazy or not len(tree):
-            return list(range(len(tree) + 1))
-        likely = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
-        return likely if len(likely) >= LEAST_ROWS else list(range(min(LEAST_ROWS, len(tree) + 1)))
 
     def _choose(self, logits_RV: Tensor, places: Sequence[Place]) -> list[int]:
         """What the base says at each place, places of one kind of sampling together."""
