@@ -8,6 +8,7 @@ What is counted along the walk is what `Decoder.generate` would count at tempera
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,7 +66,15 @@ class Replayed:
         )
 
 
-@torch.no_grad()
+class Root(NamedTuple):
+    """A token that a draft begins behind: `at`, in an answer that ends before `end`, the `answer`-th of a sequence."""
+
+    sequence: int
+    answer: int
+    at: int
+    end: int
+
+
 def replay(
     base: Base, decoders: Mapping[str, Decoder], sequences: Sequence[Transcript], *, progress: bool = True
 ) -> dict[str, list[list[Replayed]]]:
@@ -75,20 +84,34 @@ def replay(
         label: [[Replayed(known.tokens[start:end].tolist()) for start, end in known.answers()] for known in sequences]
         for label in decoders
     }
+    for label, root, tree in drafts_along(base, decoders, sequences, progress=progress):
+        answer, following = found[label][root.sequence][root.answer], sequences[root.sequence].tokens[root.at + 1 :]
+        answer.sources.append(tree.sources(tree.path_of(following[: root.end - root.at - 1].tolist())))
+        answer.expected.append(float(tree.psi.sum()))
+    return found
+
+
+@torch.no_grad()
+def drafts_along(
+    base: Base,
+    decoders: Mapping[str, Decoder],
+    sequences: Sequence[Transcript],
+    *,
+    most: int | None = None,
+    progress: bool = True,
+) -> Iterator[tuple[str, Root, Tree]]:
+    """The tree of each decoder behind the roots of the answers; most: behind so many of each sequence, evenly spread,
+    or None: behind all."""
     drafters: dict[tuple[int, int], list[str]] = defaultdict(list)  # decoders of the same candidates
     for label, decoder in decoders.items():
         drafters[id(decoder.head), decoder.draft.top_k].append(label)
     batches = batches_by_length([known.tokens for known in sequences], SEQUENCES)
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
-        tokens = [sequences[i].tokens for i in batch]
-        ids_BL = pad_sequence([torch.from_numpy(ids) for ids in tokens], True).to(base.device)
-        roots = [
-            (row, number, root, end)
-            for row, i in enumerate(batch)
-            for number, (start, end) in enumerate(sequences[i].answers())
-            for root in range(start, end - 1)
-        ]
-        anchors_N2 = torch.tensor([(row, root - 1) for row, _, root, _ in roots], device=base.device).view(-1, 2)
+        tokens = [torch.from_numpy(sequences[i].tokens) for i in batch]
+        ids_BL = pad_sequence(tokens, True).to(base.device)
+        roots = [root for i in batch for root in _roots(i, sequences[i], most)]
+        places = [(batch.index(root.sequence), root.at - 1) for root in roots]
+        anchors_N2 = torch.tensor(places, device=base.device).view(-1, 2)
         hidden: dict[Attended | None, Tensor] = {}
         for labels in drafters.values():
             drafted: Iterator[Lattice | Tree] = iter([trees.EMPTY] * len(roots))
@@ -97,15 +120,16 @@ def replay(
                 if first.head.attended not in hidden:
                     hidden[first.head.attended] = base.hidden(ids_BL, attended=first.head.attended)
                 drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2)
-            for (row, number, root, end), one in zip(roots, drafted, strict=True):
-                ended = tokens[row][end - 1] in base.eos_ids
-                room = trees.ANY_DEPTH if ended else end - root - 2  # a bonus token always follows
+            for root, one in zip(roots, drafted, strict=True):
                 for label in labels:
-                    decoder, answer = decoders[label], found[label][batch[row]][number]
-                    tree = decoder.tree_of(one, tokens[row][: root + 1], room) if decoder.drafts else trees.EMPTY
-                    answer.sources.append(tree.sources(tree.path_of(tokens[row][root + 1 : end].tolist())))
-                    answer.expected.append(float(tree.psi.sum()))
-    return found
+                    yield label, root, _tree(decoders[label], one, sequences[root.sequence].tokens, root)
+
+
+def _roots(number: int, known: Transcript, most: int | None) -> list[Root]:
+    roots = [Root(number, n, at, end) for n, (start, end) in enumerate(known.answers()) for at in range(start, end - 1)]
+    if most is None or len(roots) <= most:
+        return roots
+    return [roots[i] for i in np.linspace(0, len(roots) - 1, most).astype(int)]
 
 
 def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: Tensor) -> Iterator[Lattice | Tree]:
@@ -117,3 +141,11 @@ def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: 
         batch_N, position_N = part.unbind(1)
         anchors = Anchors.of(batch_N, position_N, len(hidden_BLD))
         yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary)
+
+
+def _tree(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: Root) -> Tree:
+    if not decoder.drafts:
+        return trees.EMPTY
+    ended = tokens[root.end - 1] in decoder.base.eos_ids
+    room = trees.ANY_DEPTH if ended else root.end - root.at - 2  # a bonus token always follows
+    return decoder.tree_of(drafted, tokens[: root.at + 1], room)
