@@ -40,7 +40,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
     """Write the head's folder; an older head is replaced whole. Raises ValueError when the folder holds
     anything else.
 
-    `training` (objective, step, tokens, simulated) goes into config.json and the model card.
+    `training` (objective, step, tokens, tokens_per_step) goes into config.json and the model card.
     """
     if folder.exists() and not (folder.is_dir() and {p.name for p in folder.iterdir()} <= FILES):
         raise ValueError(f"{folder} holds something else than an exported head: choose another folder")
@@ -65,7 +65,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         base=identity["name"],
         template_args=f"with {json.dumps(config['template_args'])}" if base.template_args else "as it is",
         **{key: identity[key] for key in ("config", "tokenizer", "lm_head")},
-        **{key: training[key] for key in ("objective", "step", "tokens", "simulated")},
+        **{key: training[key] for key in ("objective", "step", "tokens", "tokens_per_step")},
     )
     fresh = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)

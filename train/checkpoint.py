@@ -29,10 +29,9 @@ SPARE_BYTES = 32 << 20
 
 @dataclass
 class TrainState:
-    """step: optimizer steps done (also the data position); tokens: sequence tokens seen; seconds: spent
-    training, all sittings together; best, best_step: highest simulated tokens per step so far; skipped: steps without
-    an update because a number was not finite, in_a_row of them the last ones; psi_U: see
-    `DraftTask`."""
+    """step: optimizer steps done (also the data position); tokens: sequence tokens seen; seconds: spent training, all
+    sittings together; best, best_step: highest tokens per step on development sequences; skipped: steps without an
+    update because a number was not finite, in_a_row of them the last ones; psi_U: see `DraftTask`."""
 
     step: int = 0
     tokens: int = 0

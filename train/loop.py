@@ -27,13 +27,11 @@ from ctcdraft.model.heads import AnyHeadConfig
 from . import engine as ds
 from .anomalies import AnomalyChecks
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
+from .dev import count_dev, dev_sequences
 from .log import RunLog
 from .options import MAY_DIFFER
-from .simulate import dev_batches, simulate
 from .task import DraftTask, ObjectiveConfig, StepMetrics, base_features, head_for, negatives_for
 from .watchdog import Watchdog
-
-EVAL_ANCHORS = 8  # per development sequence
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class TrainConfig:
     max_minutes: ds.Positive | None = field(default=None, metadata=MAY_DIFFER)
     log_every: PositiveInt = field(default=10, metadata=MAY_DIFFER)
     eval_every: PositiveInt = 400
-    eval_anchors: PositiveInt = 512
+    eval_anchors: PositiveInt = 4096
     save_every: PositiveInt = field(default=400, metadata=MAY_DIFFER)
     keep: PositiveInt = field(default=2, metadata=MAY_DIFFER)
     max_skips: PositiveInt = field(default=10, metadata=MAY_DIFFER)
@@ -135,14 +133,7 @@ class Trainer:
             pack=plan.train.pack,
             features=features,
         )
-        self.dev = dev_batches(
-            data_folder,
-            sequences=-(-plan.train.eval_anchors // EVAL_ANCHORS),
-            anchors=EVAL_ANCHORS,
-            labels=plan.objective.labels,
-            max_length=plan.train.max_length,
-            seed=0,
-        )
+        self.dev = dev_sequences(data_folder, plan.train.max_length, plan.train.eval_anchors)
         self.state, self.best = load_checkpoint(self.engine, self.checkpoints)
         self.task.psi_U = self.state.psi_U
         self._saved = (self.state.step, self.state.best) if self.state.step else None
@@ -264,10 +255,10 @@ class Trainer:
         return self.state.step % self.plan.train.eval_every == 0 or self.state.step == self.plan.train.steps
 
     def _evaluate(self) -> float:
-        """Simulated tokens per step on the development sequences; the best head is kept. Collective."""
+        """Tokens per step counted on development sequences; the best head is kept. Collective."""
         weights = ds.head_state(self.engine, self.task.head)
         with self._timed("evaluate"):
-            tau = simulate(self.base, self.plan.head, weights, self.plan.draft, self.dev)
+            tau = count_dev(self.base, self.plan.head, weights, self.plan.draft, self.dev)
         if tau > self.state.best:
             self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}
             self.state.best, self.state.best_step = tau, self.state.step

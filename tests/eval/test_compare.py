@@ -15,7 +15,7 @@ from ctcdraft.model import DraftConfig, export_head, load_base
 from ctcdraft.model.decode.decoder import Generation
 from ctcdraft.model.heads import CtcConfig
 
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 def answered(grown, steps, fast, plain, setting):

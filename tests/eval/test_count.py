@@ -16,7 +16,7 @@ from ctcdraft.model import DraftConfig, export_head, load_base
 from ctcdraft.model.decode import generate
 from ctcdraft.model.heads import CtcConfig
 
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
 DRAFT = DraftConfig("tree", 6, budget="fixed")
 

@@ -23,7 +23,7 @@ from ctcdraft.model.decode.decoder import Generation
 from ctcdraft.model.heads import CtcConfig, head_on
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 @pytest.fixture(scope="module")

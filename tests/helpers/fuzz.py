@@ -169,7 +169,7 @@ class Edges:
         torch.manual_seed(0)
         config = CtcConfig(slots=4, transition="full")
         self.head = head_on(self.base, config).eval()
-        training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
+        training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "tokens_per_step": 1.5}
         export_head(self.head, self.base, work / "head", training)
         self.known = {name: dict(_leaves(compose(name, []))) for name in ("train", "eval", "chat", "export")}
 

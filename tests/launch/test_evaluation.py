@@ -18,7 +18,7 @@ from ctcdraft.model import export_head, load_base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.heads import CtcConfig, head_on
 
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 SMALL = ["bench=toy", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
 
 

@@ -55,7 +55,7 @@ def test_a_heads_or_runs_folder_with_pickles_in_it_is_read_without_them(base, tm
     from ctcdraft.model.heads import head_on
 
     head = head_on(base, CtcConfig(slots=4))
-    training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
+    training = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "tokens_per_step": 1.5}
     export_head(head, base, tmp_path / "head", training)
     mark = tmp_path / "mark"
     for name in ("pytorch_model.bin", "model.pt"):

@@ -15,7 +15,7 @@ from ctcdraft.model.custom_generate import _decoder
 from ctcdraft.model.export import export_head
 from ctcdraft.model.heads import CtcConfig
 
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 @pytest.fixture(scope="module")

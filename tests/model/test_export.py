@@ -10,7 +10,7 @@ from ctcdraft.model import export_head, load_base, load_head
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.heads import CtcConfig, head_config, head_on
 
-TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "simulated": 1.5}
+TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "tokens_per_step": 1.5}
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import CtcConfig, MedusaConfig, build_head, head_on
 from ctcdraft.model.heads.vocabulary import DraftVocabulary
-from ctcdraft.train.simulate import some_rows
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, anchors_of, base_features, draft_losses, soft_labels
 
 LONGEST = 64
@@ -146,13 +145,3 @@ def test_a_head_that_is_distilled_learns_another_loss_of_the_same_psi(tmp_path, 
 def test_exact_ctc_has_nothing_to_follow():
     with pytest.raises(ValueError, match=r"objective\.follow"):
         ObjectiveConfig("ctc", labels=4, follow=0.5)
-
-
-def test_what_the_best_head_is_chosen_by_is_not_the_shortest_sequences(tmp_path):
-    examples = [Example([5] * length, [1] * length, [5] * length) for length in range(3, 103)]
-    save_corpus(tmp_path / "dev.safetensors", examples)
-    sampler = Sampler(load_corpus(tmp_path, "dev"), batch=100, anchors=8, labels=4, max_length=200, seed=0)
-    lengths = [sampler.collate(0, row).ids_BL.shape[1] for row in some_rows(sampler, 40)]
-    assert len(set(lengths)) == 40
-    assert 40 < np.mean(lengths) < 65
-    assert [row.start for row in some_rows(sampler, 1000)] == list(range(100))

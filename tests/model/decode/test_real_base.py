@@ -104,7 +104,7 @@ def test_a_head_of_a_few_steps_helps_smollm2_after_its_export(smollm2_base, plai
         losses.append(float(loss.detach() / sums.anchors))
     assert np.mean(losses[-5:]) < 0.7 * losses[0]
 
-    training = {"objective": "prefix_ctc", "step": STEPS, "tokens": len(ids), "simulated": 1.0}
+    training = {"objective": "prefix_ctc", "step": STEPS, "tokens": len(ids), "tokens_per_step": 1.0}
     export_head(head.eval(), base, tmp_path / "head", training)
     loaded = load_head(tmp_path / "head", base)
     assert all(map(torch.equal, loaded.state_dict().values(), head.state_dict().values()))

@@ -110,7 +110,7 @@ def test_its_beliefs_are_the_whole_vocabularys_given_that_a_token_can_be_drafted
 
 def test_an_exported_head_knows_its_tokens(base, tmp_path: Path):
     head = drafting(KINDS[0], base)
-    figures = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "simulated": 1.0}
+    figures = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
     export_head(head, base, tmp_path / "head", figures)
     assert torch.equal(load_head(tmp_path / "head", base).draft_ids_X, IDS)
     head.draft_ids_X[0] = 4  # 4, 3, ...: no longer rising

@@ -1,0 +1,85 @@
+"""What the best head is chosen by, and what psi is calibrated on."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from bases import write_base
+from drafting import HEADS, prompts, random_head
+
+from ctcdraft.data.store import Example, save_corpus
+from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.train.dev import count_dev, dev_sequences, fit_to_dev
+from ctcdraft.train.engine import together
+
+DRAFT = DraftConfig(nodes=9, prompt_lookup=7, budget="fixed")
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    folder = write_base(tmp_path_factory.mktemp("dev") / "b", eos_token_id=1, initializer_range=0.2)
+    return load_base(str(folder), dtype="fp64")
+
+
+@pytest.fixture(scope="module")
+def answered(talking, tmp_path_factory):
+    """(folder of prepared data, prompts) whose answers the base has given."""
+    folder, asked, rows = tmp_path_factory.mktemp("data"), prompts(12, seed=3), []
+    for prompt in asked:
+        answer = Decoder(talking).generate(prompt, 25).tokens
+        ids = prompt + answer
+        rows.append(Example(ids, [0] * len(prompt) + [1] * len(answer), ids))
+    save_corpus(folder / "dev.safetensors", rows)
+    return folder, asked
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
+def test_the_score_is_what_decoding_counts(talking, answered, config):
+    folder, asked = answered
+    with together():
+        head = random_head(config, talking)
+        outs = Decoder(talking, head, DRAFT).generate(asked, 25)
+        want = sum(len(out.tokens) - 1 for out in outs) / sum(out.steps for out in outs)
+        got = count_dev(talking, config, head.state_dict(), DRAFT, dev_sequences(folder, 200))
+    assert got == pytest.approx(want, abs=1e-12)
+    assert got > 1.02
+
+
+def test_without_development_sequences_the_score_is_that_of_plain_decoding(talking, tmp_path):
+    save_corpus(tmp_path / "dev.safetensors", [])
+    with together():
+        head = random_head(HEADS[0], talking)
+        assert count_dev(talking, HEADS[0], head.state_dict(), DRAFT, dev_sequences(tmp_path, 200)) == 1.0
+
+
+def test_sequences_are_drawn_of_all_lengths_and_as_many_as_hold_the_drafts(tmp_path):
+    examples = [Example([5] * length, [0] + [1] * (length - 1), [5] * length) for length in range(3, 103)]
+    save_corpus(tmp_path / "dev.safetensors", examples)
+    every = dev_sequences(tmp_path, 60)
+    assert sorted(len(known.tokens) for known in every) == [min(length, 60) for length in range(3, 103)]
+    some = dev_sequences(tmp_path, 60, drafts=1000)
+    lengths = [len(known.tokens) for known in some]
+    assert [len(known.tokens) for known in every[: len(some)]] == lengths
+    drafts = [length - 2 for length in lengths]
+    assert sum(drafts[:-1]) < 1000 <= sum(drafts)
+    assert 25 < np.mean(lengths) < 55
+
+
+def test_calibration_is_fitted_to_what_was_accepted(talking, answered):
+    """Random heads promise what they do not hold: after the fit expected and accepted tokens are equal on these."""
+    folder, _ = answered
+    head = random_head(HEADS[2], talking)
+    fit_to_dev(head, talking, folder, 200)
+    assert head.calibration is not None
+    assert head.copy_rates is not None
+    decoder = Decoder(talking, head, DraftConfig(nodes=64, prompt_lookup=0, budget="fixed"))
+    answers = [*chain(*replayed(talking, decoder, dev_sequences(folder, 200)))]
+    expected = sum(sum(one.expected) for one in answers)
+    accepted = sum(len(sources) for one in answers for sources in one.sources)
+    assert expected == pytest.approx(accepted, rel=0.15, abs=0.5)
+
+
+def replayed(base, decoder, sequences):
+    from ctcdraft.model.replay import replay
+
+    return replay(base, {"": decoder}, sequences, progress=False)[""]

@@ -1,0 +1,72 @@
+"""What a head is worth on development sequences, whose answers are the base's own: tokens per step counted along them,
+by which the best head is chosen, and how far psi, and copied tokens, can be believed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ctcdraft.data.store import load_corpus
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.draft.budget import fit_calibration
+from ctcdraft.model.draft.prompt_lookup import fit_rates
+from ctcdraft.model.heads import Head, HeadConfig, head_on
+from ctcdraft.model.replay import Transcript, drafts_along, replay
+
+from . import engine as ds
+
+NODES = 64  # of the trees that psi is calibrated on
+SEQUENCES, ROOTS = 64, 16  # that it is calibrated on, and of each
+
+
+def dev_sequences(data_folder: Path, max_length: int, drafts: int | None = None) -> list[Transcript]:
+    """The development sequences, cut to max_length, in one random order; drafts: the first of them that hold as many
+    roots, or None: all. With data.labels=argmax an answer is what the base chose along it."""
+    dev, found = load_corpus(data_folder, "dev"), list[Transcript]()
+    for number in np.random.default_rng(0).permutation(len(dev)):
+        ids, mask, labels = (np.asarray(column[:max_length], np.int64) for column in dev[number])
+        found.append(Transcript(np.where(mask > 0, labels, ids), mask > 0))
+        if drafts is not None:
+            drafts -= sum(end - start - 1 for start, end in found[-1].answers())
+            if drafts <= 0:
+                break
+    return found
+
+
+def count_dev(
+    base: Base, config: HeadConfig, weights: dict[str, Tensor], draft: DraftConfig, dev: Sequence[Transcript]
+) -> float:
+    """Tokens per step of a head of these weights along the answers, shared out over ranks: what greedy decoding would
+    count (`replay`). 1.0 where there are none. It drafts as inference does, with a second head. Collective."""
+    head = head_on(base, config)
+    head.load_state_dict(weights)
+    decoder = Decoder(base, head.for_drafting(base), draft)
+    replayed = replay(base, {"": decoder}, dev[ds.rank() :: ds.world_size()], progress=False)[""]
+    outs = [answer.generation() for answers in replayed for answer in answers]
+    totals = torch.tensor([sum(len(out.tokens) - 1 for out in outs), sum(out.steps for out in outs)])
+    tokens, steps = ds.sum_over_ranks(totals.double().to(base.device)).tolist()
+    return tokens / steps if steps else 1.0
+
+
+def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> None:
+    """Give a head what its psi, per depth, and copied tokens are worth on development sequences. Nothing where there
+    are none, or the prepared data is gone."""
+    if not data_folder.is_dir():
+        return
+    dev = dev_sequences(data_folder, max_length)
+    decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
+    psi, depth, accepted = [], [], []
+    for _, root, tree in drafts_along(base, {"": decoder}, dev[:SEQUENCES], most=ROOTS, progress=False):
+        continuation = dev[root.sequence].tokens[root.at + 1 : root.end].tolist()
+        right = np.zeros(len(tree), bool)
+        right[tree.path_of(continuation)] = True
+        seen = tree.depths <= len(continuation)  # what would follow the answer is not known
+        psi.append(tree.psi[seen].astype(np.float64))
+        depth.append(tree.depths[seen])
+        accepted.append(right[seen])
+    if psi:
+        head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
+    head.copy_rates = fit_rates((known.tokens, known.answered) for known in dev)
