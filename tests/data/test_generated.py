@@ -1,14 +1,16 @@
-"""The toy corpus is deterministic, its splits are disjoint, and what it says is true."""
+"""What is drawn is deterministic, its splits are disjoint, and what the toy corpus says is true."""
 
 import ast
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from ctcdraft.data.generated import SCENARIOS, TABLES, TOY, Scenario
+from ctcdraft.data.generated import PROMPTS, SCENARIOS, TABLES, TOY, Scenario
+from ctcdraft.data.records import conversation_of
 
 COMPARISONS = {word: (word, *others.values()) for word, others in TABLES["comparisons"].items()}
 
@@ -143,3 +145,27 @@ def test_code_blocks_run_and_calls_return_what_is_said():
             assert eval(call, function) == eval(value)
             calls += 1
     assert calls > 200
+
+
+def test_thousands_of_different_questions_are_drawn_alike_for_a_seed():
+    rows = list(PROMPTS.conversations(3000, seed=1))
+    assert rows == list(PROMPTS.conversations(3000, seed=1))
+    assert len({row["turns"][0] for row in rows}) == 3000
+    assert set(Counter(row["category"] for row in rows).values()) == {375}
+    assert {len(row["turns"]) for row in rows} == {1, 2, 3}
+    for row in rows:
+        assert len(conversation_of(row, 0).messages) == len(row["turns"])
+        assert not any(re.search(r"\{[a-z_]+\d?\}", turn) for turn in row["turns"])
+
+
+def test_held_out_questions_of_two_turns_come_from_every_category_and_are_never_trained_on():
+    asked = PROMPTS.questions()
+    assert Counter(row["category"] for row in asked) == dict.fromkeys(PROMPTS.drawers, 10)
+    assert all(len(row["turns"]) == 2 for row in asked)
+    trained = {row["turns"][0] for seed in range(3) for row in PROMPTS.conversations(2000, seed)}
+    assert not trained & {row["turns"][0] for row in asked}
+
+
+def test_a_seed_gives_the_same_questions_on_every_machine():
+    """A change of this value is a new corpus, and all that was prepared from it is prepared anew."""
+    assert PROMPTS.fingerprint == "3f346da96e79"
