@@ -73,7 +73,7 @@ def outcome(base, task, sampler, steps):
 def task_on(base, layers=0):
     """With so many of the base's layers in the head's body; 0: with blocks among slots."""
     torch.manual_seed(0)
-    config = CtcConfig(slots=4, layers=layers or 1)
+    config = CtcConfig(slots=4, layers=layers or 1, draft_vocab_size=None)
     head = head_on(base, config) if layers else build_head(config, base.hidden_size)
     torch.nn.init.normal_(head.enter.weight, std=0.1)  # which would read nothing at first
     return DraftTask(head, ObjectiveConfig(labels=4), base)
@@ -128,7 +128,7 @@ def test_the_states_of_another_sequence_would_not_do(base, data, tmp_path, colum
 
 @pytest.mark.parametrize("kind", TOLERANCES)
 def test_losses_are_bitwise_equal_where_the_format_can_say_the_states(base, data, tmp_path, kind, monkeypatch):
-    def coarse(self, ids_BL, **_):  # of one token alone, in steps of 1/4
+    def coarse(self, ids_BL, *_, **__):  # of one token alone, in steps of 1/4
         return (self.embed(ids_BL) * 4).round().clamp(-15, 15) / 4
 
     monkeypatch.setattr(type(base), "hidden", coarse)
@@ -155,7 +155,7 @@ RUNS = {"online": (), "stored": ("data.features=bf16",)}
 
 def steps_of(trainer):
     for step in range(3):
-        yield trainer._accumulated_step(step)[0]
+        yield trainer._accumulated_step(step)
 
 
 def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, data, tmp_path, monkeypatch):
