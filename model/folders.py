@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,8 +42,12 @@ def claimed(lock: Path, *, wait: bool) -> Iterator[bool]:
 
     A process that dies, however it does, gives back what it had claimed.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as stream:
+    stream = None
+    while stream is None:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has ended and taken the folder with it
+            stream = lock.open("w")
+    with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

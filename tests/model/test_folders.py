@@ -1,0 +1,25 @@
+"""Folders that several processes make."""
+
+import shutil
+from pathlib import Path
+
+from ctcdraft.model.folders import claimed
+
+
+def test_a_claim_outlives_the_folder_of_its_lock(tmp_path, monkeypatch):
+    """A process that is done removes the folder of locks, at worst between another's look and its claim."""
+    lock, opened = tmp_path / "a.work" / "0.lock", []
+    really = Path.open
+
+    def open_late(path, *given):
+        if not opened:
+            shutil.rmtree(lock.parent)
+        opened.append(path)
+        return really(path, *given)
+
+    monkeypatch.setattr(Path, "open", open_late)
+    with claimed(lock, wait=False) as ours:
+        assert ours
+        with claimed(lock, wait=False) as twice:
+            assert not twice
+    assert len(opened) == 3
