@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -147,8 +148,15 @@ def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch, fault):
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_shifted_labels_are_named(trained_base, monkeypatch, shift):
-    true = batches.Sampler._labels
-    monkeypatch.setattr(batches.Sampler, "_labels", lambda self, example, at: true(self, example, at + shift))
+    true = batches.Sampler.collate
+
+    def shifted(self, step, members):
+        batch = true(self, step, members)
+        at = batch.position_N.unsqueeze(1) + 2 + shift + torch.arange(self.labels)
+        labels = batch.ids_BL[batch.batch_N.unsqueeze(1), at.clamp(max=batch.ids_BL.shape[1] - 1)]
+        return batch._replace(labels_NU=labels)
+
+    monkeypatch.setattr(batches.Sampler, "collate", shifted)
     found = first_disagreement(trained_base)
     assert (found.stage, found.seen[:14]) == ("labels", "shifted labels")
 
