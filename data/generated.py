@@ -210,10 +210,6 @@ def _series(rng: random.Random) -> str:
     return ", ".join(map(str, found))
 
 
-def _numbers(rng: random.Random) -> str:
-    return ", ".join(str(rng.randint(1, 60)) for _ in range(rng.randint(5, 8)))
-
-
 def _ordering(rng: random.Random) -> str:
     """Enough comparisons to put four people in order, shuffled."""
     more, names = rng.choice(["taller", "older", "faster", "richer"]), rng.sample(ASKED["tables"]["student"]["rows"], 4)
@@ -228,7 +224,7 @@ FILLERS: dict[str, Sequence[str | int] | Callable[[random.Random], str]] = ASKED
     "percent": range(5, 65, 5),
     "table": _table,
     "series": _series,
-    "numbers": _numbers,
+    "numbers": lambda rng: ", ".join(str(rng.randint(1, 60)) for _ in range(rng.randint(5, 8))),
     "ordering": _ordering,
 }
 

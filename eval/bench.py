@@ -1,9 +1,8 @@
 """Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,9 +71,13 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
 
     Raises ValueError where there are none, or a row is no question.
     """
-    rows = _spread(partial(_rows, config, data_folder), config.questions)
+    count = sum(1 for _ in _rows(config, data_folder))
+    most = min(config.questions or count, count)
+    chosen = {place * count // most for place in range(most)}  # by category: the first would be of a few
     questions: list[Question] = []
-    for number, row in rows:
+    for number, row in enumerate(_rows(config, data_folder)):
+        if number not in chosen:
+            continue
         try:
             questions += _questions_of(config, base, row, number, seed)
         except RowError as error:
@@ -91,7 +94,7 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
         warnings.warn(f"bench={config.kind}: {left_out}; they are left out", stacklevel=2)
         questions = [question for question in questions if question not in problems]
     if not questions:
-        raise ValueError(f"bench={config.kind}: no question is left to decode (of {len(rows)} rows)")
+        raise ValueError(f"bench={config.kind}: no question is left to decode (of {most} rows)")
     return questions
 
 
@@ -123,14 +126,6 @@ def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
     except Exception as error:  # whatever the Hub or the network answers
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(f"bench.path={config.path}: no such file, and the Hub gave no dataset ({reason})") from error
-
-
-def _spread(source: Callable[[], Iterable[Any]], most: int | None) -> list[tuple[int, Any]]:
-    """At most so many rows and their numbers. Benchmarks are ordered by category: the first rows would be of a few."""
-    count = sum(1 for _ in source())
-    most = min(most or count, count)
-    chosen = {place * count // most for place in range(most)}
-    return [(number, row) for number, row in enumerate(source()) if number in chosen]
 
 
 def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:

@@ -298,7 +298,8 @@ class Trainer:
     def _row(self, metrics: StepMetrics, tokens: int, seconds: float) -> dict[str, Any]:
         """The figures of a step, those left out that are not finite; shares of `seconds` since the last row."""
         anchors, feasible = max(1.0, float(metrics.anchors)), float(metrics.feasible)
-        counted = max(1.0, feasible)
+        counted, on_gpu = max(1.0, feasible), self.base.device.type == "cuda"
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
         busy = sum(self.seconds.values()) or 1.0
         row = {
             "step": self.state.step,
@@ -312,7 +313,7 @@ class Trainer:
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
             "perf/ranks": ds.world_size(),
-            "perf/peak_memory_gb": _peak_gigabytes(self.base.device),
+            "perf/peak_memory_gb": (torch.cuda.max_memory_allocated() if on_gpu else 1024 * kilobytes) / 2**30,
         }
         for t, blank in enumerate(metrics.blank_T.tolist()):
             row[f"draft/blank_rate/slot_{t + 1}"] = blank / counted
@@ -352,9 +353,3 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _peak_gigabytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux

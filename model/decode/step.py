@@ -194,7 +194,9 @@ class EagerStep:
             rows = [i for i, (request, _, _) in enumerate(places) if request.sampling == sampling]
             noise_RV = seen_RV = None
             if sampling.temperature:
-                keys = [(places[i][0].seed, _position(*places[i])) for i in rows]
+                keys = []
+                for request, tree, row in (places[i] for i in rows):
+                    keys.append((request.seed, request.length + (int(tree.depths[row - 1]) if row else 0)))
                 noise = {(seed, at): gumbel(seed, at, V, logits_RV.device) for seed, at in sorted(set(keys))}
                 noise_RV = torch.stack([noise[key] for key in keys])
             if sampling.repetition_penalty != 1.0:
@@ -203,11 +205,6 @@ class EagerStep:
             for i, token in zip(rows, found.tolist(), strict=True):
                 chosen[i] = token
         return chosen
-
-
-def _position(request: Request, tree: Tree, row: int) -> int:
-    """Of what is said at a place."""
-    return request.length + (int(tree.depths[row - 1]) if row else 0)
 
 
 def _seen(request: Request, tree: Tree, row: int) -> Tensor:

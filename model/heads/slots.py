@@ -78,7 +78,8 @@ class SlotHead(OnePassHead):
         self.register_buffer("scale", torch.tensor(1.0 if body is None else body.attended.scale))
         self.body = body
         if body is None:
-            self.blocks = nn.ModuleList(Block(D, _heads_of(D)) for _ in range(config.layers))
+            heads = next(n for n in range(max(1, D // 64), 0, -1) if D % (2 * n) == 0)  # 64 wide, or what fits
+            self.blocks = nn.ModuleList(Block(D, heads) for _ in range(config.layers))
             self.norm = nn.RMSNorm(D)
         else:
             self.attended = body.attended
@@ -128,8 +129,3 @@ class SlotHead(OnePassHead):
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
         slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
         return Slots(x_NTD, blank_NT, slot_NTR)
-
-
-def _heads_of(width: int) -> int:
-    """Attention heads of a block of that width: of 64 numbers each, or the next number of them that fits."""
-    return next(heads for heads in range(max(1, width // 64), 0, -1) if width % (2 * heads) == 0)
