@@ -97,17 +97,17 @@ class Control:
             exact_V = scores(exact_V, setting, position)
             exact_gap = float(exact_V[plain[at]] - exact_V[other])
         return Divergence(
-            question,
-            turn,
-            at,
-            setting.temperature,
-            setting.seed,
-            _top2_gap(scores_V),
-            None if other is None else float(scores_V.max() - scores_V[other]),
-            bound_of(plain_V),
-            float((plain_V.double() - wide_V.double()).abs().max()),
-            _top2_gap(scores(wide_V, setting, position)),
-            exact_gap,
+            question=question,
+            turn=turn,
+            position=at,
+            temperature=setting.temperature,
+            seed=setting.seed,
+            top2_gap=_top2_gap(scores_V),
+            other_gap=None if other is None else float(scores_V.max() - scores_V[other]),
+            bound=bound_of(plain_V),
+            shape_change=float((plain_V.double() - wide_V.double()).abs().max()),
+            same_shape_gap=_top2_gap(scores(wide_V, setting, position)),
+            float32_gap=exact_gap,
         )
 
     @cached_property

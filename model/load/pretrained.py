@@ -104,7 +104,7 @@ def base_of(
     Raises ValueError where it cannot be verified against drafts.
     """
     length, ends = _context_length(model), _eos_ids(model, tokenizer) if eos_ids is None else eos_ids
-    base = Base(model, tokenizer, path, ends, length, plain_template, template)
+    base = Base(model, tokenizer, path, ends, length, plain_template=plain_template, template=template)
     if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
         model.set_experts_implementation("eager")
     check_verifiable(base)
