@@ -7,7 +7,7 @@ not used: they fit one number of ranks, and they are pickles.
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ SPARE_BYTES = 32 << 20
 class TrainState:
     """step: optimizer steps done (also the data position); tokens: sequence tokens seen; seconds: spent training, all
     sittings together; best, best_step: highest tokens per step on development sequences; skipped: steps without an
-    update because a number was not finite, in_a_row of them the last ones; psi_U: see `DraftTask`."""
+    update because a number was not finite, in_a_row of them the last ones."""
 
     step: int = 0
     tokens: int = 0
@@ -40,7 +40,6 @@ class TrainState:
     best_step: int = 0
     skipped: int = 0
     in_a_row: int = 0
-    psi_U: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,6 @@ class Trainer:
         )
         self.dev = dev_sequences(data_folder, plan.train.max_length, plan.train.eval_anchors)
         self.state, self.best = load_checkpoint(self.engine, self.checkpoints)
-        self.task.psi_U = self.state.psi_U
         self._saved = (self.state.step, self.state.best) if self.state.step else None
         self.seconds: dict[str, float] = defaultdict(float)
         self.rate = self.grad_norm = 0.0
@@ -199,8 +198,7 @@ class Trainer:
         torch.manual_seed((self.plan.seed << 32) + state.step)  # whatever draws from it resumes exactly
         tokens = self.sampler.tokens(state.step)
         metrics = self._accumulated_step(state.step)
-        self.task.update(metrics)
-        state.step, state.tokens, state.psi_U = state.step + 1, state.tokens + tokens, self.task.psi_U
+        state.step, state.tokens = state.step + 1, state.tokens + tokens
         self._count_skips()
         logged = state.step % train.log_every == 0 or state.step in (1, train.steps)
         row = self._row(metrics, tokens, time.perf_counter() - start) if logged else None

@@ -276,7 +276,6 @@ class OverfitCheck:
             (loss / metrics.anchors).backward()
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
             optimizer.step()
-            self.task.update(metrics)
             losses.append(float(loss.detach() / metrics.feasible))
             if step % CHECK_EVERY == 0 or step == self.steps:
                 psi_NU, can_NU = self._learnt()

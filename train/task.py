@@ -1,7 +1,6 @@
 """What one training step computes: base hidden states, the head's slots, the loss, and its figures."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -25,34 +24,24 @@ from ctcdraft.model.loss.linear_lse import multiplies_in_bfloat16
 from ctcdraft.model.loss.negatives import Negatives
 from ctcdraft.model.loss.objective import AnchorLoss, anchor_losses
 
-MEMORY = 0.9  # of the mean psi of earlier steps, per step
-
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k falls with
-    decay^(k-1); follow: but no further than psi^follow, of the mean psi that such prefixes have had of
-    late; None: by decay alone. negatives: of a sampled softmax (model/loss/negatives.py); None: the whole vocabulary.
+    """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k is decay^(k-1).
+    negatives: of a sampled softmax (model/loss/negatives.py); None: the whole vocabulary.
     distill: how much of each label is the base's own distribution there (Hinton et al. 2015; of drafters, Zhou et al.
     2024, arXiv 2310.08461), the rest being the token that it chose."""
 
     kind: Literal["prefix_ctc", "ctc", "cross_entropy"] = "prefix_ctc"
     labels: PositiveInt = 12
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    follow: Annotated[float, Field(gt=0, lt=math.inf)] | None = 0.5
     negatives: PositiveInt | None = 3072
     distill: Annotated[float, Field(ge=0, le=1)] = 1.0
 
-    def __post_init__(self) -> None:
-        if self.kind == "ctc" and self.follow is not None:
-            raise ValueError("objective=ctc has no prefixes to follow: leave out objective.follow")
-
-    def weights(self, psi_U: Sequence[float]) -> list[float]:
-        """w_k of 1..U, not scaled yet; psi: what such prefixes have had of late, empty before the first step."""
-        falling = [self.decay**k for k in range(self.labels)]
-        if self.follow is None or not psi_U:
-            return falling
-        return [max(weight, psi**self.follow) for weight, psi in zip(falling, psi_U, strict=True)]
+    @property
+    def weights(self) -> list[float]:
+        """w_k of 1..U, not scaled."""
+        return [self.decay**k for k in range(self.labels)]
 
 
 def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
@@ -100,13 +89,12 @@ def negatives_for(objective: ObjectiveConfig, head: Head, base: Base, corpus: Co
 
 class StepMetrics(NamedTuple):
     """Sums over anchors, ready to be added up over micro-batches and ranks: blank over feasible ones, psi of
-    the prefixes of 1..U labels over those that have as many."""
+    the prefixes of 1..U labels where there are as many."""
 
     loss: Tensor
     anchors: Tensor
     feasible: Tensor
     psi_U: Tensor
-    reached_U: Tensor
     blank_T: Tensor
 
 
@@ -117,7 +105,6 @@ class DraftTask(nn.Module):
         super().__init__()
         self.head, self.objective, self.negatives = head, objective, negatives
         self.vocabulary = head.draft_vocabulary(base)  # no module: none of its weights is a parameter of this one
-        self.psi_U: Sequence[float] = ()  # that of prefixes of 1..U labels, as steps before saw it
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, StepMetrics]:
         """The summed loss of the batch's anchors (with gradient), and the metrics to log (without)."""
@@ -130,20 +117,18 @@ class DraftTask(nn.Module):
             slots,
             hidden_BLD,
             batch=batch,
-            psi_U=self.psi_U,
             negatives=self.negatives,
         )
         with torch.no_grad():
             columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
             reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
-            psi_NU = out.log_psi_NU.exp() * reached_NU
+            psi_U = (out.log_psi_NU.exp() * reached_NU).sum(dim=0)
             feasible = out.feasible_N.sum()
             metrics = StepMetrics(
                 out.loss_N.sum(),
                 torch.tensor(float(len(batch.lengths_N)), device=feasible.device),
                 feasible.float(),
-                psi_NU.sum(dim=0),
-                reached_NU.float().sum(dim=0),
+                psi_U,
                 out.blank_rate_T.float() * feasible,
             )
         return out.loss_N.sum(), metrics
@@ -154,15 +139,6 @@ class DraftTask(nn.Module):
         if not isinstance(self.head, OnePassHead):
             labels_NUD = self.vocabulary.base.embed(batch.labels_NU).to(root_BLD.dtype)
         return self.head(hidden_BLD, root_BLD, anchors_of(batch), labels_NUD)
-
-    def update(self, metrics: StepMetrics) -> None:
-        """Learn from a whole step's metrics, of all ranks, what the weights of the next ones follow, if they do."""
-        if self.objective.follow is None:
-            return
-        psi_U = (metrics.psi_U / metrics.reached_U.clamp(min=1)).tolist()
-        if all(map(math.isfinite, psi_U)):
-            before_U = self.psi_U or (0.0,) * len(psi_U)
-            self.psi_U = tuple(MEMORY * old + (1 - MEMORY) * new for old, new in zip(before_U, psi_U, strict=True))
 
 
 def draftable(batch: Batch, vocabulary: DraftVocabulary) -> Batch:
@@ -179,11 +155,10 @@ def draft_losses(
     hidden_BLX: Tensor,
     *,
     batch: Batch,
-    psi_U: Sequence[float] = (),
     negatives: Negatives | None = None,
 ) -> AnchorLoss:
     """The loss of a `draftable` batch's anchors from their slots; hidden: the base's states of all positions, to distil
-    from; psi: see `ObjectiveConfig.weights`; negatives: None: over the whole draft vocabulary."""
+    from; negatives: None: over the whole draft vocabulary."""
     lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
     labels_NU, lengths_N = batch.labels_NU, batch.lengths_N
     if head.transition is not None and slots.slot_NTR is not None:
@@ -204,7 +179,7 @@ def draft_losses(
         labels_NU,
         lengths_N,
         objective=objective.kind,
-        weight_U=torch.tensor(objective.weights(psi_U), device=states.device),
+        weight_U=torch.tensor(objective.weights, device=states.device),
         bias_V=bias,
         topology=head.topology,
         blank_is_odds=True,

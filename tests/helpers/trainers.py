@@ -20,7 +20,6 @@ from ctcdraft.train.loop import Trainer
 from ctcdraft.train.prepare import prepare
 
 SIZES = ["data.max_new_tokens=16"]
-FOLLOW = ["objective.decay=0.01", "objective.follow=0.05"]  # so that weights follow psi from the second step on
 RATE = ["train.steps=6", "train.save_every=2", "train.eval_every=6", "train.log_every=1", "train.eval_anchors=16"]
 TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another order, and six steps on them
 
@@ -54,7 +53,7 @@ class Trainers:
 
     def __call__(self, folder, *options):
         paths = [f"base.path={self.work}/base", f"data.path={self.work}/rows.json"]
-        fixed = ["experiment=smoke", "base=local", "data=sharegpt", *paths, *SIZES, *RATE, *FOLLOW]
+        fixed = ["experiment=smoke", "base=local", "data=sharegpt", *paths, *SIZES, *RATE]
         words = [*fixed, *map(_quoted, options)]
         config = typed(compose("train", words), TrainEntry)
         data, features = prepare(self.base, config.data, config.seed, self.work / "cache"), None

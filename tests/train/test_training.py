@@ -19,8 +19,7 @@ from wandb_file import history
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["bench.questions=2"]
-FOLLOW = ["objective.decay=0.01", "objective.follow=0.05"]  # so that weights follow psi from the second step on
-SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES, *FOLLOW]
+SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES]
 
 
 @pytest.fixture(scope="module")
