@@ -13,7 +13,7 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 	% (os.environ.get('OMP_NUM_THREADS', cores), ranks) if ranks > 1 else '$(BIN)/python')")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval export test lint bench ablation soak fuzz conventions doctor clean
+.PHONY: help setup train eval export test check lint bench ablation soak fuzz conventions doctor clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -39,6 +39,9 @@ export: $(STAMP)  ## write a run's best head as a folder: ARGS="name=<run>"
 
 test: $(STAMP)  ## run the tests, a process per core and at most four
 	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+
+check: $(STAMP)  ## the fast tests: what a minute can tell
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow" $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

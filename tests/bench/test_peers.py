@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
 from conditionals import LayersBase, PeerHead, grown
 from states import write_states
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):

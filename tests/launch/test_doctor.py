@@ -13,6 +13,8 @@ from ctcdraft.launch.doctor import Report, _template, _tokenizer
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import fuzz
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FUZZ = Path(__file__).parents[1] / "helpers" / "fuzz.py"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from ctcdraft.launch import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_command_runs_its_entry_with_what_stands_behind_it(monkeypatch):
     seen = []

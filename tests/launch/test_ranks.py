@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 RANKS = Path(__file__).parents[2] / "launch" / "ranks.py"
 SCRIPT = """
 import json, os, signal, sys, time

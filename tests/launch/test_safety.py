@@ -25,6 +25,8 @@ from ctcdraft.model.heads import CtcConfig
 from ctcdraft.train.prepare import prepare
 from ctcdraft.train.shards import DataConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KEY, PASSWORD = "sk-0123456789abcdef", "hunter2hunter2"
 

@@ -13,6 +13,8 @@ from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.replay import Transcript, replay
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory):

@@ -10,6 +10,8 @@ from ctcdraft.train import engine
 from ctcdraft.train.anomalies import AnomalyChecks
 from ctcdraft.train.task import DraftTask, base_features
 
+pytestmark = pytest.mark.slow
+
 
 def weights_and_moments(trainer):
     """Everything that a step may change, in whatever form the ZeRO stage keeps it."""

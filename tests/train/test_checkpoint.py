@@ -12,6 +12,8 @@ from trainers import Rows, head_weights
 from ctcdraft.model import folders
 from ctcdraft.train import checkpoint, loop
 
+pytestmark = pytest.mark.slow
+
 
 def trained(make, folder, *options):
     """A run's trainer after its last step, and its logged rows."""

@@ -10,7 +10,6 @@ from drafting import HEADS, prompts, random_head
 from ctcdraft.data.store import Example, save_corpus
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.train.dev import count_dev, dev_sequences, fit_to_dev
-from ctcdraft.train.engine import together
 
 DRAFT = DraftConfig(nodes=9, prompt_lookup=7, budget="fixed")
 
@@ -33,23 +32,23 @@ def answered(talking, tmp_path_factory):
     return folder, asked
 
 
+@pytest.mark.usefixtures("small")  # which makes this process a rank
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
 def test_the_score_is_what_decoding_counts(talking, answered, config):
     folder, asked = answered
-    with together():
-        head = random_head(config, talking)
-        outs = Decoder(talking, head, DRAFT).generate(asked, 25)
-        want = sum(len(out.tokens) - 1 for out in outs) / sum(out.steps for out in outs)
-        got = count_dev(talking, config, head.state_dict(), DRAFT, dev_sequences(folder, 200))
+    head = random_head(config, talking)
+    outs = Decoder(talking, head, DRAFT).generate(asked, 25)
+    want = sum(len(out.tokens) - 1 for out in outs) / sum(out.steps for out in outs)
+    got = count_dev(talking, config, head.state_dict(), DRAFT, dev_sequences(folder, 200))
     assert got == pytest.approx(want, abs=1e-12)
     assert got > 1.02
 
 
+@pytest.mark.usefixtures("small")
 def test_without_development_sequences_the_score_is_that_of_plain_decoding(talking, tmp_path):
     save_corpus(tmp_path / "dev.safetensors", [])
-    with together():
-        head = random_head(HEADS[0], talking)
-        assert count_dev(talking, HEADS[0], head.state_dict(), DRAFT, dev_sequences(tmp_path, 200)) == 1.0
+    head = random_head(HEADS[0], talking)
+    assert count_dev(talking, HEADS[0], head.state_dict(), DRAFT, dev_sequences(tmp_path, 200)) == 1.0
 
 
 def test_sequences_are_drawn_of_all_lengths_and_as_many_as_hold_the_drafts(tmp_path):

@@ -21,6 +21,8 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, build_head, head_on
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
+pytestmark = pytest.mark.slow
+
 # A number is off by at most 2^-8 (bf16) or 2^-4 (fp8) of itself, a third of that in the root mean square and in any
 # direction: a gradient, linear in them, by about as much, a loss, a mean over many anchors, by less. Measured: 3e-5
 # and 4e-4 (loss), 1.3e-3 and 2.1e-2 (gradient); 2^-8 / 3 is 1.3e-3, 2^-4 / 3 is 2.1e-2.

@@ -11,6 +11,8 @@ from wandb_file import history
 
 from ctcdraft.train.log import LoggerConfig, Media, RunLog
 
+pytestmark = pytest.mark.slow
+
 UNREACHABLE = """
 import sys
 from pathlib import Path

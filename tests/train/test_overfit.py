@@ -23,6 +23,8 @@ from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig
 from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
 
+pytestmark = pytest.mark.slow
+
 SMALL = ToyBaseConfig(
     batch_tokens=384,
     conversations=300,

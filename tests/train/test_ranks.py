@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from trainers import TOLERANCE, write_inputs
 
+pytestmark = pytest.mark.slow
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 RUNS = {f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)} | {"offload": "zero=2,zero.offload=true"}
 

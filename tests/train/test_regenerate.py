@@ -21,6 +21,8 @@ from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import Dialogue, rewrite
 from ctcdraft.train.shards import DataConfig, RegenerateConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(talking_base):

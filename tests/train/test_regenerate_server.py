@@ -24,6 +24,8 @@ from ctcdraft.data.template import Rendered, with_template_args
 from ctcdraft.model import load_base
 from ctcdraft.train.prepare import prepare
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).parents[1] / "helpers" / "chat_server.py"
 
 

@@ -17,6 +17,8 @@ from bases import write_base
 from safetensors.torch import load_file
 from wandb_file import history
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SIZES = ["bench.questions=2"]
 SMALL = ["experiment=smoke", "base=local", "logger=none", "train.steps=6", "train.save_every=2", *SIZES]

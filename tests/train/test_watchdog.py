@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 from ctcdraft.train import watchdog
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 OPTIONS = [

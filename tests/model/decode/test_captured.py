@@ -18,6 +18,8 @@ from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.decode.captured import width_of
 from ctcdraft.model.draft.budget import Budget, Calibration
 
+pytestmark = pytest.mark.slow
+
 PLAIN = [s for s in SETTINGS if "repetition_penalty" not in s]
 
 DRAFTS = [DraftConfig(kind, n, budget="fixed") for kind, n in (("tree", 1), ("tree", 23), ("chain", 4))]

@@ -26,6 +26,7 @@ from ctcdraft.model.draft.tree import Tree
 DRAFTS = [DraftConfig(kind, n, budget="fixed") for kind, n in (("tree", 1), ("tree", 23), ("chain", 4))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_output_is_the_base_models_own(base, config, draft):
@@ -244,6 +245,7 @@ def test_an_empty_lattice_still_decodes(base):
     assert sum(out.accepted) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("right", [True, False])
 def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right):
@@ -261,6 +263,7 @@ def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right)
             assert max(out.accepted) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_choosing_everywhere_at_once_is_choosing_along_the_walk(base, settings, monkeypatch):
     """What a GPU does in one go and a CPU for likely nodes together and for the others step by step."""

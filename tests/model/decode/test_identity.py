@@ -7,6 +7,8 @@ from drafting import HEADS, prompts, random_head, random_trees
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = 40
 GREEDY = {"eos": []}
 SAMPLED = [{"temperature": t, "top_p": p, "eos": []} for t, p in ((0.3, 0.95), (0.7, 0.9), (1.0, 0.8))]

@@ -22,7 +22,7 @@ from ctcdraft.model.decode.request import Request
 from ctcdraft.model.heads import CtcConfig, head_on
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features, head_for
 
-pytestmark = pytest.mark.timeout(3600)  # a real LLM on a busy core takes its time
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # a real LLM on a busy core takes its time
 QUESTIONS, NEW_TOKENS, STEPS = 16, 48, 40
 DRAFT = DraftConfig(nodes=16, prompt_lookup=8)
 

@@ -139,6 +139,7 @@ def test_damaged_rates_are_refused(found):
         CopyRates.from_dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):

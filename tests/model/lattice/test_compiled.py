@@ -4,8 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 PRINT_BITS = """
 import torch
+import pytest
 from ctcdraft.model.loss.kernels import linear_lse_gather, prefix_lattice
 from ctcdraft.model.lattice.candidates import candidates_of
 from ctcdraft.model.lattice.topology import CTC, Topology

@@ -13,6 +13,8 @@ from ctcdraft.model.base.window import Windows
 from ctcdraft.model.heads import CtcConfig, head_on
 from ctcdraft.model.load.pretrained import base_of
 
+pytestmark = pytest.mark.slow
+
 WINDOWED = ["gemma2", "gpt_oss", "llama4_text", "mistral"]
 
 

@@ -14,6 +14,8 @@ from ctcdraft.model import load_base
 from ctcdraft.model.load import gguf
 from ctcdraft.model.load.gguf import convert_gguf, converted
 
+pytestmark = pytest.mark.slow
+
 
 def left_in(cache):
     """What a cache holds besides locks."""

@@ -13,6 +13,8 @@ from gguf_files import write_gguf
 from ctcdraft.model.load import smollm2
 from ctcdraft.model.load.smollm2 import MEMBER, cached_smollm2, describe_smollm2, smollm2_folder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):

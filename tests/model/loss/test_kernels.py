@@ -284,6 +284,7 @@ def sm90():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90):
     assert set(sm90) == {"lse", "exponentials", "lattice_forward", "lattice_backward"}
     for name, facts in sm90.items():
