@@ -21,7 +21,7 @@ from ctcdraft.model.folders import free_bytes, read_manifest, seal, unsealed, wr
 from .engine import from_rank_zero, rank, world_size
 from .zero import restore_state, shapes_of, whole_state
 
-FORMAT = 4
+FORMAT = 5
 STATE = "state.safetensors"
 BEST = "best/"  # begins the names of the best head's weights in it
 SPARE_BYTES = 32 << 20
