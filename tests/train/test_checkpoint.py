@@ -152,7 +152,7 @@ def test_the_best_head_is_part_of_every_checkpoint_after_it(small, tmp_path):
 
 
 STRANGE = {
-    "another format": (lambda facts: facts | {"format": 1}, "format 1, not 4"),
+    "another format": (lambda facts: facts | {"format": 1}, f"format 1, not {checkpoint.FORMAT}"),
     "no format": (lambda facts: {k: v for k, v in facts.items() if k != "format"}, "'format'"),
     "an unknown state": (lambda facts: facts | {"state": {"steps": 3}}, "unexpected keyword argument 'steps'"),
 }
