@@ -31,7 +31,7 @@ VARIANTS = {
     "no blank by cross-entropy": ("head=parallel", "head.transition=full", A_LABEL_PER_SLOT, CROSS_ENTROPY),
     "every alignment": ("head.merge=true", "head.band=null"),
     "the paper's": (
-        *("objective=ctc", "objective.labels=3", "head.slots=6", "head.layers=1"),
+        *("objective=ctc", "objective.labels=3", "head.slots=6"),
         *("head.merge=true", "head.band=null", "head.transition=none"),
     ),
     "no transition": ("head.transition=none",),
@@ -92,13 +92,14 @@ class Study:
         return [row for row in read_jsonl(self.runs / name / "metrics.jsonl") if "perf/step_seconds" in row]
 
     def count(self):
-        """{variant: its figures} by one pass over the base's own answers."""
+        """({draft: its figures}, questions) of one pass over the base's own answers."""
         heads = f"heads=[{','.join(map(self.name, self.variants))}]"
         bench = ["bench=heldout", f"bench.questions={self.given.questions}", f"draft.nodes={NODES}"]
         words = [heads, "count=true", *bench, f"runs_dir={self.runs}"]
         self.call("eval.py", *words)
         folder = self.runs / self.name(self.variants[0]) / "eval" / "heldout-count"
-        return json.loads((folder / "results.json").read_text())["drafts"]
+        results = json.loads((folder / "results.json").read_text())
+        return results["drafts"], results["questions"]
 
     def run(self, entry, variant, *more):
         self.call(entry, *self.words(variant), "train.log_every=1", "bench.max_new_tokens=8", *more)
@@ -137,7 +138,7 @@ def main():
         parser.error(f"--out={given.out}: no folder can be made there ({error.strerror}): name another")
     study = Study(given, overrides)
     trained = {variant: study.train(variant) for variant in tqdm(study.variants, "training", unit="run")}
-    found = study.count()
+    found, questions = study.count()
     table = []
     for variant in study.variants:
         name = study.name(variant)
@@ -148,7 +149,7 @@ def main():
     lookup = next(one for label, one in found.items() if not label.startswith(f"{given.name}-"))
     text = (
         f"# Ablation\n\n`{command}`\n\n{machine()}; {study.minutes:.0f} minutes of training each, one seed. Tokens per "
-        f"step on {given.questions} held-out questions, with 95% intervals; psi / accepted: draft tokens per step of "
+        f"step on {questions} held-out questions, with 95% intervals; psi / accepted: draft tokens per step of "
         f"the tree without lookup. Prompt lookup alone: {lookup['tokens_per_step']:.2f}.\n\n"
     )
     (given.out / f"{given.name}.md").write_text(text + markdown_table(header, table) + "\n")
