@@ -56,6 +56,7 @@ class EagerStep:
         self.cache = TreeCache(base.depth, rows, capacity)
         own = None if head is None else head.new_cache(rows, capacity + head.config.slots)
         self.caches = [self.cache] if own is None else [self.cache, own]
+        self.unread = slice(-1, None) if own is None else slice(None)  # of new states, those that the head has to see
         self.begin()
 
     def begin(self) -> None:
@@ -95,7 +96,7 @@ class EagerStep:
             (root,) = self._choose(base.logits(hidden_1LD[:, -1]), [(request, EMPTY, 0)])
         request.append([], root)
         if self.head is not None:
-            request.hidden = hidden_1LD
+            request.hidden = hidden_1LD[:, self.unread]
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row that begins with most of a prompt, and how many tokens these are; the last is always read."""
@@ -141,7 +142,7 @@ class EagerStep:
             self.cache.commit(kept)
             if self.head is not None:
                 for b, request in enumerate(active):
-                    request.hidden = hidden_BQD[b : b + 1, kept[b]]
+                    request.hidden = hidden_BQD[b : b + 1, kept[b][self.unread]]
         return found
 
     @torch.no_grad()
