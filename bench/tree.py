@@ -17,6 +17,7 @@ from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.draft import tree
+from ctcdraft.model.draft.drafter import Frontier
 from ctcdraft.model.lattice.candidates import candidates_of
 from ctcdraft.model.lattice.topology import Topology
 
@@ -66,7 +67,7 @@ class Draft:
         newest, decoder = self.cache.newest([ACCEPTED], ACCEPTED, self.root.device), self.decoder
         read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], newest
         (drafted,) = self.head.drafts(*read, decoder.vocabulary, self.cache)
-        decoder.tree_of(drafted, self.read)
+        decoder.drafter.tree(drafted, Frontier(self.read, ()))
 
 
 def drafts(shapes, rounds):

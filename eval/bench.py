@@ -15,7 +15,7 @@ from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.model.base.llm import Base, warn_if_plain
-from ctcdraft.model.decode.sampling import Sampling
+from ctcdraft.model.base.sampling import Sampling
 
 from .question import Question, question_of
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.rounding import SPACINGS, TIE_GAP, bound_of, forced_logits
-from ctcdraft.model.decode.sampling import gumbel
+from ctcdraft.model.base.sampling import gumbel
 
 from .bench import Setting
 

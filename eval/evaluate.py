@@ -11,7 +11,8 @@ import torch
 
 from ctcdraft.data.store import write_jsonl
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.decode.decoder import Decoder
+from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import load_head, read_config
 
 from .bench import BenchConfig, load_questions, questions_hash

@@ -16,7 +16,7 @@ from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
 from ctcdraft.model.base.llm import warn_if_plain
-from ctcdraft.model.decode.sampling import Sampling
+from ctcdraft.model.base.sampling import Sampling
 
 TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
-from ctcdraft.model.decode.decoder import DraftConfig
-from ctcdraft.model.decode.sampling import Sampling
+from ctcdraft.model.base.sampling import Sampling
+from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed

@@ -1,7 +1,8 @@
 """The frozen base, the heads, the CTC lattice, the draft tree, the decoder and the export."""
 
 from .base.llm import Base
-from .decode.decoder import Decoder, DraftConfig, Generation
+from .decode.decoder import Decoder, Generation
+from .draft.config import DraftConfig
 from .export import export_head, load_head
 from .heads import CtcConfig, EagleConfig, Head, HeadConfig, MedusaConfig, ParallelConfig, head_on
 from .load.pretrained import load_base

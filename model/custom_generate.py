@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.request import Settings
+from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import load_head, read_config
 from ctcdraft.model.load.pretrained import base_of
 

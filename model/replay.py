@@ -22,6 +22,7 @@ from .base.llm import Base
 from .decode.decoder import Decoder, Generation
 from .decode.generate import batches_by_length
 from .draft import tree as trees
+from .draft.drafter import Frontier
 from .draft.tree import Tree
 from .lattice.candidates import Lattice
 
@@ -148,4 +149,4 @@ def _tree(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], 
         return trees.EMPTY
     ended = tokens[root.end - 1] in decoder.base.eos_ids
     room = trees.ANY_DEPTH if ended else root.end - root.at - 2  # a bonus token always follows
-    return decoder.tree_of(drafted, tokens[: root.at + 1], room)
+    return decoder.drafter.tree(drafted, Frontier(tokens[: root.at + 1], decoder.base.eos_ids, room))

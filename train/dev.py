@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.decode.decoder import Decoder, DraftConfig
+from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.draft.budget import fit_calibration
+from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.draft.prompt_lookup import fit_rates
 from ctcdraft.model.heads import Head, HeadConfig, head_on
 from ctcdraft.model.replay import Transcript, drafts_along, replay

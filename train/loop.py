@@ -21,7 +21,7 @@ from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.decode.decoder import DraftConfig
+from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
 
 from . import engine as ds

@@ -26,6 +26,7 @@ from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.rounding import ShapeNoise, bound_of, divergence, forced_logits, shape_noise
 from ctcdraft.model.decode.decoder import Decoder
+from ctcdraft.model.draft.drafter import Frontier
 from ctcdraft.model.draft.tree import Tree, tree_mask
 from ctcdraft.model.heads.head import Slots
 from ctcdraft.model.lattice.best_first import first_emissions
@@ -310,7 +311,7 @@ class OverfitCheck:
         psi_NU, can_NU = self._learnt()
         off, held, able = [0.0], 0, 0
         for n, (drafted, read) in enumerate(zip(self._drafted(), read_at(self.batch), strict=True)):
-            tree, count = decoder.tree_of(drafted, read), int(can_NU[n].sum())
+            tree, count = decoder.drafter.tree(drafted, Frontier(read, self.base.eos_ids)), int(can_NU[n].sum())
             path = tree.path_of(self.batch.labels_NU[n, :count].tolist())
             held, able = held + len(path), able + min(count, self.draft.nodes)
             off += np.abs(tree.psi[path] - psi_NU[n, : len(path)].cpu().numpy()).tolist()

@@ -66,7 +66,7 @@ class LayersBase(Base):
 
 
 class PeerHead:
-    """What `replay` and `Decoder.tree_of` ask of a head. nodes: of the largest tree that will be asked for."""
+    """What `replay` and `Drafter.tree` ask of a head. nodes: of the largest tree that will be asked for."""
 
     calibration = copy_rates = None
 

@@ -15,10 +15,10 @@ import torch
 
 from ..base.context import Anchors, AttentionMask
 from ..base.llm import Base
+from ..base.sampling import Sampling, gumbel
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Candidates, Lattice
-from .sampling import Sampling, gumbel
 from .step import EagerStep
 
 WARM_UPS = 2  # forwards before a capture: libraries allocate their workspaces in them

@@ -8,18 +8,18 @@ base together, each with a tree and a length of its own.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import cast, overload
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import Unpack
 
 from ..base.llm import Base
 from ..draft import tree as trees
 from ..draft.budget import SIZES, Budget, chain_of, step_seconds
-from ..draft.prompt_lookup import BUILT_IN, with_copies
+from ..draft.config import DraftConfig
+from ..draft.drafter import Drafter
+from ..draft.prompt_lookup import BUILT_IN
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Lattice
@@ -30,41 +30,6 @@ from .step import EagerStep
 LEAST_CAPACITY = 2048  # cache entries that fixed shapes begin with
 PROBE_TOKENS = 64  # context of the steps that are timed for the budget, and psi of each node behind the one before
 PROBE_PSI = 0.5
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """kind: `tree` or `chain`; nodes: the budget N; top_k: tokens that a draft may hold, the likeliest in any slot.
-
-    budget: `fixed`: always `nodes`; `measured`: at most `nodes`, as many per step as pay by calibrated psi and the time
-    of a step, which is measured once (for one sequence at a time; several keep to `nodes`); `auto`: `measured` on a
-    CPU, where each row costs, `fixed` elsewhere. Tokens do not depend on it; the number of steps that they take is
-    another whenever times are.
-
-    prune: the share of a prefix's alignments that the search may leave out, see `tree.search`; 0: psi is exact.
-
-    prompt_lookup: where the last tokens were read before, at most so many of those that followed are drafted too, see
-    `prompt_lookup`; 0: none.
-    """
-
-    kind: str = "tree"
-    nodes: int = 32
-    top_k: int = 512
-    budget: str = "auto"
-    prune: float = 0.03
-    prompt_lookup: int = 32
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("tree", "chain"):
-            raise ValueError(f"draft.kind={self.kind!r} is unknown: choose tree or chain")
-        if self.budget not in ("auto", "fixed", "measured"):
-            raise ValueError(f"draft.budget={self.budget!r} is unknown: choose auto, fixed or measured")
-        if self.nodes < 1 or self.top_k < 1:
-            raise ValueError(f"draft.nodes={self.nodes} and draft.top_k={self.top_k} must be at least 1")
-        if not 0.0 <= self.prune < 1.0:
-            raise ValueError(f"draft.prune={self.prune} must be at least 0 and below 1")
-        if self.prompt_lookup < 0:
-            raise ValueError(f"draft.prompt_lookup={self.prompt_lookup} must be at least 0 (no lookup)")
 
 
 class Decoder:
@@ -83,7 +48,9 @@ class Decoder:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
         self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0)
-        self.copy_rates = BUILT_IN if head is None or head.copy_rates is None else head.copy_rates
+        self.drafter = Drafter(self.draft)
+        if head is not None:
+            self.drafter = Drafter(self.draft, head.calibration, head.copy_rates or BUILT_IN)
         self.graphs = base.device.type == "cuda" and (self.head is None or isinstance(self.head, OnePassHead))
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
         self.measures = self.drafts and self.draft.budget in measured
@@ -136,32 +103,6 @@ class Decoder:
         here first."""
         if self.measures and self.budget is None:
             self.budget = self.measure_budget()
-
-    def tree_of(
-        self,
-        drafted: Lattice | Tree,
-        read: NDArray[np.int64],
-        max_depth: int = trees.ANY_DEPTH,
-        eos: Sequence[int] | None = None,
-    ) -> Tree:
-        """The draft tree of a lattice, or of the nodes that a head has scored, under this decoder's draft settings.
-
-        read: the tokens so far, the root last. psi is calibrated where the head's was measured, and that of the head's
-        nodes and of copied ones together where there is prompt lookup.
-        """
-        nodes, chain = self.draft.nodes, self.draft.kind == "chain"
-        leaves = np.array([*(self.base.eos_ids if eos is None else eos)], np.int64)
-        if isinstance(drafted, Tree):
-            tree = trees.chosen(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
-        else:
-            prune = self.draft.prune
-            tree = trees.search(drafted, nodes, max_depth=max_depth, leaves=leaves, chain=chain, prune=prune)
-        if self.head is not None and self.head.calibration is not None:
-            tree = self.head.calibration.applied(tree)
-        if self.draft.prompt_lookup:
-            both = with_copies(tree, read, self.copy_rates, self.draft.prompt_lookup)
-            tree = trees.chosen(both, nodes, max_depth=max_depth, leaves=leaves, chain=chain)
-        return tree
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -220,14 +161,14 @@ class Decoder:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
             room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
             most = self.draft.nodes if self.drafts else 0
-            depth = max(self.draft.prompt_lookup, 0 if self.head is None else self.head.config.slots)
             self._captured = kept = CapturedStep(
                 self.base,
                 self.head,
                 self.vocabulary if self.head else None,
                 room,
                 sizes=[*(n for n in SIZES if n < most and self.measures), most],
-                longest=1 + (depth if self.drafts else 0),
+                longest=1
+                + (self.drafter.deepest(0 if self.head is None else self.head.config.slots) if self.drafts else 0),
             )
         return kept
 
@@ -243,7 +184,7 @@ class Decoder:
         return drafts
 
     def _propose(self, request: Request, drafted: Lattice | Tree) -> Tree:
-        return self.tree_of(drafted, request.read, request.room, request.eos)
+        return self.drafter.tree(drafted, request.frontier)
 
     def measure_budget(self) -> Budget:
         """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
 from ..base.llm import Base
+from ..base.sampling import Sampling
 from .decoder import Decoder
 from .request import Request
-from .sampling import Sampling
 
 T = TypeVar("T")
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.llm import Base
-from .sampling import Sampling
+from ..base.sampling import Sampling
+from ..draft.drafter import Frontier
 from .text import TextStream
 
 Prompt = str | Sequence[int]
@@ -126,6 +127,11 @@ class Request:
     def room(self) -> int:
         """How deep a draft may be: a bonus token always follows it."""
         return self.max_new_tokens - len(self.tokens) - 1
+
+    @property
+    def frontier(self) -> Frontier:
+        """Where its next draft begins."""
+        return Frontier(self.read, self.eos or (), self.room)
 
     @property
     def length(self) -> int:

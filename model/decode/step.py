@@ -17,12 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..base.cache import TreeCache
 from ..base.llm import Base
+from ..base.sampling import gumbel
 from ..draft.tree import EMPTY, Tree, tree_mask
 from ..heads.head import Head, Vocabulary
 from ..lattice.candidates import Lattice
 from .attention import decoding_attention
 from .request import Request
-from .sampling import gumbel
 
 LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
 LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three

@@ -4,7 +4,7 @@ import torch
 
 from ctcdraft.model import load_base
 from ctcdraft.model.base.context import Anchors
-from ctcdraft.model.decode.decoder import DraftConfig
+from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import CtcConfig, build_head, head_on
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.loop import Plan, TrainConfig

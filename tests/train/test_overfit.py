@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ctcdraft.data import batches
 from ctcdraft.model import load_base
-from ctcdraft.model.decode.decoder import Decoder, DraftConfig
 from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft import tree as trees
+from ctcdraft.model.draft.config import DraftConfig
+from ctcdraft.model.draft.drafter import Drafter
 from ctcdraft.model.heads import head as heads
 from ctcdraft.model.heads import head_config
 from ctcdraft.train import overfit, task
@@ -221,13 +222,13 @@ def test_a_head_that_cannot_learn_is_named(trained_base):
 
 
 def test_a_tree_with_other_beliefs_is_named(trained_base, monkeypatch):
-    true = Decoder.tree_of
+    true = Drafter.tree
 
     def doubtful(self, *given):
         tree = true(self, *given)
         return dataclasses.replace(tree, psi=0.95 * tree.psi)
 
-    monkeypatch.setattr(Decoder, "tree_of", doubtful)
+    monkeypatch.setattr(Drafter, "tree", doubtful)
     found = findings(trained_base)[-1]
     assert (found.stage, found.agrees) == ("tree", False)
     assert "psi is off by 0.0" in found.seen

@@ -46,9 +46,9 @@ def test_greedy_output_is_the_base_models_own(base, config, draft):
 def test_every_draft_looks_up_all_that_was_read(base, monkeypatch, fixed):
     decoder = Decoder(base, random_head(HEADS[1], base), DraftConfig("tree", 9, budget="fixed"))
     decoder.graphs = fixed
-    reads, tree_of = [], decoder.tree_of
+    reads, make = [], decoder.drafter.tree
     monkeypatch.setattr(
-        decoder, "tree_of", lambda one, read, *rest: reads.append(read.tolist()) or tree_of(one, read, *rest)
+        decoder.drafter, "tree", lambda one, behind: reads.append(behind.read.tolist()) or make(one, behind)
     )
     prompt = prompts(1, seed=4)[0]
     found = decoder.generate(prompt, 40)

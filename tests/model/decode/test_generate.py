@@ -8,9 +8,9 @@ import torch
 from transformers import GenerationConfig
 
 from ctcdraft.model import Decoder, load_base
+from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.decode.generate import continue_all
 from ctcdraft.model.decode.request import Request
-from ctcdraft.model.decode.sampling import Sampling
 
 
 def prompts(count, longest, seed=0):

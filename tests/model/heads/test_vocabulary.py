@@ -80,14 +80,14 @@ def test_drafts_are_of_these_tokens_and_output_stays_the_bases(base, config):
     head = drafting(config, base)
     decoder = Decoder(base, head, DraftConfig(nodes=16, top_k=8, prompt_lookup=0, budget="fixed"))
     drafted: set[int] = set()
-    tree_of = decoder.tree_of
+    make = decoder.drafter.tree
 
     def watched(*arguments, **options):
-        tree = tree_of(*arguments, **options)
+        tree = make(*arguments, **options)
         drafted.update(tree.tokens.tolist())
         return tree
 
-    decoder.tree_of = watched
+    decoder.drafter.tree = watched
     prompt = [4, 9, 5, 12]  # two of them cannot be drafted
     assert decoder.generate(prompt, 24).tokens == Decoder(base).generate(prompt, 24).tokens
     assert drafted

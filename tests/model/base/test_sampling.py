@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.decode.sampling import Sampling, gumbel
+from ctcdraft.model.base.sampling import Sampling, gumbel
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.heads import CtcConfig, head_on
 

@@ -11,7 +11,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
@@ -68,9 +70,43 @@ class Sampling:
         return logits_RV
 
 
-def gumbel(seed: int, position: int, vocab: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise [V] in float64, a function of (seed, position) on this kind of device."""
-    key = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(key, "little") >> 1)
-    exponential = torch.empty(vocab, dtype=torch.float64, device=device).exponential_(generator=generator)
-    return exponential.log_().neg_()
+# What noise is for: the base's own choices; and of multi-candidate drafting the drawn candidates, what accepts them,
+# and what is drawn where none was accepted.
+CHOICE, PROPOSAL, ACCEPTANCE, RESIDUAL = range(4)
+GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64 (Steele, Lea, Flood 2014)
+MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+
+
+def noise_key(seed: int, position: int, stream: int = CHOICE) -> int:
+    """Names the noise of a position; each stream has its own."""
+    words = f"{seed} {position}" + (f" {stream}" if stream else "")
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+
+
+def gumbel(seed: int, position: int, vocab: int, device: torch.device, stream: int = CHOICE) -> Tensor:
+    """Standard Gumbel noise [V] in float64: of token v a hash of (seed, position, v), so that `gumbel_of` has the same
+    for any of them."""
+    x_V = torch.arange(1, vocab + 1, device=device) * _signed(GOLDEN) + _signed(noise_key(seed, position, stream))
+    for shift, factor in MIX:
+        x_V = (x_V ^ _shifted(x_V, shift)) * _signed(factor)
+    uniform_V = (_shifted(x_V ^ _shifted(x_V, 31), 12).double() + 0.5) * 2.0**-52
+    return uniform_V.log_().neg_().log_().neg_()
+
+
+def gumbel_of(tokens: NDArray[np.int64], seed: int, position: int, stream: int = CHOICE) -> NDArray[np.float64]:
+    """What `gumbel` has for these tokens, on the host, to the last bits of a logarithm."""
+    x = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN) + np.uint64(noise_key(seed, position, stream))
+    for shift, factor in MIX:
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    uniform = (((x ^ (x >> np.uint64(31))) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return -np.log(-np.log(uniform))
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """To the right, zeros coming in from the left."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
