@@ -144,7 +144,7 @@ def stored_states(base, batch, kind, folder):
 
 
 def random_head(base, transition, slots=LABELS):
-    """As conf/head/ctc.yaml has it."""
+    """The product's, of other slots."""
     config = CtcConfig(slots=slots, merge=False, band=1, transition=transition)
     return head_on(base, config).to(base.device)
 

@@ -35,21 +35,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """kind: `heldout` is what the run's data keeps from training.
-
-    questions: at most so many, evenly spread over the benchmark's rows (None: all); prompt_tokens: [shortest, longest]
-    prompt cut from a text. Every question is decoded at each of `temperatures`: once where that is 0, with `seeds`
-    seeds where it is above.
-    """
+    """kind: `heldout` is what the run's data keeps from training."""
 
     kind: Literal["heldout", "toy", "mt_bench", "spec_bench", "gsm8k", "humaneval", "text"] = "heldout"
-    path: str | None = None
-    questions: PositiveInt | None = 24
+    path: str | None = None  # file, or name on the Hub
+    questions: PositiveInt | None = 24  # at most so many, evenly spread; null: all
+    # shortest and longest prompt of bench=text
     prompt_tokens: Lengths = field(default_factory=lambda: [32, 140])
-    max_new_tokens: PositiveInt = 128
-    warmups: NonNegativeInt = 3
+    max_new_tokens: PositiveInt = 128  # per answer
+    warmups: NonNegativeInt = 3  # untimed generations before the first question
+    # each question at each of them; results.json leads with the first
     temperatures: Annotated[list[float], Field(min_length=1)] = field(default_factory=lambda: [0.0])
-    seeds: PositiveInt = 3
+    seeds: PositiveInt = 3  # of each temperature above 0
 
     def __post_init__(self) -> None:
         if self.kind in NEED_PATH and self.path is None:

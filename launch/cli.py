@@ -25,6 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ctcdraft.data.secrets import masked
 
+from .schema import store_defaults
+
 CONF = "ctcdraft.conf"
 TOKENS = "base.eos"  # its values are tokens, which are full of syntax: base.eos=<|im_end|>
 SYNTAX = re.compile(r"[^\w./-]")  # characters of a value that may mean something in Hydra's grammar
@@ -38,6 +40,7 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
     words = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
+    store_defaults()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {masked(str(message))}", file=sys.stderr)
     sys.argv[1:] = masked(words)  # W&B writes down the command
     if not any(word.startswith("-") for word in words):
@@ -61,6 +64,7 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """The composed configuration. Raises ValueError, in one sentence, on a bad override."""
     GlobalHydra.instance().clear()
+    store_defaults()
     with hydra.initialize_config_module(CONF, version_base="1.3"):
         try:
             return hydra.compose(config_name, overrides)

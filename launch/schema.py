@@ -1,19 +1,24 @@
-"""The typed shape of each entry's configuration; below launch/ nobody sees anything else."""
+"""The typed shape of each entry's configuration; below launch/ nobody sees anything else.
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+A default stands once, in its dataclass. Hydra composes them with the differences that conf/ makes.
+"""
 
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from hydra.core.config_store import ConfigStore
 from pydantic import BeforeValidator, ConfigDict, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.config import DraftConfig
+from ctcdraft.model.heads import AnyHeadConfig
 from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
 from ctcdraft.train.loop import Plan
-from ctcdraft.train.options import MAY_DIFFER
+from ctcdraft.train.options import MayDiffer
 from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
@@ -23,19 +28,15 @@ NO_OTHERS = ConfigDict(extra="forbid")  # options than those of an entry and of 
 
 @dataclass(frozen=True)
 class BasePath:
-    """What is loaded, and how; None: as it was in training, where a run knows that.
+    """What is loaded, and how; None: as it was in training, where a run knows that."""
 
-    path: folder, Hub name or GGUF file. template: a built-in chat template (plain, vicuna) for a tokenizer that comes
-    without one. date: what a chat template writes as today's. eos: the tokens (text or id, or a list) that end a
-    sequence, instead of the base's own. trust_remote_code: run Python code that a local base brings along.
-    """
-
-    path: str | None = None
-    dtype: str | None = None
-    template: str | None = None
-    date: str | None = None
+    path: str | None = None  # null: the run's own base
+    dtype: str | None = None  # null: the run's (fp32 for another head.path)
+    template: str | None = None  # plain, vicuna: for a tokenizer that comes without a chat template
+    date: str | None = None  # what the chat template writes as today's, where it writes any
+    # the tokens (text or id, or a list) that end a sequence; null: the base's own
     eos: int | str | list[int | str] | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # true: run Python code that the base brings along
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype or "fp32")
@@ -49,9 +50,10 @@ class BaseConfig(BasePath):
     """kind: `toy` (made on first use, as `training` says), `smollm2` (fetched on first use; or path, where that is
     given) or `local` (path)."""
 
-    dtype: str = "fp32"
+    path: str | None = None  # folder, name on the Hub, or .gguf file
+    dtype: str = "auto"  # bf16 where this machine is faster in it, else fp32; or fp32, bf16, fp64
     date: str = PINNED_DATE
-    kind: Literal["toy", "smollm2", "local"] = "toy"
+    kind: Literal["toy", "smollm2", "local"] = "smollm2"
     training: ToyBaseConfig = field(default_factory=ToyBaseConfig)
 
     def __post_init__(self) -> None:
@@ -77,11 +79,11 @@ class TrainEntry(Plan):
 
     base: BaseConfig
     data: Annotated[DataConfig, BeforeValidator(check_regenerate)]
-    bench: BenchConfig = field(metadata=MAY_DIFFER)
-    logger: LoggerConfig = field(metadata=MAY_DIFFER)
-    name: str | None = field(default=None, metadata=MAY_DIFFER)
-    runs_dir: str = field(default="runs", metadata=MAY_DIFFER)
-    cache_dir: str = field(default=".cache", metadata=MAY_DIFFER)
+    bench: MayDiffer[BenchConfig]
+    logger: MayDiffer[LoggerConfig]
+    name: MayDiffer[str | None] = None  # run folder runs/<name>; null: named after base, head, objective and a hash
+    runs_dir: MayDiffer[str] = "runs"  # where runs lie
+    cache_dir: MayDiffer[str] = ".cache"  # the base and prepared data
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
@@ -91,13 +93,12 @@ class TrainEntry(Plan):
 
 @dataclass(frozen=True)
 class HeadPath:
-    path: str | None = None
+    path: str | None = None  # another exported head; then base.path is needed too
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """template_args: what the chat template gets beside the messages; None: what it got in the head's training."""
-
+    # what the chat template gets beside the messages; null: what it got in the head's training
     template_args: dict[str, Any] | None = None
 
 
@@ -110,23 +111,22 @@ class HeadChoice:
     head: HeadPath = HeadPath()
     base: BasePath = BasePath()
     data: ChatOptions = ChatOptions()
-    name: str | None = None
-    seed: Seed = 0
-    runs_dir: str = "runs"
+    name: str | None = None  # the run whose head drafts; null: the newest
+    seed: Seed = 0  # of everything random
+    runs_dir: str = "runs"  # where runs lie
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEntry(HeadChoice):
-    """launch/eval.py (conf/eval.yaml). heads: several, each the name of a run or the folder of an exported head.
-
-    count: do not decode; count tokens per step along the base's own answers, which are kept in cache_dir.
-    """
+    """launch/eval.py (conf/eval.yaml)."""
 
     bench: BenchConfig
     logger: LoggerConfig
+    # several instead: names of runs, or folders of exported heads (then base.path is needed too)
     heads: list[str] = field(default_factory=list)
+    # true: do not decode, count tokens per step along the base's own greedy answers: minutes, not hours
     count: bool = False
-    cache_dir: str = ".cache"
+    cache_dir: str = ".cache"  # where these answers are kept
 
     def __post_init__(self) -> None:
         if self.heads and (self.name is not None or self.head.path is not None):
@@ -137,9 +137,9 @@ class EvalEntry(HeadChoice):
 class ChatEntry(HeadChoice, Sampling):
     """launch/chat.py (conf/chat.yaml)."""
 
-    prompt: str | None = None
-    system: str | None = None
-    max_new_tokens: PositiveInt = 512
+    prompt: str | None = None  # one question, answered and done; null: a conversation
+    system: str | None = None  # a system turn
+    max_new_tokens: PositiveInt = 512  # per answer
 
 
 @with_config(NO_OTHERS)
@@ -148,6 +148,31 @@ class ExportEntry:
     """launch/export.py (conf/export.yaml)."""
 
     base: BasePath = BasePath()
-    name: str | None = None
-    runs_dir: str = "runs"
-    output: str | None = None
+    name: str | None = None  # null: the newest run
+    runs_dir: str = "runs"  # where runs lie
+    output: str | None = None  # another folder to write the head to
+
+
+ENTRIES = {"train": TrainEntry, "eval": EvalEntry, "chat": ChatEntry, "export": ExportEntry}
+
+
+def defaults_of(schema: Any) -> dict[str, Any]:
+    """The defaults of a dataclass and of those in it; what has none is left out, and conf/ says it."""
+    found: dict[str, Any] = {}
+    for option in fields(schema):
+        kind = get_type_hints(schema)[option.name]
+        if is_dataclass(kind):
+            found[option.name] = defaults_of(kind)
+        elif option.default is not MISSING:
+            found[option.name] = option.default
+        elif option.default_factory is not MISSING:
+            found[option.name] = option.default_factory()
+    return found
+
+
+def store_defaults() -> None:
+    """Give Hydra each entry's `options_of_<entry>`, and a choice of `head` per kind: no file holds any of these."""
+    for entry, schema in ENTRIES.items():
+        ConfigStore.instance().store(f"options_of_{entry}", defaults_of(schema))
+    for head in get_args(get_args(AnyHeadConfig)[0]):
+        ConfigStore.instance().store(head.kind, defaults_of(head), group="head")

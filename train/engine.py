@@ -36,22 +36,20 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW; lr is warmed up over `warmup` (a share of the steps), then falls as a cosine to floor * lr."""
-
-    lr: Positive = 1e-3
-    weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01
+    lr: Positive = 1e-3  # highest learning rate of AdamW
+    weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01  # of all trained parameters
+    # decay of its two moments
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.95])
-    warmup: Share = 0.05
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.02
-    clip: Positive = 1.0
+    warmup: Share = 0.05  # share of the steps in which lr rises
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.02  # lr ends, as a cosine, at floor * lr
+    clip: Positive = 1.0  # largest norm of the gradient
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """ZeRO stage; offload: optimizer state (and parameters at stage 3) to the CPU."""
-
+    # ZeRO: 0: none; shared out over ranks: 1: optimizer, 2: and gradients, 3: and parameters
     stage: Literal[0, 1, 2, 3] = 0
-    offload: bool = False
+    offload: bool = False  # optimizer (and at 3 parameters) to the CPU
 
     def __post_init__(self) -> None:
         if self.offload and self.stage == 0:

@@ -18,11 +18,10 @@ INIT_SECONDS = 30
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """mode: `wandb` (online with a key, else offline), `offline`, or `none` (metrics.jsonl only)."""
-
+    # wandb: online with a key, else offline | offline | none: metrics.jsonl alone
     mode: Literal["wandb", "offline", "none"] = "wandb"
-    project: str = "ctcdraft"
-    entity: str | None = None
+    project: str = "ctcdraft"  # of W&B
+    entity: str | None = None  # of W&B; null: the key's own
 
 
 class Media(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,36 +29,38 @@ from .anomalies import AnomalyChecks
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
 from .dev import count_dev, dev_sequences
 from .log import RunLog
-from .options import MAY_DIFFER
+from .options import MayDiffer
 from .task import DraftTask, ObjectiveConfig, StepMetrics, base_features, head_for, negatives_for
 from .watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """batch: rows per optimizer step over all ranks, at most micro_batch of them per forward and rank (None: all of a
-    rank's share); a run keeps its batch whatever the ranks. A row is one sequence, or with `pack` as many as fit into
-    max_length tokens. anchors: at most so many per sequence.
+    """A run keeps its batch whatever the ranks. max_minutes counts all sittings."""
 
-    max_minutes counts all sittings. keep: newest checkpoints that stay; max_skips: steps in a row without a finite
-    loss and gradient that end the run; hang_minutes: the same, where no part of a step ends for so long."""
-
-    steps: PositiveInt = 800
-    batch: PositiveInt = 4
-    micro_batch: PositiveInt | None = field(default=None, metadata=MAY_DIFFER)
+    steps: PositiveInt = 800  # optimizer steps
+    batch: PositiveInt = 4  # rows (sequences, unless packed) per optimizer step, over all ranks
+    # at most so many of them per forward and rank; null: all of a rank's share
+    micro_batch: MayDiffer[PositiveInt | None] = None
+    # at most so many drafts per sequence and step; more steps of fewer are worth more per minute
     anchors: PositiveInt = 32
-    max_length: PositiveInt = 2048
+    max_length: PositiveInt = 2048  # longest sequence, or row of packed ones, in tokens
+    # true: as many sequences per row as fit into max_length (first-fit), for long rows on GPUs
     pack: bool = False
+    # of the head: fp32 | bf16; auto: bf16 on a GPU that has it, else fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    max_minutes: ds.Positive | None = field(default=None, metadata=MAY_DIFFER)
-    log_every: PositiveInt = field(default=10, metadata=MAY_DIFFER)
+    max_minutes: MayDiffer[ds.Positive | None] = None  # stop, save, export and evaluate after so long
+    log_every: MayDiffer[PositiveInt] = 10  # steps from one logged row to the next
+    # steps between evaluations on development data; the best head there is exported
     eval_every: PositiveInt = 400
-    eval_anchors: PositiveInt = 4096
-    save_every: PositiveInt = field(default=400, metadata=MAY_DIFFER)
-    keep: PositiveInt = field(default=2, metadata=MAY_DIFFER)
-    max_skips: PositiveInt = field(default=10, metadata=MAY_DIFFER)
-    deterministic: bool = field(default=False, metadata=MAY_DIFFER)
-    hang_minutes: ds.Positive = field(default=30.0, metadata=MAY_DIFFER)
+    eval_anchors: PositiveInt = 4096  # drafts of an evaluation, at least: whole development sequences
+    save_every: MayDiffer[PositiveInt] = 400  # steps between checkpoints
+    keep: MayDiffer[PositiveInt] = 2  # newest checkpoints that stay; each holds the best head too
+    # so many steps in a row without a finite loss and gradient end the run
+    max_skips: MayDiffer[PositiveInt] = 10
+    deterministic: MayDiffer[bool] = False  # same seed, machine and ranks: the same bits (slower on GPUs)
+    # where nothing moves for so long on any rank, the run ends and says which it was
+    hang_minutes: MayDiffer[ds.Positive] = 30.0
 
     def __post_init__(self) -> None:
         if self.precision == "auto":
@@ -89,10 +91,10 @@ class Plan:
     head: AnyHeadConfig
     objective: ObjectiveConfig
     optim: ds.OptimConfig
-    zero: ds.ZeroConfig = field(metadata=MAY_DIFFER)
+    zero: MayDiffer[ds.ZeroConfig]
     train: TrainConfig
-    draft: DraftConfig = field(metadata=MAY_DIFFER)
-    seed: ds.Seed
+    draft: MayDiffer[DraftConfig]
+    seed: ds.Seed = 0  # of everything random
 
 
 class Trainer:

@@ -17,7 +17,7 @@ from ctcdraft.data.records import Conversation, Record, Text, record_of
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
 
-from .options import MAY_DIFFER
+from .options import MayDiffer
 
 GENERATED_ROWS = 1800
 LEARNT = ("train", "dev")
@@ -27,22 +27,20 @@ ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the e
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """temperatures: one rewriting of every conversation per entry, 0 greedy; top_p for those above 0.
+    """How the base rewrites the answers where data.labels=rewrite. OPENAI_API_KEY is sent where it is set."""
 
-    url: an OpenAI-compatible server to ask instead of the base in this process, model: the base's name there
-    (None: the first it lists); concurrency: requests at once; retries after a failure, with doubling waits;
-    timeout: seconds per answer. What failed at every try is asked again by the next command; reject_errors: it is
-    rejected. OPENAI_API_KEY is sent where it is set.
-    """
-
+    # one rewriting of every conversation per entry; 0: greedy
     temperatures: Annotated[list[NonNegativeFloat], Field(min_length=1)] = field(default_factory=lambda: [0.0])
+    # of temperatures above 0: the likeliest tokens with this probability in all
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    url: str | None = field(default=None, metadata=MAY_DIFFER)
-    model: str | None = None
-    concurrency: PositiveInt = field(default=16, metadata=MAY_DIFFER)
-    retries: NonNegativeInt = field(default=12, metadata=MAY_DIFFER)
-    timeout: PositiveFloat = field(default=300.0, metadata=MAY_DIFFER)
-    reject_errors: bool = field(default=False, metadata=MAY_DIFFER)
+    # http://<host>:<port>/v1 of an OpenAI-compatible server; null: the base in this process
+    url: MayDiffer[str | None] = None
+    model: str | None = None  # the base's name there; null: the first that it lists
+    concurrency: MayDiffer[PositiveInt] = 16  # requests at once
+    retries: MayDiffer[NonNegativeInt] = 12  # after a failure, with doubling waits
+    timeout: MayDiffer[PositiveFloat] = 300.0  # seconds for one answer
+    # what failed at every try: false: the next command asks again; true: rejected
+    reject_errors: MayDiffer[bool] = False
 
     def __post_init__(self) -> None:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
@@ -56,42 +54,35 @@ class RegenerateConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both);
-    path: file, glob or Hub name, or a list of them, with `weights` mixed row by row in these shares until one ends.
-
-    limit: use at most so many rows. holdout: share of rows kept for development and for questions, half
-    and half. dedupe: drop rows of equal content. keep_out: questions (a file) whose near-duplicates are dropped.
-    shard_rows: rows worked on, and lost by nobody, at a time.
-
-    labels: `rewrite`: the base rewrites every answer, as `regenerate` says; `argmax`: the given answers stay, with
-    the base's argmax at each position as labels; `given`: the given answers are the base's own, and their own labels.
-    turns: `each` answer is learned, or the `last` alone. template_args: what the chat template gets beside the
-    messages, as {"enable_thinking": False}; the trained head keeps it. prompt_tokens and samples_per_text: how texts
-    are cut, which the base always continues. max_new_tokens per answer.
-    features: the base's hidden states are stored, in this format, and training reads them; None: the base makes them
-    at each step. show: so many sequences are printed after preparing.
-    """
+    """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both).
+    A trained head keeps template_args. Texts the base always continues."""
 
     kind: Literal["toy", "prompts", "sharegpt", "text", "mixed"] = "toy"
-    path: str | list[str] | None = None
+    path: str | list[str] | None = None  # file, glob or Hub name, or a list of them
+    # several paths: their shares, row by row, until one ends; null: all of each
     weights: list[PositiveFloat] | None = None
-    limit: PositiveInt | None = None
+    limit: PositiveInt | None = None  # conversations, texts or rows that are used; null: all
+    # share kept from training: half to choose the best head by, half for bench=heldout
     holdout: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
-    dedupe: bool = True
-    keep_out: str | None = None
-    shard_rows: PositiveInt = 2048
+    dedupe: bool = True  # drop rows of equal content
+    keep_out: str | None = None  # a file of evaluation questions: rows that nearly repeat one are dropped
+    shard_rows: PositiveInt = 2048  # rows worked on at a time, by one process
+    # rewrite: the base writes every answer | argmax: its choice along given ones | given: as they are
     labels: Literal["rewrite", "argmax", "given"] = "rewrite"
-    turns: Literal["each", "last"] = "each"
+    turns: Literal["each", "last"] = "each"  # each | last: which answers of a conversation are labels
+    # what the chat template gets beside the messages: {enable_thinking: false}
     template_args: dict[str, Any] | None = None
-    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    regenerate: RegenerateConfig = RegenerateConfig()
+    # shortest and longest beginning of a text that the base continues
     prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
         default_factory=lambda: [8, 140]
     )
-    samples_per_text: PositiveInt = 4
-    max_new_tokens: PositiveInt = 192
-    batch_size: PositiveInt = field(default=64, metadata=MAY_DIFFER)
+    samples_per_text: PositiveInt = 4  # beginnings of each text
+    max_new_tokens: PositiveInt = 192  # per answer
+    batch_size: MayDiffer[PositiveInt] = 64  # conversations that the base answers together
+    # bf16 | fp8: store the base's hidden states once, train without its forward; null: at each step
     features: Literal["bf16", "fp8"] | None = None
-    show: NonNegativeInt = field(default=0, metadata=MAY_DIFFER)
+    show: MayDiffer[NonNegativeInt] = 0  # print so many prepared sequences, labels in colour
 
     def __post_init__(self) -> None:
         if self.kind not in GENERATED and not self.paths:

@@ -1,7 +1,7 @@
 """What one training step computes: base hidden states, the head's slots, the loss, and its figures."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -27,15 +27,17 @@ from ctcdraft.model.loss.objective import AnchorLoss, anchor_losses
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """kind: `prefix_ctc`, `ctc` or `cross_entropy`; labels: U; decay: the weight of prefix (slot) k is decay^(k-1).
-    negatives: of a sampled softmax (model/loss/negatives.py); None: the whole vocabulary.
-    distill: how much of each label is the base's own distribution there (Hinton et al. 2015; of drafters, Zhou et al.
-    2024, arXiv 2310.08461), the rest being the token that it chose."""
+    """labels: U. negatives: model/loss/negatives.py. distill: Hinton et al. 2015; of drafters, Zhou et al. 2024, arXiv
+    2310.08461."""
 
     kind: Literal["prefix_ctc", "ctc", "cross_entropy"] = "prefix_ctc"
-    labels: PositiveInt = 12
+    # tokens of the base's continuation to learn, at most the slots
+    labels: PositiveInt = field(kw_only=True)
+    # weight of prefix k (of slot k in cross_entropy): decay^(k-1)
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    # sampled softmax: so many other tokens beside a step's labels; null: the whole draft vocabulary
     negatives: PositiveInt | None = 3072
+    # how much of each label is the base's whole distribution there, instead of the token it chose
     distill: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     @property

@@ -22,15 +22,13 @@ LEAST_TEMPERATURE = 1e-30  # any below gives the same tokens, and float32 could 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: argmax. Applied in transformers' order: repetition penalty, temperature, top_k, top_p.
+    """Applied in transformers' order: repetition penalty, temperature, top_k, top_p. Raises ValueError where one is out
+    of its range."""
 
-    top_k 0 and top_p 1 keep every token. Raises ValueError on values outside their range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0  # the likeliest tokens with this probability in all
+    repetition_penalty: float = 1.0  # above 1: tokens that were read before are less likely
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):

@@ -5,25 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """kind: `tree` or `chain`; nodes: the budget N; top_k: tokens that a draft may hold, the likeliest in any slot.
+    """kind: `tree` or `chain`.
 
-    budget: `fixed`: always `nodes`; `measured`: at most `nodes`, as many per step as pay by calibrated psi and the time
-    of a step, which is measured once (for one sequence at a time; several keep to `nodes`); `auto`: `measured` on a
-    CPU, where each row costs, `fixed` elsewhere. Tokens do not depend on it; the number of steps that they take is
-    another whenever times are.
-
-    prune: the share of a prefix's alignments that the search may leave out, see `tree.search`; 0: psi is exact.
-
-    prompt_lookup: where the last tokens were read before, at most so many of those that followed are drafted too, see
-    `prompt_lookup`; 0: none.
+    budget `measured`: by calibrated psi and the time of a step, which is measured once (for one sequence at a time;
+    several keep to `nodes`). Tokens do not depend on it; the number of steps that they take is another whenever times
+    are. prune: see `tree.search`.
     """
 
     kind: str = "tree"
-    nodes: int = 32
-    top_k: int = 512
+    nodes: int = 32  # tokens of a draft, at most
+    top_k: int = 512  # tokens that a draft may hold, the likeliest in any slot
+    # auto: measured on a CPU, fixed on a GPU | fixed: `nodes` | measured: at most so many, as pay
     budget: str = "auto"
-    prune: float = 0.03
-    prompt_lookup: int = 32
+    prune: float = 0.03  # share of a prefix's alignments that the search may leave out; 0: psi is exact
+    prompt_lookup: int = 32  # copied tokens, where the last ones were read before; 0: none
 
     def __post_init__(self) -> None:
         if self.kind not in ("tree", "chain"):

@@ -27,13 +27,12 @@ from .vocabulary import DraftVocabulary
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class EagleConfig(HeadConfig):
-    """width, heads: of the layer; beam: nodes that a pass expands, and children that each of them gets; slots: passes
-    T."""
+    """slots: passes T, one per depth of the tree."""
 
     kind: Literal["eagle"] = "eagle"
-    width: Size = 128
-    heads: Size = 4
-    beam: Size = 8
+    width: Size = 128  # of eagle's layer
+    heads: Size = 4  # attention heads of that layer
+    beam: Size = 8  # nodes that a pass expands, and children of each
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):

@@ -32,11 +32,12 @@ CHECKED = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class HeadConfig:
-    """What each kind has. slots: T. draft_vocab_size: how many tokens it can draft, see `DraftVocabulary`; None: all of
-    the base's. Raises ValueError on sizes that do not fit."""
+    """What each kind has. slots: T. draft_vocab_size: see `DraftVocabulary`. Raises ValueError on sizes that do not
+    fit."""
 
     kind: str
-    slots: Size = 12
+    slots: Size = 12  # tokens per draft
+    # tokens it can draft: the most frequent of its training answers; null: all
     draft_vocab_size: Size | None = 16384
 
     @property

@@ -17,10 +17,8 @@ from .head import CHECKED, HeadConfig, Layers, OnePassHead, Slots
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class MedusaConfig(HeadConfig):
-    """layers: residual blocks per slot."""
-
     kind: Literal["medusa"] = "medusa"
-    layers: Layers = 1
+    layers: Layers = 1  # residual blocks per slot
 
 
 class MedusaHead(OnePassHead):

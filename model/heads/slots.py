@@ -27,15 +27,14 @@ RARE_BLANK = -2.0  # log-odds that the blank begins with
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ParallelConfig(HeadConfig):
-    """layers: of the base's last ones, copied, as the body (last_layers.py; where the base's class cannot run them
-    alone, as many blocks in which slots see each other). transition: `full`: what a slot emits depends on the token
-    that was collapsed last, by a product of that `rank` (transition.py); or `none`."""
+    """layers: see last_layers.py; where the base's class cannot run them alone, as many blocks in which slots see each
+    other. transition, rank: see transition.py."""
 
     kind: Literal["parallel"] = "parallel"
-    slots: Size = 7
-    layers: Layers = 2
-    transition: Literal["none", "full"] = "none"
-    rank: Size = 128
+    slots: Size = 7  # tokens or blanks per draft; a real base accepts 2 to 4 at a time
+    layers: Layers = 2  # of the base's last ones, copied: the body, which sees the base's own keys and values
+    transition: Literal["none", "full"] = "none"  # on the token collapsed before: none | full
+    rank: Size = 128  # of the transition's matrices
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -44,7 +43,9 @@ class CtcConfig(ParallelConfig):
 
     kind: Literal["ctc"] = "ctc"  # type: ignore[assignment]
     transition: Literal["none", "full"] = "full"
+    # true, with band=null: equal neighbours are one token, as in CTC; false: two
     merge: Annotated[bool, Field(strict=True)] = False
+    # most blanks before a token; null: any number
     band: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] | None = 1
 
     def __post_init__(self) -> None:

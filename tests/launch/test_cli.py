@@ -1,17 +1,14 @@
 import ast
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from ctcdraft.launch import runs
 from ctcdraft.launch.cli import _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
-from ctcdraft.model.heads import head_config
-from ctcdraft.train.shards import DataConfig, RegenerateConfig
+from ctcdraft.train.shards import RegenerateConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -31,24 +28,10 @@ def test_the_gpu_recipes_are_the_real_thing():
         assert config.train.split(8)[1] >= 1
 
 
-def test_defaults_of_yaml_and_dataclasses_do_not_drift_apart():
-    config = typed(compose("train", []), TrainEntry)
-    for name in ("objective", "optim", "zero", "draft", "bench", "train", "head"):
-        part, plain = getattr(config, name), type(getattr(config, name))()
-        if name == "objective":  # as many labels as the default has slots
-            assert part.labels == config.head.slots
-            plain = replace(plain, labels=config.head.slots)
-        assert part == plain, name
-
-
-def test_a_head_is_the_same_by_name_and_from_python():
-    for kind in ("ctc", "parallel", "medusa", "eagle"):
-        given = OmegaConf.to_container(compose("train", [f"head={kind}"]).head)
-        assert head_config(given) == head_config({"kind": kind})
-
-
 def test_every_choice_composes():
-    for group in ("base", "head", "objective", "zero", "draft", "bench", "logger"):
+    for kind in ("ctc", "parallel", "medusa", "eagle"):
+        assert compose("train", [f"head={kind}"]).head.kind == kind
+    for group in ("base", "objective", "zero", "draft", "bench", "logger"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
             assert compose("train", [f"{group}='{path.stem}'"])[group] is not None
     typed(compose("eval", ["bench=mt_bench", "bench.path=x"]), EvalEntry)
@@ -119,14 +102,6 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
     assert (config.data.labels, config.data.regenerate) == ("rewrite", RegenerateConfig())
     words = ["data.regenerate.url=http://127.0.0.1:1/v1", "data.regenerate.temperatures=[0,0.7]"]
     assert typed(compose("train", words), TrainEntry).data.regenerate.temperatures == [0.0, 0.7]
-
-
-def test_every_kind_of_data_has_the_options_of_the_dataclass_and_its_defaults():
-    for path in (ROOT / "conf" / "data").glob("*.yaml"):
-        found = typed(compose("train", [f"data={path.stem}", "data.path=x"]), TrainEntry).data
-        same = {"limit", "holdout", "max_new_tokens", "kind", "path", "features", "shard_rows"}
-        for name, value in asdict(DataConfig()).items():
-            assert name in same or asdict(found)[name] == value, (path.stem, name)
 
 
 @pytest.mark.parametrize(

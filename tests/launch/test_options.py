@@ -24,4 +24,4 @@ def test_every_option_has_a_default_and_a_meaning():
 
 def test_an_option_without_a_meaning_is_an_error():
     with pytest.raises(KeyError, match="fresh"):
-        [*options.rows(Silent, {}, {})]
+        [*options.rows(Silent, {})]

@@ -19,7 +19,7 @@ def fp32_base(base_folder):
 
 def estimate(base, head, stage=0, ranks=1, precision="fp32"):
     train = TrainConfig(batch=2 * ranks, anchors=40, max_length=200, precision=precision)
-    plan = Plan(head.config, ObjectiveConfig(), OptimConfig(), ZeroConfig(stage), train, DraftConfig(), seed=0)
+    plan = Plan(head.config, ObjectiveConfig(labels=12), OptimConfig(), ZeroConfig(stage), train, DraftConfig(), seed=0)
     return memory_per_rank(base, head, plan, ranks)
 
 

@@ -54,7 +54,7 @@ def trained_base(request):
 def findings(base, kind="ctc", objective="prefix_ctc", steps=400, **options):
     sizes = {"draft_vocab_size": 4096} | options
     head = head_config({"kind": kind, **sizes})
-    objective = ObjectiveConfig(kind=objective)
+    objective = ObjectiveConfig(objective, labels=12)
     plan = Plan(head, objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
     return OverfitCheck(base, MESSAGES, plan, DataConfig(), answer_tokens=32, steps=steps).findings()
 
