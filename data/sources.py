@@ -6,6 +6,7 @@ behind it.
 """
 
 import bz2
+import codecs
 import glob
 import gzip
 import hashlib
@@ -17,25 +18,18 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from io import BufferedReader, FileIO
-from itertools import chain, count
+from io import BufferedReader, FileIO, TextIOWrapper
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow
 from pyarrow import ipc, parquet
 
 CHUNK = 1 << 20
 LONGEST_REASON = 400
-LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is counted and rejected, never held
-# What says where an element of JSON ends: brackets and commas outside strings. A string ends in group 1, or goes on
-# behind the text.
-STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{},]', re.DOTALL)
+LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is rejected, never held
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, pyarrow.ArrowException)  # what a cut or broken file raises
-WIDE = {  # encodings of two bytes by how a file begins: with their mark, or with the "{" or "[" of JSON
-    rb"\xff\xfe|[{\[]\0": "UTF-16LE",
-    rb"\xfe\xff|\0[{\[]": "UTF-16BE",
-}
 WRAPPERS = ("data", "train", "rows", "examples", "instances", "dataset")  # {"data": [{...}, ...]}
 PACKED: dict[bytes, Callable[[Path], Any]] = {  # how a compressed file begins, and what opens it
     b"\x1f\x8b": gzip.open,
@@ -45,8 +39,9 @@ PACKED: dict[bytes, Callable[[Path], Any]] = {  # how a compressed file begins, 
 }
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 ROWS_AT_ONCE = 64  # of a table's columns made into rows
-MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
-MARK = b"\xef\xbb\xbf"  # a byte order mark, in UTF-8
+MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*+")\s*:\s*')
+GAP = re.compile(rf"(?:{MEMBER.pattern}|[\s,]*)")  # before a value, with its name where it has one
+DECODER = json.JSONDecoder()
 BLANK = b" \t\r\n\x1e"  # RFC 7464 puts a record separator before each JSON text
 
 
@@ -108,8 +103,8 @@ def check_source(option: str, path: str | None) -> None:
         start = b""
         with suppress(*DAMAGE), _opened(file) as stream:
             start = stream.read(4)
-        encoding = next((name for pattern, name in WIDE.items() if start[:2] and re.match(pattern, start)), None)
-        if encoding:
+        encoding = json.detect_encoding(start).upper()
+        if not encoding.startswith("UTF-8"):
             raise ValueError(
                 f"{option}={path}: {file} is {encoding}: write it as UTF-8 (iconv -f {encoding} -t UTF-8 {file.name})"
             )
@@ -159,8 +154,8 @@ def _rows(file: Path) -> Iterator[Any]:
         if start.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
             yield from _table_rows(file, start)
             return
-        if start.startswith(MARK):
-            stream.read(len(MARK))
+        if start.startswith(codecs.BOM_UTF8):
+            stream.read(len(codecs.BOM_UTF8))
         while (start := stream.peek()) and start[0] in BLANK:
             stream.read(len(start) - len(start.lstrip(BLANK)))
         yield from _json_rows(stream, start) if start else [RowError(f"{file.name} is empty")]
@@ -182,114 +177,87 @@ def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
 
 def _json_rows(stream: BufferedReader, start: bytes) -> Iterator[Any]:
     """Rows of JSON text, whose start, as far as it can be seen, tells its form."""
-    chunks = iter(partial(stream.read1, CHUNK), b"")
     if start.startswith(b"["):
-        return _element_rows(chunks)
+        stream.read(1)
+        return _values(stream, "]")
     line, _, following = start.partition(b"\n")
     is_json = not isinstance(_parsed(line, ""), RowError)
     if not start.startswith(b"{") or (following.strip() and (is_json or following.startswith(b"{"))):
         return _line_rows(stream)
     wrapped, values = _outline(start.decode("latin-1"))
     if wrapped:  # {"data": [...]}
-        stream.read(wrapped)
-        return _element_rows(chunks)
+        stream.read(wrapped + 1)
+        return _values(stream, "]")
     if len(values) > 1 and all(isinstance(value, dict) for value in values):  # {"0": {...}, "1": {...}}
-        return _element_rows(chunks, of="object")
+        stream.read(1)
+        return _values(stream, "}")
     if is_json or not following:
         return _line_rows(stream)
-    return _element_rows(chain([b"["], chunks, [b"]"]))  # objects of several lines each
+    return _values(stream, "")  # objects of several lines each
 
 
 def _outline(text: str) -> tuple[int, list[Any]]:
     """Of an object, as far as its text goes: where the list of rows in it starts (0: it has none), and the values of
     its members up to there."""
-    values: list[Any] = []
-    decoder, at = json.JSONDecoder(), 1
+    values, at = list[Any](), 1
     try:
         while key := MEMBER.match(text, at):
             if json.loads(key[1]) in WRAPPERS and re.compile(r"\[\s*\{").match(text, key.end()):
                 return key.end(), values
-            value, at = decoder.raw_decode(text, key.end())
+            value, at = DECODER.raw_decode(text, key.end())
             values.append(value)
     except (ValueError, RecursionError):  # it goes on behind the text
         pass
     return 0, values
 
 
-def _line_rows(stream: BinaryIO) -> Iterator[Any]:
+def _line_rows(stream: BufferedReader) -> Iterator[Any]:
     for number in count(1):
         line = end = stream.readline(LONGEST_ROW + 1)
         if not line:
             return
-        size = len(line)
-        while size > LONGEST_ROW and end and not end.endswith(b"\n"):
+        while len(line) > LONGEST_ROW and end and not end.endswith(b"\n"):
             end = stream.readline(CHUNK)
-            size += len(end)
-        if size > len(line):
-            yield _parsed(size, f"line {number}")
-        elif line.strip(BLANK):
+        if line.strip(BLANK):
             yield _parsed(line.removesuffix(b"\n").lstrip(b"\x1e"), f"line {number}")
 
 
-def _element_rows(chunks: Iterable[bytes], of: str = "list") -> Iterator[Any]:
-    """The elements of a list, or the values of an object's members."""
-    number = 0
-    for number, element in enumerate(_elements(chunks), 1):
-        if of == "object" and isinstance(element, bytes):
-            element = b"{" + element + b"}"
-        row = element if isinstance(element, RowError) else _parsed(element, f"row {number} of the {of}")
-        yield from row.values() if of == "object" and isinstance(row, dict) else [row]
-    if not number:
+def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
+    """The values of a list or of an object's members up to its `end`; where that is "", those of the whole stream.
+
+    Never more than the longest row is held. What is no JSON ends the stream: nothing says where the next row begins.
+    """
+    text = TextIOWrapper(stream, "utf-8", "surrogateescape")
+    buffer, at, number, more, problem = "", 0, 1, True, ""
+    while True:
+        at = GAP.match(buffer, at).end()  # type: ignore[union-attr]
+        if end and buffer.startswith(end, at):
+            break
+        try:
+            value, behind = DECODER.raw_decode(buffer, at)
+        except (ValueError, RecursionError) as error:
+            value, behind, problem = None, len(buffer), str(error)
+        if more and GAP.match(buffer, behind).end() == len(buffer) <= at + LONGEST_ROW:  # type: ignore[union-attr]
+            read = text.read(CHUNK)  # it may go on
+            buffer, at, more, problem = buffer[at:] + read, 0, bool(read), ""
+            continue
+        if at == len(buffer) and not end:
+            return
+        if problem:
+            longest = f"at most {LONGEST_ROW >> 20} MiB"
+            yield RowError(f"row {number} is no JSON of {longest} ({problem}): nothing behind it is read")
+            return
+        yield value
+        at, number = behind, number + 1
+    if number == 1:
         yield RowError("the list is empty")
+    if (buffer[at + 1 :] + text.read(CHUNK)).strip(" \t\r\n}"):
+        yield RowError("more follows the end of the list, and is not read")
 
 
-def _elements(chunks: Iterable[bytes]) -> Iterator[bytes | int | RowError]:
-    """Each element of a JSON list (or member of an object) as bytes (of one that is too long, its length), found by
-    brackets alone, so that one that does not parse costs no other; between objects there may be no comma. At the end a
-    RowError when the list is not closed."""
-    buffer, quoted, ended = b"", b"", False  # quoted: what says that a string is open
-    start = at = depth = dropped = number = 0
-    chunks = iter(chunks)
-    for chunk in chunks:
-        buffer, at, start, quoted = buffer[start:] + chunk, at - start, 0, b""
-        for match in STRUCTURE.finditer(buffer, at):
-            at, token = match.end(), match[0]
-            if token.startswith(b'"'):
-                if not match[1]:
-                    at, quoted = match.start(), b'"' + buffer[match.end() :]
-                continue
-            depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
-            if token in b"[{" and depth == 1:
-                start = at
-            elif depth == 0 or (depth == 1 and token in b",]}"):
-                closed = depth == 1 and token != b","
-                element = buffer[start : at if closed else match.start()]
-                if element.strip() or dropped or not (ended or (depth == 0 and number == 0)):
-                    number += 1
-                    yield dropped + len(element) if dropped else element
-                start, dropped, ended = at, 0, closed
-                if depth == 0:
-                    behind = sum(len(more.strip(b" \t\r\n}")) for more in chain([buffer[at:]], chunks))
-                    if behind:
-                        yield RowError(f"{behind} bytes follow the end of the list")
-                    return
-        if not quoted:
-            at = len(buffer)
-        if len(buffer) - start > LONGEST_ROW:
-            dropped += len(buffer) - start
-            buffer, start, at = quoted, 0, 0
-    if depth == 1 and not (dropped or quoted):
-        if buffer[start:].strip():
-            number += 1
-            yield buffer[start:]
-        yield RowError(f"the list is not closed after row {number}: the file was cut")
-    else:
-        yield RowError(f"the list ends inside row {number + 1}: the file was cut")
-
-
-def _parsed(data: bytes | int, where: str) -> Any:
-    if isinstance(data, int):
-        return RowError(f"{where} has {data / 2**20:.0f} MiB, more than the {LONGEST_ROW >> 20} of the longest row")
+def _parsed(data: bytes, where: str) -> Any:
+    if len(data) > LONGEST_ROW:
+        return RowError(f"{where} has more than the {LONGEST_ROW >> 20} MiB of the longest row")
     try:
         return json.loads(data.decode())
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import tracemalloc
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.data import sources
+from ctcdraft.data.records import text_of
 from ctcdraft.data.sources import RowError, check_source, read_mixture, read_rows
 
 ROWS = [{"text": 'a\n{[,"\\'}, {"text": "é", "n": [1, [2, {"x": "]"}]]}, "bare", 7]
@@ -111,17 +113,17 @@ def test_one_object_alone_is_one_row(tmp_path):
             assert rows_of(tmp_path, dumped(row, indent=indent)) == [row]
 
 
-def test_what_follows_the_wrapped_list_is_counted(tmp_path):
+def test_what_follows_the_wrapped_list_is_told(tmp_path):
     rows = rows_of(tmp_path, dumped({"train": OBJECTS, "test": [1]}))
     assert rows[:-1] == OBJECTS
-    assert "bytes follow the end of the list" in str(rows[-1])
+    assert "more follows the end of the list" in str(rows[-1])
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 def test_utf_16_is_named_before_any_work(tmp_path, packed, encoding):
     path = written(tmp_path, packed(LINES.decode().encode(encoding)))
-    name = "UTF-16BE" if encoding.endswith("be") else "UTF-16LE"
+    name = encoding.upper()
     with pytest.raises(ValueError, match=rf"f.json is {name}: write it as UTF-8 \(iconv -f {name} -t UTF-8"):
         list(read_rows(path))
 
@@ -166,34 +168,34 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(rows=st.lists(JSON, min_size=1, max_size=6), chunk=st.integers(1, 9), ascii=st.booleans())
-def test_the_elements_of_a_list_are_found_whatever_the_chunks(rows, chunk, ascii):
-    data = json.dumps(rows, ensure_ascii=ascii).encode("utf-8", "surrogatepass")
-    pieces = [data[i : i + chunk] for i in range(0, len(data), chunk)]
-    found = [sources._parsed(e, "x") for e in sources._elements(pieces)]
-    readable = [isinstance(row, RowError) or row == want for row, want in zip(found, rows, strict=True)]
-    assert all(readable)
-    if ascii:
-        assert found == rows
+def test_rows_are_found_whatever_the_chunks(rows, chunk, ascii):
+    objects = [{"a": row} for row in rows]
+    forms = {
+        "]": (rows, json.dumps(rows, ensure_ascii=ascii)[1:]),
+        "}": (rows, json.dumps({f'"{i}: ': row for i, row in enumerate(rows)}, ensure_ascii=ascii)[1:]),
+        "": (objects, "\n".join(json.dumps(row, ensure_ascii=ascii, indent=1) for row in objects)),
+    }
+    for end, (want, text) in forms.items():
+        with patch.object(sources, "CHUNK", chunk):
+            assert list(sources._values(io.BufferedReader(io.BytesIO(text.encode())), end)) == want
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.binary(max_size=60), chunk=st.integers(1, 9))
-def test_no_bytes_make_the_scanner_fail(data, chunk):
-    pieces = [b"[", *(data[i : i + chunk] for i in range(0, len(data), chunk))]
-    list(sources._elements(pieces))
+@given(data=st.binary(max_size=60))
+def test_no_bytes_make_the_scanner_fail(data):
+    for end in ("]", "}", ""):
+        list(sources._values(io.BufferedReader(io.BytesIO(data)), end))
     list(sources._line_rows(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize(
     ("content", "good", "reason"),
     [
-        (b'[{"text": "a"}, {"text": "b"}, {"te', 2, "the list ends inside row 3"),
-        (b'[{"text": "a"}, {"text": "b"}', 2, "the list is not closed after row 2"),
-        (b"[" * 100_000, 0, "the list ends inside row 1"),
-        (b'[{"text": "a"}, {oops}, {"text": "b"}]', 2, "row 2 of the list is no JSON"),
-        (b'[{"text": "a"}, ' + b"[" * 100_000 + b"]" * 100_000 + b', {"text": "b"}]', 2, "nested too deeply"),
-        (b'[{"text": "a"}, {"text": "\xff\xfe"}, "c"]', 2, "row 2 of the list is not UTF-8 at byte 11"),
-        (b'[{"text": "a"}] [1, 2]', 1, "6 bytes follow the end of the list"),
+        (b'[{"text": "a"}, {"text": "b"}, {"te', 2, "row 3 is no JSON of at most 16 MiB (Unterminated string"),
+        (b'[{"text": "a"}, {"text": "b"}', 2, "row 3 is no JSON of at most 16 MiB (Expecting value"),
+        (b"[" * 100_000, 0, "row 1 is no JSON of at most 16 MiB (maximum recursion depth"),
+        (b'[{"text": "a"}, {oops}, {"text": "b"}]', 1, "row 2 is no JSON of at most 16 MiB (Expecting property name"),
+        (b'[{"text": "a"}] [1, 2]', 1, "more follows the end of the list"),
         (b"[]", 0, "the list is empty"),
         (b" \n", 0, "f.json is empty"),
         (b'{"text": "a"}\n{"text": \n{"text": "b"}', 2, "line 2 is no JSON"),
@@ -212,16 +214,23 @@ def test_what_cannot_be_read_stands_for_itself_and_the_rest_is_read(tmp_path, co
         assert len(rows) == good + 1
 
 
-@pytest.mark.parametrize("shape", [b'%s\n{"text": "b"}', b'[%s, {"text": "b"}]'])
+def test_bytes_that_are_not_utf_8_cost_no_other_row_of_a_list(tmp_path):
+    first, bad, last = rows_of(tmp_path, b'[{"text": "a"}, {"text": "\xff\xfe"}, "c"]')
+    assert (first, last) == ({"text": "a"}, "c")
+    with pytest.raises(RowError, match="the text holds half a character, or a byte that is not UTF-8, at 0"):
+        text_of(bad, 1)
+
+
+@pytest.mark.parametrize(("shape", "behind"), [(b'%s\n{"text": "b"}', [{"text": "b"}]), (b'[%s, {"text": "b"}]', [])])
 @pytest.mark.parametrize("long", [b'{"text": "%s"}', b'{"text": "\\\\\\"%s"}', b'{"text": ["%s"]}'])
-def test_a_row_of_50_megabytes_is_rejected_in_bounded_memory(tmp_path, shape, long):
+def test_a_row_of_50_megabytes_is_rejected_in_bounded_memory(tmp_path, shape, behind, long):
     path = written(tmp_path, shape % (long % ((b'x\\"\\\\ ' + b"y" * 94) * 520_000)))
     tracemalloc.start()
     rows = list(read_rows(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert rows[1] == {"text": "b"}
-    assert "MiB, more than the 16 of the longest row" in str(rows[0])
+    assert rows[1:] == behind
+    assert "16 MiB" in str(rows[0])
     assert peak < 60 * 2**20  # the row is 50 MB; held are at most 16 of it, and a copy
 
 
