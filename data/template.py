@@ -9,9 +9,7 @@ rendered before the answer must be a prefix, and the answer must follow it word 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from jinja2 import Template
@@ -40,14 +38,8 @@ ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
     "data.labels=rewrite without a server, which needs no mask"
 )
-
-THOUGHT_ALIASES = ("reasoning_content", "thinking")
-THOUGHT_START, THOUGHT_END = "<think>", "</think>"  # in the text of an answer, as servers without a parser leave it
+THOUGHT_START = "<think>"
 NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
-NO_MARK = "the chat template's generation marks cover none of the answers that are to be learned"
-LOST_THOUGHT = "the thought of an answer that is learned (the template drops it)"
-PAST_THOUGHT = "the thought of another turn (the template drops it)"
-NO_THOUGHT = "the thought of a turn (the template shows none)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
 AT_ONCE = 128  # conversations whose texts are tokenised together
 
@@ -193,8 +185,7 @@ def render_all(
 ) -> Iterator[Rendering | RowError]:
     """Each conversation's sequences, with `each` of its answers or the `last` alone as labels, or why it has none.
 
-    Raises ValueError, with advice, for a template that does not mark its answers and is of no known family, or
-    whose marks cover nothing or everything.
+    Raises ValueError, with advice, for a template that does not mark its answers and is of no known family.
     """
     plain = _Template(tokenizer, None, template_args)
 
@@ -206,34 +197,20 @@ def render_all(
         except RowError as error:
             return error
 
-    def tokenised(layouts: list[tuple[list[_Text], list[str]] | RowError]) -> list[Rendering | RowError]:
+    for start in range(0, len(conversations), AT_ONCE):
+        layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
         texts = [text.text for layout in layouts if not isinstance(layout, RowError) for text in layout[0]]
         encodings = iter(_encoded(tokenizer, texts))
-        return [
-            layout
-            if isinstance(layout, RowError)
-            else Rendering([_masked(next(encodings), text) for text in layout[0]], layout[1])
-            for layout in layouts
-        ]
-
-    blocks = []
-    with ThreadPoolExecutor(1) as tokenizing:  # which needs no GIL: the next ones are rendered meanwhile
-        for start in range(0, len(conversations), AT_ONCE):
-            layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
-            blocks.append(tokenizing.submit(tokenised, layouts))
-    for block in blocks:
-        yield from block.result()
+        for layout in layouts:
+            if isinstance(layout, RowError):
+                yield layout
+            else:
+                yield Rendering([_masked(next(encodings), text) for text in layout[0]], layout[1])
 
 
 def family_of(template: str) -> Family | None:
     """The known family of a template: its own marks come first and need none."""
     return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), None)
-
-
-@cache
-def thought_key(template: str) -> str | None:
-    """Under which key of a message a template looks for the thought before an answer."""
-    return next((key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", template)), None)
 
 
 def unread_in_prompt(tokenizer: Any, conversation: Conversation, template_args: TemplateArgs = NO_ARGS) -> list[str]:
@@ -253,7 +230,6 @@ class _Template:
     def __init__(self, tokenizer: Any, tools: list[Any] | None, args: TemplateArgs) -> None:
         self.text, self.tools, self.args = tokenizer.get_chat_template(tools=tools), tools, args
         self.marked, self.family = bool(MARKS.search(self.text)), family_of(self.text)
-        self.thought_key = thought_key(self.text)
         self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
         unknown = {None, tokenizer.unk_token_id}
         known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
@@ -278,16 +254,11 @@ class _Template:
         return self.render(messages, add_generation_prompt=True)[0]
 
     def _readable(self, message: Message) -> Message:
-        """The message with its thought under the key that the template reads, where it reads any, and under those that
-        transformers gives every template."""
-        if len(message) == 2:
-            return message
+        """The message with its thought under every key that templates read."""
         if "tool_calls" in message and "tool_calls" not in self.text:
             raise RowError("the chat template shows no tool calls")
-        kept = {key: value for key, value in message.items() if key not in ("label", "reasoning_content")}
-        if self.thought_key and "reasoning_content" in message:
-            kept |= dict.fromkeys((self.thought_key, *THOUGHT_ALIASES), message["reasoning_content"])
-        return kept
+        thoughts = dict.fromkeys(THOUGHT_KEYS, message["reasoning_content"]) if "reasoning_content" in message else {}
+        return {key: value for key, value in message.items() if key != "label"} | thoughts
 
     def texts(self, messages: Messages, turns: str) -> tuple[list[_Text], list[str]]:
         """Texts that hold the answers to be learned, each as it is while no turn follows it, in order: the whole
@@ -300,49 +271,29 @@ class _Template:
                 "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
                 f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
             )
-        whole, marks = self.render(messages)
-        if marks and sum(stop - start for start, stop in marks) >= len(whole):
-            raise ValueError(f"the chat template's generation marks cover all: {ADVICE}")
         learned = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [i for i in (learned[-1:] if turns == "last" else learned) if messages[i].get("label", True)]
         if not learned:
             raise RowError(NO_LABEL)
-        answers = {i: self._answer(messages, i) for i in learned}
+        left = [self._answer(messages, i) for i in learned]
+        text, rendered = left[-1].text, messages[: learned[-1] + 1]
+        if len(rendered) < len(messages) and left[-1].leads(whole := self.render(messages)[0]):
+            text, rendered = whole, messages
         texts: list[_Text] = []
-        left = learned
         while left:
-            last = answers[left[-1]]
-            text = whole if not texts and last.leads(whole) else last.text
-            here = [i for i in left if answers[i].leads(text)]
-            texts.append(_Text(text, [span for i in here for span in answers[i].spans]))
-            left = [i for i in left if i not in here]
+            texts.append(_Text(text, [span for answer in left if answer.leads(text) for span in answer.spans]))
+            left = [answer for answer in left if not answer.leads(text)]
+            text = left[-1].text if left else text
         if not any(each.spans for each in texts):
-            if not any(stop > start for start, stop in marks):
-                raise ValueError(f"the chat template's generation marks cover nothing: {ADVICE}")
-            raise RowError(NO_MARK)
-        rendered = messages if texts[0].text is whole else messages[: learned[-1] + 1]
+            raise RowError(f"the chat template's generation marks cover nothing of its answers: {ADVICE}")
         unread = [LOST_TURN] * (len(messages) - len(rendered))
-        unread += unshown(rendered, self.tools, [each.text for each in texts])
-        for i, message in enumerate(messages):
-            thoughts = []  # in a field of their own, or at the beginning of an answer
-            if "reasoning_content" in message and self.thought_key:
-                thoughts.append(message["reasoning_content"])
-            elif "reasoning_content" in message:
-                unread.append(NO_THOUGHT)
-            if message["role"] == "assistant" and THOUGHT_END in message["content"]:
-                thoughts.append(message["content"].split(THOUGHT_END)[0].split(THOUGHT_START)[-1])
-            for thought in thoughts:
-                if i in answers:
-                    answer = answers[i]
-                    if not any(thought.strip() in answer.text[start:stop] for start, stop in answer.spans):
-                        unread.append(LOST_THOUGHT)
-                elif not any(thought.strip() in each.text for each in texts):
-                    unread.append(PAST_THOUGHT)
-        return texts[::-1], unread
+        return texts[::-1], unread + unshown(rendered, self.tools, [each.text for each in texts])
 
     def _answer(self, messages: Messages, index: int) -> _Text:
         """What is rendered up to the answer messages[index] while no turn follows it, and where that is in it."""
         text, marks = self.render(messages[: index + 1])
+        if marks and sum(stop - start for start, stop in marks) >= len(text):
+            raise RowError(f"the chat template's generation marks cover all: {ADVICE}")
         if not self.marked:
             return _Text(text, [self._found(messages, index, self.prompt(messages[:index]), text)])
         earlier = sum(message["role"] == "assistant" for message in messages[:index])

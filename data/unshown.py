@@ -11,7 +11,7 @@ SOME_TOOLS = "tools (the template shows a part of them)"
 
 
 def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequence[str]) -> list[str]:
-    """A name for each value of the messages, but for thoughts, that none of the texts shows; and one for the tools."""
+    """A name for each value of the messages that none of the texts shows; and one for the tools."""
     found = [
         f"turn.{name} (the template does not show it)"
         for message in messages
@@ -23,7 +23,7 @@ def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequenc
 
 
 def _values(message: Message) -> Iterator[tuple[str, str]]:
-    for name in ("content", "name", "tool_call_id"):
+    for name in ("content", "reasoning_content", "name", "tool_call_id"):
         if name in message:
             yield name, message[name]
     for call in message.get("tool_calls", ()):

@@ -15,7 +15,8 @@ from ctcdraft.data.records import Conversation
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import LOST_THOUGHT, NO_LABEL, Rendered, answer_message, prompt_ids, render_all, thought_key
+from ctcdraft.data.template import NO_LABEL, Rendered, answer_message, prompt_ids, render_all
+from ctcdraft.data.unshown import unshown
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued, work_key
 
@@ -92,8 +93,6 @@ class Dialogue:
         """What a server said behind `said`, tokenised as the template writes it. Raises RowError where it cannot be."""
         conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
         self.unread += (f"answer.{name.removeprefix('turn.')}" for name in answer.unread)
-        if "reasoning_content" in answer.message and not thought_key(self.base.tokenizer.get_chat_template()):
-            raise RowError("the answer comes with a thought, which the chat template does not show")
         args = self.base.template_args
         (found,) = render_all(self.base.tokenizer, [conversation], turns="last", template_args=args)
         if isinstance(found, RowError):
@@ -102,7 +101,10 @@ class Dialogue:
         problem = self.base.unreadable(rendered.ids) if any(rendered.mask) else "the answer has no tokens"
         if problem:
             raise RowError(problem)
-        self.unread += (name for name in found.unread if name == LOST_THOUGHT)
+        labels = self.base.tokenizer.decode([i for i, m in zip(rendered.ids, rendered.mask, strict=True) if m])
+        thought = {"reasoning_content": answer.message.get("reasoning_content", "")}
+        if unshown([thought], None, [labels]):
+            raise RowError("the answer comes with a thought, which the chat template does not show")
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
             end = self._end_of_words(rendered, end, answer.message)

@@ -3,7 +3,7 @@
 import conventions
 import pytest
 
-from ctcdraft.data import records, template
+from ctcdraft.data import records, template, unshown
 
 
 def test_no_value_of_eighty_rows_in_any_convention_is_lost_in_silence():
@@ -21,7 +21,7 @@ def test_no_value_of_eighty_rows_in_any_convention_is_lost_in_silence():
     ("place", "broken"),
     [
         ((template, "unshown"), lambda *_: []),
-        ((template, "PAST_THOUGHT"), "nothing"),
+        ((unshown, "_values"), lambda message: [("content", message["content"])]),
         ((records, "_unread"), lambda left: ()),
     ],
 )

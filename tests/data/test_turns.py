@@ -9,9 +9,10 @@ from templates import shown
 
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import LOST_THOUGHT, LOST_TURN, NO_THOUGHT, PAST_THOUGHT, prompt_ids, render_all
+from ctcdraft.data.template import LOST_TURN, prompt_ids, render_all
 
 IM = ("<|im_start|>", "<|im_end|>")
+LOST_THOUGHT = "turn.reasoning_content (the template does not show it)"
 # As Qwen 3 and its like: thoughts stay until the next question.
 FORGETS = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
@@ -110,7 +111,7 @@ def test_a_template_that_drops_thoughts_gives_a_sequence_for_each_question(name)
 
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_of_the_last_turn_alone_the_earlier_thought_is_counted(name):
-    assert found(name, TWO, "last") == ([LAST], [PAST_THOUGHT])
+    assert found(name, TWO, "last") == ([LAST], [LOST_THOUGHT])
 
 
 @pytest.mark.parametrize("name", FORGETFUL)
@@ -130,12 +131,12 @@ def test_answers_between_two_questions_share_a_sequence(name):
 
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_an_answer_that_is_not_learned_needs_no_sequence(name):
-    assert found(name, [TWO[0], answer("ab", "hm", label=False), *TWO[2:]]) == ([LAST], [PAST_THOUGHT])
+    assert found(name, [TWO[0], answer("ab", "hm", label=False), *TWO[2:]]) == ([LAST], [LOST_THOUGHT])
 
 
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_what_lies_behind_the_last_label_and_would_change_it_is_counted(name):
-    assert found(name, [*TWO[:3], answer("cd", "so", label=False)]) == ([FIRST], [LOST_TURN, LOST_TURN, PAST_THOUGHT])
+    assert found(name, [*TWO[:3], answer("cd", "so", label=False)]) == ([FIRST], [LOST_TURN, LOST_TURN])
     assert found(name, TWO[:3]) == ([FIRST], [LOST_TURN])
 
 
@@ -194,7 +195,7 @@ def test_a_template_that_keeps_the_past_gives_one_sequence(name):
     sequences, unread = found(name, messages)
     assert len(sequences) == 1
     assert sequences[0].count("[[") == 3
-    assert unread == ([NO_THOUGHT] * 2 if name == "keeps" else [])
+    assert unread == ([LOST_THOUGHT] * 2 if name == "keeps" else [])
 
 
 THOUGHTS = st.one_of(st.none(), st.text("xyz", min_size=1, max_size=3))
