@@ -28,8 +28,8 @@ class Divergence:
 
     top2_gap: the best two, as plain decoding sees them. other_gap: the best and what speculative decoding put out
     (None: nothing, it ended). bound: what rounding may explain, see `bound_of`. shape_change: the most that a logit
-    moves between the two shapes. same_shape_gap: the best two in the speculative shape, over plain decoding's tokens.
-    float32_gap: plain's token over the other in float32 (None: the base is too large for a second copy).
+    moves between the two shapes. float32_gap: plain's token over the other in float32 (None: the base is too large for
+    a second copy).
     """
 
     question: str
@@ -41,7 +41,6 @@ class Divergence:
     other_gap: float | None
     bound: float
     shape_change: float
-    same_shape_gap: float
     float32_gap: float | None
 
     @property
@@ -81,8 +80,10 @@ class Control:
 
     def explain(
         self, question: str, turn: int, setting: Setting, prompt: list[int], plain: list[int], drafted: list[int]
-    ) -> Divergence:
-        """The first difference between the tokens of plain and of speculative decoding."""
+    ) -> Divergence | None:
+        """The first difference between the tokens of plain and of speculative decoding, if there is one."""
+        if drafted == plain:
+            return None
         shorter = min(len(drafted), len(plain))
         at = next((i for i in range(shorter) if drafted[i] != plain[i]), shorter)
         other = drafted[at] if at < shorter else None
@@ -106,7 +107,6 @@ class Control:
             other_gap=None if other is None else float(scores_V.max() - scores_V[other]),
             bound=bound_of(plain_V),
             shape_change=float((plain_V.double() - wide_V.double()).abs().max()),
-            same_shape_gap=_top2_gap(scores(wide_V, setting, position)),
             float32_gap=exact_gap,
         )
 

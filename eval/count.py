@@ -28,18 +28,9 @@ from ctcdraft.model.replay import Replayed, Transcript, replay
 from .evaluate import Measurement
 from .question import Question
 from .report import DEPTHS, count_table
-from .results import (
-    CATEGORY,
-    LOOKUP_ALONE,
-    accepted_by_source,
-    calibration,
-    grouped,
-    pooled,
-    shares_by_depth,
-    tokens_per_step,
-)
-from .run import Answered, Turn
-from .store import Evaluated, digest_of, existing, latest, write_results
+from .results import LOOKUP_ALONE, accepted_by_source, by_category, calibration, shares_by_depth, tokens_per_step
+from .run import Turn
+from .store import Evaluated, existing, latest, write_results
 
 ROWS = 16  # answers that the base gives together
 
@@ -72,10 +63,9 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
     owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
     drafts = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
-    results = {"setting": digest_of(setting), **setting, "questions": len(questions), "drafts": drafts}
     with latest(folder) as fresh:
+        results = write_results(fresh, setting, {"questions": len(questions), "drafts": drafts})
         (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
-        write_results(fresh, results)
     return Evaluated(results, folder)
 
 
@@ -121,21 +111,20 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
 
 def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question], seed: int) -> dict[str, Any]:
     """Of one drafter along the answers of some sequences, each of which belongs to a question."""
-    used = pooled(
-        [
-            Answered(question, turns=[Turn(answer.generation()) for answer in answers])
-            for question, answers in zip(owners, replayed, strict=True)
-        ]
-    )
-    accepted = [len(sources) for answers in replayed for answer in answers for sources in answer.sources]
+    turns = [
+        Turn(question, drafted=answer.generation())
+        for question, answers in zip(owners, replayed, strict=True)
+        for answer in answers
+    ]
+    accepted = np.array([len(found) for answers in replayed for answer in answers for found in answer.sources])
     right = shares_by_depth(accepted) + [0.0] * max(DEPTHS)
-    beliefs = calibration(used)
+    beliefs = calibration(turns)
     return {
-        **tokens_per_step(used, seed),
-        "steps": sum(answered.steps for answered in used),
+        **tokens_per_step(turns, seed),
+        "steps": sum(turn.drafted.steps for turn in turns),
         "expected": beliefs["expected"],
         "accepted": beliefs["accepted"],
         "right_at_depth": [right[depth - 1] for depth in DEPTHS],
-        "accepted_by_source": accepted_by_source(used),
-        "per_category": {name: tokens_per_step(group, seed) for name, group in sorted(grouped(used, CATEGORY).items())},
+        "accepted_by_source": accepted_by_source(turns),
+        "per_category": {name: tokens_per_step(group, seed) for name, group in by_category(turns).items()},
     }

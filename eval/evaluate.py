@@ -1,7 +1,7 @@
 """One evaluation: questions in, eval/<bench>/ out, for one head or for several side by side."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +20,9 @@ from .control import bound_in_words
 from .plots import draw, draw_heads
 from .question import Question
 from .report import heads_report, report
-from .results import LOOKUP_ALONE, blocks_of, compact, compared, measured
-from .run import Answered, generate_rate, run
-from .store import Evaluated, digest_of, existing, latest, write_results
+from .results import LOOKUP_ALONE, grouped, growth, measured, of_one_head
+from .run import Turn, generate_rate, run
+from .store import Evaluated, existing, latest, write_results
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,24 @@ class Measurement:
 
     def setting(self, head_folders: Mapping[str, Path]) -> dict[str, Any]:
         """The fields of results.json that say what is measured, and on what; one head alone stands under ""."""
-        base, bench = self.base, self.bench
+        base = self.base
         configs = {label: read_config(folder) for label, folder in head_folders.items()}
         heads = {label: {**c["head"], "sha256": c["sha256"], "training": c["training"]} for label, c in configs.items()}
-        on_cuda, threads = base.device.type == "cuda", torch.get_num_threads()
+        device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+        if base.device.type == "cuda":
+            device = torch.cuda.get_device_name(base.device)
         return {
-            "format": 3,  # of results.json: what was measured in another is measured anew
-            "bench": bench.kind,
-            "bench_path": bench.path,
-            "bench_options": asdict(bench),
-            "bench_hash": questions_hash(bench.path),
+            "format": 4,  # of results.json: what was measured in another is measured anew
+            "bench": self.bench.kind,
+            "bench_options": asdict(self.bench),
+            "bench_hash": questions_hash(self.bench.path),
             "base": base.identity,
             "template_args": base.template_args,
             "decoder": asdict(self.draft),
             "seed": self.seed,
-            "max_new_tokens": bench.max_new_tokens,
             "dtype": str(base.dtype).removeprefix("torch."),
             "rounding_bound": bound_in_words(base.dtype),
-            "device": torch.cuda.get_device_name(base.device)
-            if on_cuda
-            else f"CPU ({platform.machine()}, {threads} threads)",
-            "threads": threads,
+            "device": device,
             "versions": {name: version(name) for name in ("ctcdraft", "torch", "transformers", "numba")},
             "lossless": True,
             **({"head": heads[""]} if "" in heads else {"heads": heads}),
@@ -91,43 +88,43 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
     decoders = {label: measurement.decoder(head) for label, head in head_folders.items()}
     questions = measurement.questions()
-    answers = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
+    turns = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
     rate = generate_rate(base, questions, bench)
-    figures = {label: measured(several, seed) for label, several in answers.items()}
-    alone = figures[LOOKUP_ALONE]
     with latest(folder) as fresh:
         for label, head in head_folders.items():
-            own = measurement.setting({"": head})
-            results = {"setting": digest_of(own), **own, **figures[label]}
-            results["tokens_per_second"]["generate"] = rate
-            for block, lookup in zip(blocks_of(results), blocks_of(alone), strict=True):
-                block["prompt_lookup_alone"] = compact(lookup)
+            own = measured({side: turns[side] for side in (label, LOOKUP_ALONE)}, seed)
+            figures = of_one_head(own, label)
+            figures["tokens_per_second"]["generate"] = rate
             (fresh / label).mkdir(exist_ok=True)
-            write_jsonl(fresh / label / "answers.jsonl", (_row(answer) for answer in answers[label]))
+            results = write_results(fresh / label, measurement.setting({"": head}), figures)
+            write_jsonl(fresh / label / "answers.jsonl", answers(turns[label]))
             (fresh / label / "report.md").write_text(report(results))
             draw(results, fresh / label)
-            write_results(fresh / label, results)
         if "" not in head_folders:
-            results = {"setting": digest_of(setting), **setting, "questions": alone["questions"]}
-            results["temperatures"] = compared(figures, answers, seed)
+            blocks = [{"temperature": t, "heads": heads} for t, heads in measured(turns, seed).items()]
+            results = write_results(fresh, setting, {"questions": results["questions"], "temperatures": blocks})
             (fresh / "report.md").write_text(heads_report(results))
             draw_heads(results, fresh)
-            write_results(fresh, results)
     return Evaluated(results, folder)
 
 
-def _row(answer: Answered) -> dict[str, Any]:
-    return {
-        "question_id": answer.question.id,
-        "category": answer.question.category,
-        "temperature": answer.setting.temperature,
-        "seed": answer.setting.seed,
-        "answers": [turn.text for turn in answer.turns],
-        "tokens": answer.tokens,
-        "steps": answer.steps,
-        "tokens_per_step": answer.grown / answer.steps if answer.steps else 1.0,
-        "speculative_seconds": answer.seconds,
-        "plain_seconds": answer.plain_seconds,
-        "identical": sum(turn.divergence is None for turn in answer.turns),
-        "turns": len(answer.turns),
-    }
+def answers(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
+    """The rows of answers.jsonl: a question under a setting."""
+    for several in grouped(turns, lambda turn: (id(turn.question), turn.setting)).values():
+        question, setting = several[0].question, several[0].setting
+        decoded = [turn for turn in several if not turn.skipped]
+        grown, steps = growth(decoded)
+        yield {
+            "question_id": question.id,
+            "category": question.category,
+            "temperature": setting.temperature,
+            "seed": setting.seed,
+            "answers": [turn.text for turn in decoded],
+            "tokens": grown + len(decoded),
+            "steps": steps,
+            "tokens_per_step": grown / steps if steps else 1.0,
+            "speculative_seconds": sum(turn.seconds for turn in decoded),
+            "plain_seconds": sum(turn.plain_seconds for turn in decoded),
+            "identical": sum(turn.divergence is None for turn in decoded),
+            "turns": len(decoded),
+        }

@@ -6,13 +6,12 @@ from typing import Any
 
 from ctcdraft.model.draft.tree import SOURCES
 
-from .results import blocks_of, heads_at
+from .results import Block, figure_of, heads_at
 
-Block = Mapping[str, Any]  # the figures of a head at one temperature
 DEPTHS = (1, 2, 3, 5, 8)
 DIVERGENCE = (
     *("question", "turn", "position", "temperature", "seed"),
-    *("top-2 gap", "gap to the other", "bound", "", "moved by the shape", "gap in float32"),
+    *("top2_gap", "other_gap", "bound", "shape_change", "float32_gap"),
 )
 
 
@@ -34,12 +33,12 @@ def figures(block: Block) -> dict[str, str]:
     verdict += f", {within} differ within rounding" if within else ""
     verdict += f", {same['beyond_bound']} DIFFER" if same["beyond_bound"] else ""
     std = block["seeds"]["std"]
-    apart = {name: f"{d['value']:+.2f} {_interval(d['ci95'])}" for name, d in (block.get("difference") or {}).items()}
+    apart = [f"{d['value']:+.2f} {_interval(d['ci95'])}" for d in (block["difference"] or {}).values()]
     return {
         "tokens per step (plain = 1.00)": _tau(block),
         "speedup over plain decoding": _speedup(block),
         "std of both over seeds": f"{std['tokens_per_step']:.3f}, {std['speedup']:.3f}" if std else "-",
-        "difference of both from the first": "; ".join(apart.values()) or "-",
+        "difference of both from the first": "; ".join(apart) or "-",
         "speedup / tokens per step": f"{kept:.2f}",
         "draft nodes per step": f"{block['nodes_per_step']:.1f}",
         "accepted from head / lookup / both": " / ".join(f"{s:.0%}" for s in block["accepted_by_source"].values()),
@@ -79,7 +78,9 @@ def drafts_table(drafts: Mapping[str, Block]) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
-    blocks = {f"temperature {block['temperature']:g}": block for block in blocks_of(results)}
+    blocks = {
+        f"temperature {temperature:g}": next(iter(heads.values())) for temperature, heads in heads_at(results).items()
+    }
     categories = [
         (name, label.split()[1], group["questions"], _tau(group), _speedup(group))
         for name in results["per_category"]
@@ -106,7 +107,7 @@ def report(results: dict[str, Any]) -> str:
         "![calibration](calibration.png)",
         "## Time",
         markdown_table(("", *results["time_share"]), shares),
-        *_divergences(results),
+        *_divergences(blocks, results["rounding_bound"]),
     ]
     if results["skipped"]:
         cut = [(s["question"], s["reason"]) for s in results["skipped"]]
@@ -114,28 +115,29 @@ def report(results: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def heads_report(comparison: dict[str, Any]) -> str:
+def heads_report(results: dict[str, Any]) -> str:
     """report.md of several heads: their figures side by side, and what sets them apart from the first."""
-    labels = list(comparison["heads"])
-    depths = [_depths(heads) for heads in heads_at(comparison).values()]
+    labels = [f"`{label}`" for label in results["heads"]]
     parts = [
-        f"# {comparison['bench']}: {', '.join(f'`{label}`' for label in labels)} on {comparison['base']['name']}",
-        *tables(comparison),
+        f"# {results['bench']}: {', '.join(labels)} on {results['base']['name']}",
+        *tables(results),
         "![heads](heads.png)",
         "Share of steps that accept at least so many draft tokens, at each temperature:",
-        *depths,
-        f"{_how(comparison)} A difference is that from `{labels[0]}`, on the same resampled questions. Each head's own "
-        "report: " + ", ".join(f"[{label}]({label}/report.md)" for label in labels) + ".",
+        *map(_depths, heads_at(results).values()),
+        f"{_how(results)} A difference is that from {labels[0]}, on the same resampled questions. Each head's own "
+        "report: " + ", ".join(f"[{label}]({label}/report.md)" for label in results["heads"]) + ".",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _tau(block: Block) -> str:
-    return f"{block['tokens_per_step']:.2f} {_interval(block['tokens_per_step_ci95'])}"
+    value, interval = figure_of(block, "tokens_per_step")
+    return f"{value:.2f} {_interval(interval)}"
 
 
 def _speedup(block: Block) -> str:
-    return f"{block['speedup']['ratio_of_means']:.2f}x {_interval(block['speedup']['ci95'])}"
+    value, interval = figure_of(block, "speedup")
+    return f"{value:.2f}x {_interval(interval)}"
 
 
 def _interval(bounds: Sequence[float]) -> str:
@@ -149,44 +151,41 @@ def _depths(blocks: Mapping[str, Block]) -> str:
 
 
 def _how(results: dict[str, Any]) -> str:
-    decoder = results["decoder"]
+    decoder, bench = results["decoder"], results["bench_options"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return (
         f"{results['questions']} questions; {decoder['kind']} of at most {decoder['nodes']} nodes "
-        f"(draft.budget={decoder['budget']}), temperatures "
-        f"{results['bench_options']['temperatures']}, first seed {results['seed']}, at most "
-        f"{results['max_new_tokens']} new tokens. Measured at batch 1 in {results['dtype']} on {results['device']}, "
+        f"(draft.budget={decoder['budget']}), temperatures {bench['temperatures']}, first seed {results['seed']}, at "
+        f"most {bench['max_new_tokens']} new tokens. Measured at batch 1 in {results['dtype']} on {results['device']}, "
         "plain and speculative interleaved in the same runner; brackets are 95% bootstrap intervals over questions. "
         f"Lossless: {str(results['lossless']).lower()}. Versions: {versions}."
     )
 
 
-def _divergences(results: dict[str, Any]) -> list[str]:
+def _divergences(blocks: Mapping[str, Block], bound: str) -> list[str]:
     """Where outputs differ from plain decoding's, and what the control makes of it."""
     rows, controls = [], []
-    for block in blocks_of(results):
+    for label, block in blocks.items():
         same, flips = block["identical"], block["identical"]["same_shape"]
-        for d in same["divergences"]:
-            keys = ("top2_gap", "other_gap", "bound", "shape_change", "float32_gap")
-            gaps = ["-" if d[key] is None else f"{d[key]:.2e}" for key in keys]
-            where = (d["question"], d["turn"], d["position"], f"{d['temperature']:g}", d["seed"])
-            rows.append((*where, *gaps[:3], "" if d["within_bound"] else "BEYOND", *gaps[3:]))
+        for found in same["divergences"]:
+            cells = [f"{v:.3g}" if isinstance(v, float) else v for v in map(found.get, DIVERGENCE)]
+            rows.append((*cells, "" if found["within_bound"] else "BEYOND"))
         if flips:
             controls.append(
-                f"Control at temperature {block['temperature']:g}: over plain decoding's own {flips['positions']} "
-                f"tokens the shape alone changes the base's choice {flips['flips']} times, in {flips['turns']} of "
-                f"{same['compared']} answers, at gaps up to {flips['largest_gap']:.2e}; speculative decoding differs "
-                f"in {len(same['divergences'])}. The best two lie within the bound at {flips['near']} of the "
-                "positions: elsewhere a wrong token cannot pass for rounding."
+                f"Control at {label}: over plain decoding's own {flips['positions']} tokens the shape alone changes "
+                f"the base's choice {flips['flips']} times, in {flips['turns']} of {same['compared']} answers, at gaps "
+                f"up to {flips['largest_gap']:.2e}; speculative decoding differs in {len(same['divergences'])}. The "
+                f"best two lie within the bound at {flips['near']} of the positions: elsewhere a wrong token cannot "
+                "pass for rounding."
             )
     if not rows and not controls:
         return []
     return [
         "## Divergences from plain decoding",
-        "Where an output first differs from plain decoding's: the base's best two logits, its best one and what "
-        "was put out instead, in the shape of plain decoding (one row per forward); how far a logit moves when "
-        "plain decoding's own tokens go through the base in the shape of verification, without any draft; the gap "
-        f"in float32. Rounding may close a gap of {results['rounding_bound']}.",
-        *([markdown_table(DIVERGENCE, rows)] if rows else []),
+        "Where an output first differs from plain decoding's: the gap between the base's best two logits, and between "
+        "its best one and what was put out instead, in the shape of plain decoding (one row per forward); how far a "
+        "logit moves when plain decoding's own tokens go through the base in the shape of verification, without any "
+        f"draft; the gap in float32. Rounding may close a gap of {bound}.",
+        *([markdown_table((*DIVERGENCE, ""), rows)] if rows else []),
         *controls,
     ]

@@ -1,9 +1,11 @@
-"""Answers -> results.json: the figures of DESIGN-stable names, with bootstrap intervals over questions."""
+"""Turns -> the figures of results.json, with bootstrap intervals over questions.
+
+Shape suffixes: Q questions, R resamples.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from operator import attrgetter
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,94 +13,76 @@ from numpy.typing import NDArray
 
 from ctcdraft.model.draft.tree import SOURCES
 
-from .run import Answered
+from .run import Turn
 
 LOOKUP_ALONE = "prompt lookup alone"  # stands beside every head: it costs no training
 RESAMPLES = 2000
 BINS = 10
 PARTS = ("verify", "draft", "tree")
-TEMPERATURE, SEED, CATEGORY = (
-    attrgetter(name) for name in ("setting.temperature", "setting.seed", "question.category")
-)
-COMPARED = (
-    *("tokens_per_step", "tokens_per_step_ci95", "nodes_per_step", "tokens_per_second", "speedup", "seeds"),
-    *("accepted_by_depth", "accepted_by_source"),
-)
-FIGURES: dict[str, Callable[[Answered], tuple[float, float]]] = {  # the sum of the one over questions, by the other's
-    "tokens_per_step": lambda answered: (answered.grown, answered.steps),
-    "speedup": lambda answered: (answered.tokens / answered.seconds, answered.tokens / answered.plain_seconds),
-}
+Array = NDArray[np.float64]
+Block = Mapping[str, Any]  # the figures of a head at one temperature
 
 
-def measured(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
+def measured(turns: Mapping[str, Sequence[Turn]], seed: int) -> dict[float, dict[str, Block]]:
+    """By temperature: each head's figures, and its `difference` from the first head, with an interval over the same
+    resampled questions for both (all heads answered the same ones)."""
+    groups = {label: grouped(several, lambda turn: turn.setting.temperature) for label, several in turns.items()}
+    first = next(iter(groups))
+    found: dict[float, dict[str, Block]] = defaultdict(dict)
+    for label, by_temperature in groups.items():
+        for temperature, group in by_temperature.items():
+            apart = difference(groups[first][temperature], group, seed) if label != first else None
+            where = {"temperature": temperature, "seed": group[0].setting.seed}
+            found[temperature][label] = {**where, **aggregate(group, seed), "difference": apart}
+    return found
+
+
+def of_one_head(found: Mapping[float, Mapping[str, Block]], label: str) -> dict[str, Any]:
     """The measured fields of results.json: those of the first temperature, and under `other_temperatures` the same
     fields of each other one."""
-    blocks = [
-        {"temperature": temperature, "seed": group[0].setting.seed, **aggregate(group, seed)}
-        for temperature, group in grouped(answers, TEMPERATURE).items()
-    ]
-    return {**blocks[0], "other_temperatures": blocks[1:]}
+    first, *others = [{**heads[label], "prompt_lookup_alone": heads[LOOKUP_ALONE]} for heads in found.values()]
+    return {**first, "other_temperatures": others}
 
 
-def blocks_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of each temperature, the first one first."""
-    return [results, *results["other_temperatures"]]
-
-
-def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Any]]:
+def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Block]]:
     """Of any decoded results.json, by temperature: the figures of each head, or of one beside prompt lookup alone."""
     if "temperatures" in results:
         return {block["temperature"]: block["heads"] for block in results["temperatures"]}
-    kind = results["head"]["kind"]
-    return {
-        block["temperature"]: {kind: block, LOOKUP_ALONE: block["prompt_lookup_alone"]} for block in blocks_of(results)
-    }
+    kind, blocks = results["head"]["kind"], [results, *results["other_temperatures"]]
+    return {block["temperature"]: {kind: block, LOOKUP_ALONE: block["prompt_lookup_alone"]} for block in blocks}
 
 
-def grouped(answers: Sequence[Answered], key: Callable[[Answered], Any]) -> dict[Any, list[Answered]]:
-    groups = defaultdict(list)
-    for answer in answers:
-        groups[key(answer)].append(answer)
-    return dict(groups)
+def figure_of(block: Block, name: str) -> tuple[float, Sequence[float]]:
+    """`tokens_per_step` or `speedup`, and its interval."""
+    if name == "speedup":
+        return block["speedup"]["ratio_of_means"], block["speedup"]["ci95"]
+    return block["tokens_per_step"], block["tokens_per_step_ci95"]
 
 
-def pooled(answers: Sequence[Answered]) -> list[Answered]:
-    """One Answered per question, the turns of all its seeds: the bootstrap draws questions, and takes all their
-    seeds."""
-    return [
-        replace(some[0], turns=[turn for a in some for turn in a.turns], skipped=max(a.skipped for a in some))
-        for some in grouped(answers, lambda answer: id(answer.question)).values()
-    ]
-
-
-def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
+def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
     """The figures of one temperature, its seeds taken together, and under `seeds` each by itself (std: None of one);
-    skipped questions are listed and count in none."""
-    whole = pooled(answers)
-    used = [a for a in whole if a.turns]
-    turns = [turn for a in used for turn in a.turns]
+    skipped turns are listed and count in none."""
+    skipped = {turn.question: turn.skipped for turn in turns if turn.skipped}
+    turns = [turn for turn in turns if not turn.skipped]
+    each = [
+        {"seed": own, **{name: float(ratio(per_question(group, name))) for name in FIGURES}}
+        for own, group in grouped(turns, lambda turn: turn.setting.seed).items()
+    ]
+    std = {name: float(np.std([row[name] for row in each], ddof=1)) for name in FIGURES} if len(each) > 1 else None
     divergences = [turn.divergence for turn in turns if turn.divergence]
     flips = [asdict(turn.flips) for turn in turns if turn.flips]
     same_shape = None
     if flips:
         same_shape = {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
-    each: list[dict[str, Any]] = []
-    for one, group in grouped([a for a in answers if a.turns], attrgetter("setting.seed")).items():
-        each.append({"seed": one, **{name: float(ratio(figure(name, group))) for name in FIGURES}})
-    std = {name: float(np.std([row[name] for row in each], ddof=1)) for name in FIGURES} if len(each) > 1 else None
     seconds = sum(turn.seconds for turn in turns)
     shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in PARTS}
+    nodes = of_steps(turns, "nodes")
     return {
-        "questions": len(used),
-        "skipped": [{"question": a.question.id, "reason": a.skipped} for a in whole if a.skipped],
-        "tokens": sum(a.tokens for a in used),
-        "steps": sum(a.steps for a in used),
-        **rates(used, seed),
-        "nodes_per_step": _mean(_per_step(used, "nodes")),
-        "tokens_per_second": {
-            "speculative": _mean([a.tokens / a.seconds for a in used]),
-            "vanilla": _mean([a.tokens / a.plain_seconds for a in used]),
-        },
+        "skipped": [{"question": question.id, "reason": reason} for question, reason in skipped.items()],
+        "tokens": sum(len(turn.drafted.tokens) for turn in turns),
+        "steps": sum(turn.drafted.steps for turn in turns),
+        **rates(turns, seed),
+        "nodes_per_step": float(nodes.mean()) if len(nodes) else 0.0,
         "seeds": {"each": each, "std": std},
         "identical": {
             "compared": len(turns),
@@ -107,29 +91,53 @@ def aggregate(answers: Sequence[Answered], seed: int) -> dict[str, Any]:
             "divergences": [{**asdict(d), "within_bound": d.within_bound} for d in divergences],
             "same_shape": same_shape,
         },
-        "accepted_by_depth": shares_by_depth(_per_step(used, "accepted")),
-        "accepted_by_source": accepted_by_source(used),
-        "calibration": calibration(used),
+        "accepted_by_depth": shares_by_depth(of_steps(turns, "accepted")),
+        "accepted_by_source": accepted_by_source(turns),
+        "calibration": calibration(turns),
         "time_share": {**shares, "other": 1 - sum(shares.values())},
-        "per_category": {
-            name: {"questions": len(group), **rates(group, seed)}
-            for name, group in sorted(grouped(used, CATEGORY).items())
-        },
+        "per_category": {name: rates(group, seed) for name, group in by_category(turns).items()},
     }
 
 
-def figure(name: str, used: Sequence[Answered]) -> NDArray[np.float64]:
-    """[2, question]: what `ratio` makes the figure of that name."""
-    return np.array([FIGURES[name](answered) for answered in used], float).reshape(-1, 2).T
+def grouped(turns: Sequence[Turn], key: Callable[[Turn], Any]) -> dict[Any, list[Turn]]:
+    groups = defaultdict(list)
+    for turn in turns:
+        groups[key(turn)].append(turn)
+    return dict(groups)
 
 
-def ratio(figure_2Q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of the one over questions, by that of the other; 1 where there is none of that. Of [2, ..., question]."""
+def by_category(turns: Sequence[Turn]) -> dict[str, list[Turn]]:
+    return dict(sorted(grouped(turns, lambda turn: turn.question.category).items()))
+
+
+def growth(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Tokens behind the first of each answer, which the prompt gives, and the steps that they took."""
+    return sum(len(turn.drafted.tokens) - 1 for turn in turns), sum(turn.drafted.steps for turn in turns)
+
+
+def speeds(turns: Sequence[Turn]) -> tuple[float, float]:
+    """Tokens per second, and plain decoding's."""
+    tokens = sum(len(turn.drafted.tokens) for turn in turns)
+    return tokens / sum(turn.seconds for turn in turns), tokens / sum(turn.plain_seconds for turn in turns)
+
+
+FIGURES = {"tokens_per_step": growth, "speedup": speeds}
+
+
+def per_question(turns: Sequence[Turn], name: str) -> Array:
+    """[2, Q]: what the figure of that name is the `ratio` of; a question counts with the turns of all its seeds."""
+    decoded = [turn for turn in turns if not turn.skipped]
+    found = [FIGURES[name](group) for group in grouped(decoded, lambda turn: id(turn.question)).values()]
+    return np.array(found, float).reshape(-1, 2).T
+
+
+def ratio(figure_2Q: Array) -> Array:
+    """The sum of the one over questions, by that of the other; 1 where there is none of that. Of [2, ..., Q]."""
     over, under = figure_2Q.sum(-1)
     return np.divide(over, under, out=np.ones_like(over), where=under != 0)
 
 
-def estimate(seed: int, figure_2Q: NDArray[np.float64], less_2Q: NDArray[np.float64] | None = None) -> Any:
+def estimate(seed: int, figure_2Q: Array, less_2Q: Array | None = None) -> tuple[float, list[float]]:
     """A figure of all questions, and its 95% percentile interval over resampled ones; or how far it is from that of
     another head, `less`, on the same questions."""
     count = figure_2Q.shape[-1]
@@ -141,85 +149,56 @@ def estimate(seed: int, figure_2Q: NDArray[np.float64], less_2Q: NDArray[np.floa
     return float(values_R[0]), np.percentile(values_R[1:], [2.5, 97.5]).tolist()
 
 
-def tokens_per_step(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    value, interval = estimate(seed, figure("tokens_per_step", used))
-    means = [a.grown / a.steps for a in used if a.steps]
+def tokens_per_step(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
+    value, interval = estimate(seed, per_question(turns, "tokens_per_step"))
+    return {"tokens_per_step": value, "tokens_per_step_ci95": interval}
+
+
+def rates(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
+    """Tokens per step, and speedup: the mean over questions of tokens per second, by the same of plain decoding."""
+    speeds_2Q = per_question(turns, "speedup")
+    value, interval = estimate(seed, speeds_2Q)
     return {
-        "tokens_per_step": value,
-        "tokens_per_step_ci95": interval,
-        "tokens_per_step_mean_over_questions": _mean(means),
+        "questions": speeds_2Q.shape[1],
+        **tokens_per_step(turns, seed),
+        "tokens_per_second": {"speculative": float(speeds_2Q[0].mean()), "vanilla": float(speeds_2Q[1].mean())},
+        "speedup": {"ratio_of_means": value, "ci95": interval},
     }
 
 
-def rates(used: Sequence[Answered], seed: int) -> dict[str, Any]:
-    """Tokens per step, and speedup: the mean over questions of tokens per second, by the same of plain decoding."""
-    value, interval = estimate(seed, figure("speedup", used))
-    return {**tokens_per_step(used, seed), "speedup": {"ratio_of_means": value, "ci95": interval}}
-
-
-def difference(first: Sequence[Answered], other: Sequence[Answered], seed: int) -> dict[str, Any]:
+def difference(first: Sequence[Turn], other: Sequence[Turn], seed: int) -> dict[str, Any]:
     """other - first, with a paired bootstrap interval over questions."""
-    a, b = ([answer for answer in pooled(side) if answer.turns] for side in (first, other))
-    found = {name: estimate(seed, figure(name, b), figure(name, a)) for name in FIGURES}
+    found = {name: estimate(seed, per_question(other, name), per_question(first, name)) for name in FIGURES}
     return {name: {"value": value, "ci95": interval} for name, (value, interval) in found.items()}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
-
-
-def _per_step(used: Sequence[Answered], key: str) -> list[Any]:
+def of_steps(turns: Sequence[Turn], name: str) -> Array:
     """`nodes`, `accepted` or `expected` of every step."""
-    return [value for a in used for turn in a.turns for value in getattr(turn.drafted, key)]
+    return np.array([value for turn in turns for value in getattr(turn.drafted, name)], float)
 
 
-def shares_by_depth(accepted: Sequence[int]) -> list[float]:
+def shares_by_depth(accepted: Array) -> list[float]:
     """Share of drafts of which at least 1, 2, ... tokens were accepted."""
-    counts = np.array(accepted, int)
-    return [float((counts >= depth).mean()) for depth in range(1, counts.max(initial=0) + 1)]
+    return [float((accepted >= depth).mean()) for depth in range(1, int(accepted.max(initial=0)) + 1)]
 
 
-def accepted_by_source(used: Sequence[Answered]) -> dict[str, float]:
+def accepted_by_source(turns: Sequence[Turn]) -> dict[str, float]:
     """Shares of the accepted draft tokens that the head alone, prompt lookup alone, and both proposed."""
-    found = sum((turn.drafted.accepted_from for a in used for turn in a.turns), Counter[str]())
+    found = sum((turn.drafted.accepted_from for turn in turns), Counter[str]())
     return {source: found[source] / max(1, found.total()) for source in SOURCES.values()}
 
 
-def calibration(used: Sequence[Answered]) -> dict[str, Any]:
+def calibration(turns: Sequence[Turn]) -> dict[str, Any]:
     """Sum of psi over the tree (what the head expects) against accepted tokens, in bins of equal count."""
-    expected, accepted = (np.array(_per_step(used, key), float) for key in ("expected", "accepted"))
-    if len(expected) < 2:
-        return {"expected": 0.0, "accepted": 0.0, "correlation": None, "bins": []}
-    varied = expected.std() > 0 and accepted.std() > 0
+    expected, accepted = of_steps(turns, "expected"), of_steps(turns, "accepted")
+    if not len(expected):
+        return {"expected": 0.0, "accepted": 0.0, "bins": []}
+    chunks = np.array_split(np.argsort(expected), min(BINS, len(expected)))
     return {
         "expected": float(expected.mean()),
         "accepted": float(accepted.mean()),
-        "correlation": float(np.corrcoef(expected, accepted)[0, 1]) if varied else None,
         "bins": [
             {"expected": float(expected[chunk].mean()), "accepted": float(accepted[chunk].mean()), "steps": len(chunk)}
-            for chunk in np.array_split(np.argsort(expected), min(BINS, len(expected)))
+            for chunk in chunks
         ],
     }
-
-
-def compared(
-    figures: Mapping[str, dict[str, Any]], answers: Mapping[str, Sequence[Answered]], seed: int
-) -> list[dict[str, Any]]:
-    """Per temperature: each head's figures, and its `difference` from the first head, with an interval over the same
-    resampled questions for both (all heads answered the same ones)."""
-    sides = {label: grouped(several, TEMPERATURE) for label, several in answers.items()}
-    first, *others = figures
-    found = []
-    for place, (temperature, group) in enumerate(sides[first].items()):
-        heads = {label: compact(blocks_of(results)[place]) for label, results in figures.items()}
-        heads[first]["difference"] = None
-        for label in others:
-            heads[label]["difference"] = difference(group, sides[label][temperature], seed)
-        found.append({"temperature": temperature, "heads": heads})
-    return found
-
-
-def compact(block: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands of one head beside others."""
-    same = {key: block["identical"][key] for key in ("compared", "identical", "beyond_bound")}
-    return {key: block[key] for key in COMPARED} | {"identical": same}

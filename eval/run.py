@@ -25,56 +25,30 @@ Side = TypeVar("Side")
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer, drafted, and plain decoding's seconds for it; divergence: None where the two are equal. flips: the
-    control below float32, None above."""
+    """A question's turn under one setting: the answer as drafted and as plain decoding gives it, with their times.
 
-    drafted: Generation
+    text: of plain decoding. divergence: None where the two are equal. flips: the control below float32, None above.
+    skipped: why it was not decoded, nor those behind it.
+    """
+
+    question: Question
+    setting: Setting = field(default_factory=Setting)
+    drafted: Generation = field(default_factory=Generation)
     seconds: float = 0.0
     plain_seconds: float = 0.0
     text: str = ""
     divergence: Divergence | None = None
     flips: Flips | None = None
-
-
-@dataclass
-class Answered:
-    """One question under one setting: its turns, and where they were cut short the reason."""
-
-    question: Question
-    setting: Setting = field(default_factory=Setting)
-    turns: list[Turn] = field(default_factory=list)
     skipped: str = ""
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(turn.drafted.tokens) for turn in self.turns)
-
-    @property
-    def grown(self) -> int:
-        """Tokens behind the first of each answer, which the prompt gives."""
-        return self.tokens - len(self.turns)
-
-    @property
-    def steps(self) -> int:
-        return sum(turn.drafted.steps for turn in self.turns)
-
-    @property
-    def seconds(self) -> float:
-        return sum(turn.seconds for turn in self.turns)
-
-    @property
-    def plain_seconds(self) -> float:
-        return sum(turn.plain_seconds for turn in self.turns)
 
 
 def run(
     base: Base, heads: Mapping[str, Decoder], questions: Sequence[Question], config: BenchConfig, seed: int = 0
-) -> dict[str, list[Answered]]:
+) -> dict[str, list[Turn]]:
     """Decode every question plainly and with each of the heads, in each of the benchmark's settings, in
-    `balanced_orders`. Per head an Answered for each question and setting, question by question.
+    `balanced_orders`. Per head its turns, question by question.
 
-    A turn whose prompt leaves no room in the context is skipped, with the reason in `skipped`. Raises ValueError when
-    that leaves nothing.
+    A turn whose prompt leaves no room in the context is skipped. Raises ValueError when that leaves nothing.
     """
     sides: dict[str | None, Decoder] = {None: Decoder(base)}  # plain decoding
     sides.update(heads.items())
@@ -87,35 +61,40 @@ def run(
             temperature = config.temperatures[number % len(config.temperatures)]
             for decoder in sides.values():
                 decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
-    done: dict[str, list[Answered]] = {label: [] for label in heads}
+    turns: dict[str, list[Turn]] = {label: [] for label in heads}
     orders = balanced_orders([*sides])
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
     for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
-        answers = {label: Answered(question, setting) for label in heads}
         order = orders[(number + place) % len(orders)]
         before: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
-        skipped = ""
         for turn in range(question.asks):
             prompt = question.prompt_after(base, before)
             if len(prompt) >= base.context_length:
-                skipped = f"turn {turn + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+                why = f"turn {turn + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+                for several in turns.values():
+                    several.append(Turn(question, setting, skipped=why))
                 break
-            results = {label: _timed(sides[label], prompt, question, setting, config.max_new_tokens) for label in order}
-            plain, plain_seconds = results[None]
+            timed = {label: _timed(sides[label], prompt, question, setting, config.max_new_tokens) for label in order}
+            plain, plain_seconds = timed[None]
             flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
-            for label, answer in answers.items():
-                drafted, seconds = results[label]
-                divergence = None
-                if drafted.tokens != plain.tokens:
-                    divergence = control.explain(question.id, turn, setting, prompt, plain.tokens, drafted.tokens)
-                answer.turns.append(Turn(drafted, seconds, plain_seconds, plain.text, divergence, flips))
+            for label, several in turns.items():
+                drafted, seconds = timed[label]
+                several.append(
+                    Turn(
+                        question,
+                        setting,
+                        drafted,
+                        seconds=seconds,
+                        plain_seconds=plain_seconds,
+                        text=plain.text,
+                        divergence=control.explain(question.id, turn, setting, prompt, plain.tokens, drafted.tokens),
+                        flips=flips,
+                    )
+                )
             before.append(plain.tokens)
-        for label, answer in answers.items():
-            answer.skipped = skipped
-            done[label].append(answer)
-    if not any(answer.turns for several in done.values() for answer in several):
-        raise ValueError(f"no question could be decoded: {skipped}")
-    return done
+    if all(turn.skipped for several in turns.values() for turn in several):
+        raise ValueError(f"no question could be decoded: {why}")
+    return turns
 
 
 def balanced_orders(sides: Sequence[Side]) -> list[list[Side]]:
@@ -151,13 +130,11 @@ def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig
 def _timed(
     decoder: Decoder, prompt: list[int], question: Question, setting: Setting, max_new_tokens: int
 ) -> tuple[Generation, float]:
-    cuda = decoder.base.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
+    synchronize = torch.cuda.synchronize if decoder.base.device.type == "cuda" else bool
+    synchronize()
     start = time.perf_counter()
     generation = decoder.generate(
         prompt, max_new_tokens, temperature=setting.temperature, seed=setting.seed, stop=question.stop
     )
-    if cuda:
-        torch.cuda.synchronize()
+    synchronize()
     return generation, time.perf_counter() - start

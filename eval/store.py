@@ -47,14 +47,12 @@ def digest_of(setting: dict[str, Any]) -> str:
 def existing(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
     """The evaluation of the very same setting, if it is there; it becomes the latest."""
     digest = digest_of(setting)
-    for place in (folder, _beside(folder, digest)):
-        found = _results(place)
-        if found.get("setting") == digest:
-            if place != folder:
-                _set_aside(folder)
-                place.rename(folder)
-            return Evaluated(found, folder, reused=True)
-    return None
+    beside = folder.with_name(f"{folder.name}-{digest}")
+    if _results(folder).get("setting") != digest and _results(beside).get("setting") == digest:
+        _set_aside(folder)
+        beside.rename(folder)
+    found = _results(folder)
+    return Evaluated(found, folder, reused=True) if found.get("setting") == digest else None
 
 
 @contextmanager
@@ -65,21 +63,20 @@ def latest(folder: Path) -> Iterator[Path]:
         _set_aside(folder)
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> None:
+def write_results(folder: Path, setting: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Write results.json; what stands in it."""
+    results = {"setting": digest_of(setting), **setting, **figures}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    return results
 
 
 def _set_aside(folder: Path) -> None:
     """Make room for another evaluation; what is none is removed."""
     digest = _results(folder).get("setting")
-    aside = _beside(folder, digest) if digest else folder
-    shutil.rmtree(aside, ignore_errors=True)
+    beside = folder.with_name(f"{folder.name}-{digest}") if digest else folder
+    shutil.rmtree(beside, ignore_errors=True)
     if folder.exists():
-        folder.rename(aside)
-
-
-def _beside(folder: Path, digest: str) -> Path:
-    return folder.with_name(f"{folder.name}-{digest}")
+        folder.rename(beside)
 
 
 def _results(folder: Path) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.eval.report import figures, report
-from ctcdraft.eval.results import aggregate, blocks_of, compact, measured
-from ctcdraft.eval.run import Answered, Turn, balanced_orders, run
+from ctcdraft.eval.results import LOOKUP_ALONE, aggregate, measured, of_one_head
+from ctcdraft.eval.run import Turn, balanced_orders, run
 from ctcdraft.eval.store import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
 from ctcdraft.model.decode.decoder import Generation
@@ -142,11 +142,14 @@ def shifting(base, place=3):
     return broken
 
 
+def results_of(turns):
+    """Of an evaluation of one head with these turns, beside itself as its control."""
+    found = of_one_head(measured({"": turns, LOOKUP_ALONE: turns}, 0), "")
+    return {**found, "head": {"kind": "ctc"}}
+
+
 def exit_code(results):
-    """Of an evaluation of one head that has these figures, beside itself as its control."""
-    blocks = [{**block, "prompt_lookup_alone": compact(block)} for block in blocks_of(results)]
-    whole = {**blocks[0], "other_temperatures": blocks[1:], "head": {"kind": "ctc"}}
-    return Evaluated(whole, Path()).exit_code
+    return Evaluated(results, Path()).exit_code
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -154,7 +157,7 @@ def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dt
     base = load_base(chat_base.path, dtype)
     config = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[0.0, 1.0], seeds=2)
     loaded = load_questions(config, base, None, 0)
-    results = measured(run(base, {"": shifting(base)}, loaded, config)[""], 0)
+    results = results_of(run(base, {"": shifting(base)}, loaded, config)[""])
     for block, turns in ((results, 10), (results["other_temperatures"][0], 20)):
         assert len(block["identical"]["divergences"]) == block["identical"]["compared"] == turns
         assert block["identical"]["identical"] == 0
@@ -164,7 +167,7 @@ def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dt
             assert found["within_bound"] == (found["other_gap"] <= found["bound"])
         assert not all(found["within_bound"] for found in block["identical"]["divergences"])
     assert exit_code(results) == 1
-    honest = measured(run(base, {"": Decoder(base)}, loaded, config)[""], 0)
+    honest = results_of(run(base, {"": Decoder(base)}, loaded, config)[""])
     assert exit_code(honest) == 0
 
 
@@ -173,7 +176,7 @@ def test_samples_of_another_seed_are_seen(chat_base, questions):
     other = Decoder(chat_base)
     honest = other.generate
     other.generate = lambda prompt, limit, seed=0, **settings: honest(prompt, limit, seed=seed + 1, **settings)
-    results = measured(run(chat_base, {"": other}, load_questions(config, chat_base, None, 0), config)[""], 0)
+    results = results_of(run(chat_base, {"": other}, load_questions(config, chat_base, None, 0), config)[""])
     assert results["identical"]["divergences"] == []  # greedy decoding knows no seed
     (warm,) = results["other_temperatures"]
     assert warm["identical"]["identical"] == 0
@@ -185,7 +188,7 @@ def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, question
     broken = Decoder(chat_base)
     honest = broken.generate
     broken.generate = lambda prompt, limit, **settings: honest(prompt, limit - 2, **settings)
-    results = measured(run(chat_base, {"": broken}, load_questions(config, chat_base, None, 0), config)[""], 0)
+    results = results_of(run(chat_base, {"": broken}, load_questions(config, chat_base, None, 0), config)[""])
     assert {d["other_gap"] for d in results["identical"]["divergences"]} == {None}
     assert exit_code(results) == 1
 
@@ -193,10 +196,10 @@ def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, question
 def test_what_rounding_explains_is_listed_and_does_not_fail():
     drafted = Generation([0] * 5, steps=2, accepted=[1, 1], expected=[1.0, 1.5])
     where = {"question": "7", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0}
-    gaps = dict.fromkeys(("top2_gap", "other_gap", "same_shape_gap", "float32_gap"), 5e-6)
+    gaps = dict.fromkeys(("top2_gap", "other_gap", "float32_gap"), 5e-6)
     divergence = Divergence(**where, **gaps, bound=1e-5, shape_change=1e-6)
-    turn = Turn(drafted, 0.5, 1.0, divergence=divergence)
-    results = measured([Answered(Question("7", "chat", ("x",)), turns=[turn])], 0)
+    question = Question("7", "chat", ("x",))
+    results = results_of([Turn(question, drafted=drafted, seconds=0.5, plain_seconds=1.0, divergence=divergence)])
     assert [d["within_bound"] for d in results["identical"]["divergences"]] == [True]
     assert results["identical"]["identical"] == 0
     assert exit_code(results) == 0
@@ -206,7 +209,7 @@ def answered(tokens, steps, fast, plain, accepted, expected, *, nodes=(), questi
     drafted = Generation([0] * tokens, steps=steps, accepted=accepted, expected=expected, nodes=list(nodes))
     drafted.seconds["verify"] = fast / 2
     question = question or Question("q", "a", ("x",))
-    return Answered(question, setting or Setting(), [Turn(drafted, fast, plain)])
+    return Turn(question, setting or Setting(), drafted, fast, plain)
 
 
 def test_figures_are_what_their_names_say():
@@ -217,10 +220,9 @@ def test_figures_are_what_their_names_say():
     ]
     results = aggregate(answers, 0)
     assert results["tokens_per_step"] == 3.0  # (10 + 20) / 10
-    assert results["tokens_per_step_mean_over_questions"] == 3.0
     assert results["tokens_per_second"] == {"speculative": 16.0, "vanilla": 6.25}
     assert results["speedup"]["ratio_of_means"] == 16 / 6.25
-    rows = figures(results)
+    rows = figures({**results, "difference": None})
     assert rows["draft nodes per step"] == "10.0"
     assert rows["speedup / tokens per step"] == "0.85"  # 2.56 / 3
     assert results["accepted_by_depth"] == [0.9, 0.6, 0.5]
@@ -239,7 +241,7 @@ def test_temperatures_and_seeds_are_told_apart_and_pooled_by_question():
         for temperature, seed, grown in ((0.0, 5, 8), (1.0, 5, 4), (1.0, 6, 6)):
             where = {"question": question, "setting": Setting(temperature, seed)}
             answers.append(answered(grown * scale + 1, 2, 1.0, 2.0, [scale, scale], [1.0, 1.0], **where))
-    results = measured(answers, 0)
+    results = results_of(answers)
     assert (results["temperature"], results["seed"], results["questions"]) == (0.0, 5, 2)
     assert results["tokens_per_step"] == 6.0  # (8 + 16) / 4
     assert results["seeds"]["std"] is None
@@ -347,7 +349,7 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
     results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
     known = {"question": "81", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0, "top2_gap": 0.25}
-    gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "same_shape_gap": 0.25, "float32_gap": None}
+    gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "float32_gap": None}
     results["identical"] |= {"identical": 3, "beyond_bound": 1}
     results["identical"]["divergences"] = [{**known, **gaps, "within_bound": False}]
     text = report(results)
@@ -374,7 +376,7 @@ def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
     stop = whole[10:12]
     question = Question("1", "humaneval", prompt=prompt, stop=(stop,))
     decoder = Decoder(base, load_head(head_folder, base), DRAFT)
-    (answer,) = run(base, {"": decoder}, [question], BenchConfig(max_new_tokens=30))[""]
-    assert [turn.text for turn in answer.turns] == [whole[: whole.index(stop)]]
-    assert answer.tokens < 30
-    assert [turn.divergence for turn in answer.turns] == [None]
+    (turn,) = run(base, {"": decoder}, [question], BenchConfig(max_new_tokens=30))[""]
+    assert turn.text == whole[: whole.index(stop)]
+    assert len(turn.drafted.tokens) < 30
+    assert turn.divergence is None
