@@ -16,7 +16,8 @@ import torch
 from measure import machine
 from tqdm import tqdm
 
-from ctcdraft.eval.count import read_transcripts
+from ctcdraft.data.records import tokens_of
+from ctcdraft.data.sources import read_rows
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.eval.run import balanced_orders
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
@@ -34,9 +35,9 @@ def main():
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [known for known in read_transcripts(options.answers) if known.answers()]
+    rows = [tokens_of(row, number) for number, row in enumerate(read_rows(options.answers))]
     chosen = np.linspace(0, len(rows) - 1, min(options.rows, len(rows))).astype(int)
-    prompts = [rows[i].tokens[: rows[i].answers()[0][0]].tolist() for i in chosen]
+    prompts = [rows[i].prompt for i in chosen]
     base = load_base(options.base, options.dtype)
     head = load_head(options.head, base) if options.head else None
     decoders = {"plain": Decoder(base)}

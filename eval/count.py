@@ -8,7 +8,7 @@ may be others than those it gives alone, where rounding decides.
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +17,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ctcdraft.data.records import tokens_of
-from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import Journal
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.generate import continued
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
-from .evaluate import Measurement
+from .evaluate import Evaluated, Measurement, existing, latest, write_results
 from .question import Question
 from .report import DEPTHS, count_table
 from .results import LOOKUP_ALONE, accepted_by_source, by_category, calibration, shares_by_depth, tokens_per_step
 from .run import Turn
-from .store import Evaluated, existing, latest, write_results
 
 ROWS = 16  # answers that the base gives together
 
@@ -67,16 +64,6 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
         results = write_results(fresh, setting, {"questions": len(questions), "drafts": drafts})
         (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
     return Evaluated(results, folder)
-
-
-def read_transcripts(path: str) -> Iterator[Transcript]:
-    """Rows of a file with `input_ids` and `loss_mask`. Raises ValueError on a row that has not both."""
-    for number, row in enumerate(read_rows(path)):
-        try:
-            found = tokens_of(row, number)
-        except RowError as error:
-            raise ValueError(f"{path}: row {number}: {error}: give tokenised answers") from error
-        yield Transcript(np.array(found.ids, np.int64), np.array(found.mask, bool))
 
 
 def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Transcript]]:

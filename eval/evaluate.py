@@ -1,7 +1,13 @@
-"""One evaluation: questions in, eval/<bench>/ out, for one head or for several side by side."""
+"""One evaluation: questions in, eval/<bench>/ out, for one head or for several side by side.
 
+That folder holds the latest one; what other settings gave is kept beside it, as eval/<bench>-<hash>/.
+"""
+
+import json
 import platform
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -9,20 +15,20 @@ from typing import Any
 
 import torch
 
-from ctcdraft.data.store import write_jsonl
+from ctcdraft.data.store import read_object, write_jsonl
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import load_head, read_config
+from ctcdraft.model.folders import digest_of, new_folder
 
 from .bench import BenchConfig, load_questions, questions_hash
 from .control import bound_in_words
 from .plots import draw, draw_heads
 from .question import Question
-from .report import heads_report, report
-from .results import LOOKUP_ALONE, grouped, growth, measured, of_one_head
+from .report import count_table, heads_report, report, tables
+from .results import LOOKUP_ALONE, grouped, growth, heads_at, measured, of_one_head
 from .run import Turn, generate_rate, run
-from .store import Evaluated, existing, latest, write_results
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,29 @@ class Measurement:
             "lossless": True,
             **({"head": heads[""]} if "" in heads else {"heads": heads}),
         }
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What results.json holds, the folder that it lies in, and whether it was there already."""
+
+    results: dict[str, Any]
+    folder: Path
+    reused: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """1 where an output is not the base's own and rounding cannot explain it; 0 otherwise."""
+        decoded = {} if "drafts" in self.results else heads_at(self.results)
+        return int(any(head["identical"]["beyond_bound"] for heads in decoded.values() for head in heads.values()))
+
+    @property
+    def table(self) -> str:
+        """What ends a command."""
+        title = f"{self.results['bench']} on {self.results['base']['name']}"
+        parts = [count_table(self.results)] if "drafts" in self.results else tables(self.results)
+        end = f"lies in {self.folder}{' (reused)' if self.reused else ''}"
+        return "\n" + "\n\n".join([title, *parts, end]) + "\n"
 
 
 def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder: Path) -> Evaluated:
@@ -128,3 +157,44 @@ def answers(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
             "identical": sum(turn.divergence is None for turn in decoded),
             "turns": len(decoded),
         }
+
+
+def existing(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
+    """The evaluation of the very same setting, if it is there; it becomes the latest."""
+    digest = digest_of(setting)[:6]
+    for place in (folder, folder.with_name(f"{folder.name}-{digest}")):
+        results = _results(place)
+        if results.get("setting") == digest:
+            if place != folder:
+                with latest(folder) as fresh:
+                    place.rename(fresh)
+            return Evaluated(results, folder, reused=True)
+    return None
+
+
+@contextmanager
+def latest(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which then becomes the latest: all of it, or nothing. What was it is kept beside, if it was
+    an evaluation."""
+    with new_folder(folder) as fresh:
+        yield fresh
+        digest = _results(folder).get("setting")
+        beside = folder.with_name(f"{folder.name}-{digest}") if digest else folder
+        shutil.rmtree(beside, ignore_errors=True)
+        if folder.exists():
+            folder.rename(beside)
+
+
+def write_results(folder: Path, setting: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Write results.json; what stands in it."""
+    results = {"setting": digest_of(setting)[:6], **setting, **figures}
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """Empty where there are none, or they are damaged."""
+    try:
+        return read_object(folder / "results.json")
+    except ValueError:
+        return {}

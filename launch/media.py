@@ -1,9 +1,9 @@
 """What W&B is shown of an evaluation."""
 
 from ctcdraft.data.store import read_jsonl
+from ctcdraft.eval.evaluate import Evaluated
 from ctcdraft.eval.report import figures
 from ctcdraft.eval.results import heads_at
-from ctcdraft.eval.store import Evaluated
 from ctcdraft.train.log import Media
 
 FIGURES = ("tokens_per_step", "tokens_per_second", "speedup")

@@ -13,10 +13,9 @@ import yaml
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.template import with_template_args
-from ctcdraft.eval.store import digest_of
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, read_config
-from ctcdraft.model.folders import claimed, write_atomically
+from ctcdraft.model.folders import claimed, digest_of, write_atomically
 from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
@@ -55,7 +54,7 @@ def check_inputs(config: TrainEntry) -> Path:
     config.train.split(ds.world_size())
     settings = _settings(config)
     source = Path(config.base.path or config.base.kind).name
-    name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(settings)}"
+    name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(settings)[:6]}"
     folder = run_folder(name, config.runs_dir)
     if not (folder / "config.yaml").is_file():
         return folder

@@ -113,7 +113,7 @@ def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
     facts = {"files": _contents(fresh), **facts}
     for path in fresh.rglob("*"):
         sync(path)
-    write_atomically(fresh / MANIFEST, json.dumps({**facts, "sha256": _digest(facts)}, indent=2).encode())
+    write_atomically(fresh / MANIFEST, json.dumps({**facts, "sha256": digest_of(facts)}, indent=2).encode())
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(fresh, folder)
     sync(folder.parent)
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The facts that a folder was sealed with, and its `files`; None where there are none, or damaged ones."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
-        return found if found.pop("sha256") == _digest(found) and isinstance(found["files"], dict) else None
+        return found if found.pop("sha256") == digest_of(found) and isinstance(found["files"], dict) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -143,7 +143,8 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _digest(facts: dict[str, Any]) -> str:
+def digest_of(facts: dict[str, Any]) -> str:
+    """Changes with any of the facts, and not with their order."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,18 +8,18 @@ Answers are rows with input_ids and loss_mask, as `prepare` reads them, and must
 
 import argparse
 import json
-from itertools import islice
 from pathlib import Path
 
 import torch
+from answers import answers_of, span
 from conditionals import LayersBase, PeerHead
 from drafters import load_drafter
 
-from ctcdraft.eval.count import figures_of, read_transcripts
+from ctcdraft.eval.count import figures_of
 from ctcdraft.eval.question import Question
 from ctcdraft.eval.report import drafts_table
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.replay import Transcript, replay
+from ctcdraft.model.replay import replay
 
 COPIES = DraftConfig.prompt_lookup
 
@@ -36,22 +36,6 @@ def decoders_of(base, heads, nodes):
     for n in nodes:
         decoders[f"prompt lookup alone, tree of {n}"] = Decoder(base, None, DraftConfig("tree", n, budget="fixed"))
     return decoders
-
-
-def answers_of(path, rows, longest):
-    """Rows first:end of the file, cut to so many tokens; those without an answer are left out."""
-    cut = (
-        Transcript(known.tokens[:longest], known.answered[:longest]) for known in islice(read_transcripts(path), *rows)
-    )
-    found = [known for known in cut if known.answered[1:].any()]
-    if not found:
-        raise ValueError(f"{path}: rows {rows[0]}:{rows[1]} hold no answer within {longest} tokens")
-    return found
-
-
-def span(text):
-    first, _, end = text.partition(":")
-    return int(first), int(end)
 
 
 def named(text):
@@ -74,7 +58,11 @@ def main():
     options = parser.parse_args()
     try:
         base = LayersBase.of(load_base(options.base, dtype="fp32"))
-        answers = answers_of(options.answers, options.rows, options.longest)
+        answers = [
+            row for row in answers_of(options.answers, [options.rows], options.longest) if row.answered[1:].any()
+        ]
+        if not answers:
+            raise ValueError(f"{options.answers}: --rows hold no answer within {options.longest} tokens")
         heads = {
             name: PeerHead(load_drafter(folder, options.depth), base, max(options.nodes))
             for name, folder in options.drafter
@@ -82,8 +70,8 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     found = replay(base, decoders_of(base, heads, options.nodes), answers)
-    rows = [Question(str(number), "answers") for number in range(len(answers))]
-    figures = {label: figures_of(replayed, rows, seed=0) for label, replayed in found.items()}
+    owners = [Question(str(number), "answers") for number in range(len(answers))]
+    figures = {label: figures_of(replayed, owners, seed=0) for label, replayed in found.items()}
     print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{drafts_table(figures)}")
     if options.out:
         options.out.write_text(json.dumps({"answers": len(answers), "drafts": figures}, indent=1) + "\n")

@@ -14,29 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from answers import answers_of, span
 from conditionals import LayersBase
 from datasets import Dataset
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ctcdraft.eval.count import read_transcripts
 from ctcdraft.model import load_base
 from ctcdraft.model.decode.generate import batches_by_length
-from ctcdraft.model.replay import Transcript
 
 SEQUENCES = 8  # that the base reads together
-
-
-def chosen(path, spans, longest):
-    """The rows of these spans, in the file's order, cut to so many tokens."""
-    rows = []
-    for number, known in enumerate(read_transcripts(path)):
-        if any(first <= number < end for first, end in spans):
-            rows.append(Transcript(known.tokens[:longest], known.answered[:longest]))
-    if not rows:
-        raise ValueError(f"{path}: no row lies in --rows")
-    return rows
 
 
 def write_states(base, rows, layers, folder):
@@ -71,11 +59,6 @@ def _file(states, number):
     return states / f"hs_{number}.safetensors"
 
 
-def span(text):
-    first, _, end = text.partition(":")
-    return int(first or 0), int(end) if end else float("inf")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, help="folder of the base")
@@ -92,7 +75,7 @@ def main():
         layers = options.layers or [2, depth // 2, depth - 3]
         if not all(0 <= layer <= depth for layer in layers):
             raise ValueError(f"--layers {layers}: {base.name} has {depth} layers")
-        write_states(base, chosen(options.answers, options.rows, options.longest), (*layers, depth), options.out)
+        write_states(base, answers_of(options.answers, options.rows, options.longest), (*layers, depth), options.out)
     except ValueError as error:
         parser.error(str(error))
 

@@ -1,6 +1,7 @@
 """A peer's drafter is counted by our ruler, and reads hidden states that are its base's."""
 
 import itertools
+import json
 import sys
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,7 @@ from ctcdraft.model.heads import ParallelConfig, build_head
 from ctcdraft.model.replay import Transcript, replay
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
+from answers import answers_of, span
 from conditionals import LayersBase, PeerHead, grown
 from states import write_states
 
@@ -124,3 +126,16 @@ def test_stored_states_are_those_of_the_base(base, tmp_path):
         assert torch.allclose(base.model.base_model.norm(hidden[:, 2]), states[2][0], rtol=2e-2, atol=2e-2)
     with pytest.raises(ValueError, match="other rows"):
         write_states(LayersBase.of(base), rows[1:], (0, 1, 2), tmp_path)
+
+
+def test_rows_without_answers_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}))
+    (known,) = answers_of(path, [span(":")], 1024)
+    assert known.answers() == [(1, 3)]
+    with pytest.raises(ValueError, match="no row lies in --rows"):
+        answers_of(path, [span("1:2")], 1024)
+    for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": "x", "loss_mask": "y"}):
+        path.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=r"row 0: .*(input_ids|loss_mask).*: give tokenised answers"):
+            answers_of(path, [span(":")], 1024)

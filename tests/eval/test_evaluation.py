@@ -13,11 +13,10 @@ from ctcdraft.eval import evaluate as evaluation
 from ctcdraft.eval import run as runner
 from ctcdraft.eval.bench import BenchConfig, Question, Setting, load_questions
 from ctcdraft.eval.control import Divergence
-from ctcdraft.eval.evaluate import Measurement, evaluate
+from ctcdraft.eval.evaluate import Evaluated, Measurement, evaluate
 from ctcdraft.eval.report import figures, report
 from ctcdraft.eval.results import LOOKUP_ALONE, aggregate, measured, of_one_head
 from ctcdraft.eval.run import Turn, balanced_orders, run
-from ctcdraft.eval.store import Evaluated
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
 from ctcdraft.model.decode.decoder import Generation
 from ctcdraft.model.heads import CtcConfig, head_on

@@ -1,6 +1,5 @@
 """Counting along known answers is counting while decoding."""
 
-import json
 from itertools import chain
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from bases import write_base
 from drafting import HEADS, prompts, random_head
 
-from ctcdraft.eval.count import read_transcripts
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.replay import Transcript, replay
@@ -61,14 +59,3 @@ def test_a_replay_counts_what_decoding_counts(talking, config, kind):
             assert sum(len(one.sources) for one in chain(*found[label])) == sum(len(out.tokens) - 1 for out in wanted)
         assert {one.generation().tokens_per_step for one in chain(*found["plain"])} == {1.0}
     assert any(sources for one in chain(*found["both"]) for sources in one.sources)
-
-
-def test_rows_without_answers_are_refused(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}))
-    (known,) = read_transcripts(str(path))
-    assert known.answers() == [(1, 3)]
-    for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": "x", "loss_mask": "y"}):
-        path.write_text(json.dumps(row))
-        with pytest.raises(ValueError, match=r"row 0: .*(input_ids|loss_mask).*: give tokenised answers"):
-            list(read_transcripts(str(path)))
