@@ -155,8 +155,8 @@ def exit_code(results):
 def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dtype):
     base = load_base(chat_base.path, dtype)
     config = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[0.0, 1.0], seeds=2)
-    loaded = load_questions(config, base, None, 0)
-    results = results_of(run(base, {"": shifting(base)}, loaded, config)[""])
+    loaded, seed = load_questions(config, base, None, 0), 2  # of which no sample is shorter than the place
+    results = results_of(run(base, {"": shifting(base)}, loaded, config, seed)[""])
     for block, turns in ((results, 10), (results["other_temperatures"][0], 20)):
         assert len(block["identical"]["divergences"]) == block["identical"]["compared"] == turns
         assert block["identical"]["identical"] == 0
@@ -166,7 +166,7 @@ def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dt
             assert found["within_bound"] == (found["other_gap"] <= found["bound"])
         assert not all(found["within_bound"] for found in block["identical"]["divergences"])
     assert exit_code(results) == 1
-    honest = results_of(run(base, {"": Decoder(base)}, loaded, config)[""])
+    honest = results_of(run(base, {"": Decoder(base)}, loaded, config, seed)[""])
     assert exit_code(honest) == 0
 
 
