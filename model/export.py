@@ -117,7 +117,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
     try:
         state = load(blob)
         head = head_on(base, head_config(config["head"]))
-        head.load_state_dict(state)
+        head.load_state_dict(state, assign=any(p.is_meta for p in head.parameters()))
         head.draft_vocabulary(base)  # whose ids are checked
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])

@@ -58,12 +58,13 @@ class LastLayers(nn.Module):
 @torch.no_grad()
 def layers_to_copy(base: Base, count: int) -> Attended | None:
     """The last `count` layers of a base whose class can run them alone; None where it cannot: tried at one position.
+    Where the base's layers have no weights (device `meta`), an engine runs them, and a head was tried in its training.
 
     Raises ValueError where there are not as many.
     """
     attended = base.attended(count)
-    if attended is None:
-        return None
+    if attended is None or next(base.decoder.layers.parameters()).is_meta:
+        return attended
     D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
     try:
         states_BLX = base.hidden(ids_BL, attended=attended)

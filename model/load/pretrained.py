@@ -83,7 +83,7 @@ def load_base(
     if plain or template:
         tokenizer.chat_template = TEMPLATES[template or "plain"]
     tokenizer.chat_template = with_date(tokenizer.chat_template, date or PINNED_DATE)
-    eos_ids = _eos_ids(model, tokenizer) if eos is None else _chosen_eos(eos, model, tokenizer, path)
+    eos_ids = own_eos_ids(model, tokenizer) if eos is None else _chosen_eos(eos, model, tokenizer, path)
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
     found = base_of(model, tokenizer, path, eos_ids=eos_ids, plain_template=plain, template=template)
@@ -103,7 +103,7 @@ def base_of(
 
     Raises ValueError where it cannot be verified against drafts.
     """
-    length, ends = _context_length(model), _eos_ids(model, tokenizer) if eos_ids is None else eos_ids
+    length, ends = usable_context(model), own_eos_ids(model, tokenizer) if eos_ids is None else eos_ids
     base = Base(model, tokenizer, path, ends, length, plain_template=plain_template, template=template)
     if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
         model.set_experts_implementation("eager")
@@ -128,7 +128,7 @@ def _why_not(folder: Path, error: Exception) -> str:
     return f"not a causal LM with a tokenizer ({reason})"
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def own_eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     ids = model.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [ids]
     rows = model.get_output_embeddings().weight.shape[0]
@@ -150,7 +150,7 @@ def _chosen_eos(eos: str | int | Sequence[str | int], model: Any, tokenizer: Any
     return tuple(sorted(set(ids)))
 
 
-def _context_length(model: Any) -> int:
+def usable_context(model: Any) -> int:
     """Positions that may be used: no more than from where longrope turns every row of a forward by other angles, since
     a draft beyond it would change its own root's."""
     config = model.config.get_text_config()

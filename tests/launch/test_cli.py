@@ -275,8 +275,9 @@ ALLOWED = {  # folders, and those of model/: what each may import
     "model": set(),
     "data": {"model"},
     "eval": {"model", "data"},
+    "serve": {"model"},
     "train": {"model", "data"},
-    "launch": {"model", "data", "train", "eval"},
+    "launch": {"model", "data", "train", "eval", "serve"},
 }
 FLOORS = ("base", "lattice", "loss", "draft", "load", "heads", "decode")  # of model/, each on those before
 LEAVES = {"folders"}  # of model/ itself: what floors may import
@@ -285,6 +286,7 @@ OWNERS = {
     "omegaconf": {"launch"},
     "deepspeed": {"train"},
     "wandb": {"train/log.py"},
+    "vllm": {"serve/vllm.py"},
 }
 
 

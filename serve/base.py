@@ -1,0 +1,61 @@
+"""The base that an engine serves, as a head asks for it.
+
+A head needs its base's LM head, its embedding, and a class of transformers that runs copies of its last layers. The
+weights are the engine's own tensors, the class comes from the config; the layers themselves are nowhere a second time.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ctcdraft.model.base.context import Attended
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.load.pretrained import own_eos_ids, usable_context
+
+
+@dataclass(frozen=True)
+class EngineBase(Base):
+    """A base whose layers are on the device `meta`: it embeds and makes logits, and cannot read."""
+
+    empty: Base | None = None  # the same without any weights, for shapes
+
+    def attended(self, count: int) -> Attended | None:
+        assert self.empty is not None
+        return self.empty.attended(count)
+
+
+def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor) -> EngineBase:
+    """Of the folder or Hub name that the engine serves, with its embedding and its LM head, which may have rows more
+    than the vocabulary. Raises ValueError where they are packed, quantised, or not whole."""
+    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    text = config.get_text_config()
+    shape = text.vocab_size, text.hidden_size
+    for name, weight in (("embedding", embedding_VD), ("LM head", lm_head_VD)):
+        if weight.dim() != 2 or len(weight) < shape[0] or weight.shape[1] != shape[1] or not weight.is_floating_point():
+            raise ValueError(
+                f"the {name} of {path} is {weight.dtype} {tuple(weight.shape)} in the engine, not {shape} of floats: "
+                "a head cannot draft with packed, quantised or divided weights"
+            )
+    empty, model = (_without_weights(config, lm_head_VD.dtype) for _ in range(2))
+    for module in model.modules():  # rotary frequencies, the scale of embeddings: computed, not stored
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.empty_like(buffer, device=lm_head_VD.device))
+        if buffers:
+            model._init_weights(module)
+    for layer, weight in ((model.get_input_embeddings(), embedding_VD), (model.get_output_embeddings(), lm_head_VD)):
+        layer.weight = nn.Parameter(weight.detach()[: shape[0]], requires_grad=False)
+    with suppress(OSError):  # it has none
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    ends, length = own_eos_ids(model, tokenizer), usable_context(model)
+    bare = Base(empty, tokenizer, path, ends, length, plain_template=False)
+    return EngineBase(model, tokenizer, path, ends, length, plain_template=False, empty=bare)
+
+
+def _without_weights(config: Any, dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
