@@ -39,7 +39,7 @@ ADVICE = (
     "data.labels=rewrite without a server, which needs no mask"
 )
 THOUGHT_START = "<think>"
-NO_LABEL = "none of its answers is to be learned (weight, train or loss is 0)"
+NO_LABEL = "none of its answers is to be learned (it has none, or weight, train or loss is 0)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
 AT_ONCE = 128  # conversations whose texts are tokenised together
 

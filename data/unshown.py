@@ -16,9 +16,9 @@ def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequenc
         f"turn.{name} (the template does not show it)"
         for message in messages
         for name, value in _values(message)
-        if not any(_shows(text, value) for text in texts)
+        if not any(value.strip() in text or (name != "reasoning_content" and shows(text, value)) for text in texts)
     ]
-    schemas = [any(_shows(text, value) for text in texts) for value in _words_of(tools or [])]
+    schemas = [any(shows(text, value) for text in texts) for value in _words_of(tools or [])]
     return found + ([] if all(schemas) else [SOME_TOOLS if any(schemas) else NO_TOOLS])
 
 
@@ -57,6 +57,6 @@ def _words_of(schema: Any) -> Iterator[str]:
                 yield from _words_of(inner)
 
 
-def _shows(text: str, value: str) -> bool:
+def shows(text: str, value: str) -> bool:
     """Is the value in it, as it is, or trimmed, or escaped in some way?"""
     return value in text or value.strip() in text or all(run in text for run in re.findall(r"\w+", value))

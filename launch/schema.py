@@ -19,7 +19,7 @@ from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
 from ctcdraft.train.loop import Plan
 from ctcdraft.train.options import MayDiffer
-from ctcdraft.train.shards import DataConfig
+from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 

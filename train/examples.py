@@ -21,8 +21,8 @@ from ctcdraft.data.template import Rendered, Rendering, render_all, unread_in_pr
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued
 
-from .regenerate import rewrite
-from .shards import Account, DataConfig
+from .regenerate import AnswersConfig, rewrite
+from .shards import Account
 
 TOKENS_STAY = (
     "tokens cannot be rewritten: data.labels=given takes them as the base's own words, "
@@ -30,7 +30,7 @@ TOKENS_STAY = (
 )
 
 
-def example_of(base: Base, config: DataConfig, record: Record, seed: int) -> Example:
+def example_of(base: Base, config: AnswersConfig, record: Record, seed: int) -> Example:
     """What one record gives, outside any folder. Raises ValueError with the reason when that is nothing."""
     account = Account()
     with closing(Journal(Path(os.devnull))) as journal:
@@ -45,7 +45,7 @@ class ExampleMaker:
     """Records of one shard and split -> examples, in the order of the rows, and what to add to the account."""
 
     base: Base
-    config: DataConfig
+    config: AnswersConfig
     seed: int
     journal: Journal
     account: Account
@@ -82,32 +82,21 @@ class ExampleMaker:
 
     def _kept(self, chats: list[Conversation], tokens: list[Tokens]) -> dict[str, list[Example]]:
         """The given answers as they are, of those records of which the base can read every sequence."""
-        answered = []
-        for chat in chats:
-            if any(m["role"] == "assistant" for m in chat.messages):
-                answered.append(chat)
-            else:
-                self.account.reject(chat.id, "no answer to keep")
         args = self.base.template_args
-        rendered = render_all(self.base.tokenizer, answered, turns=self.config.turns, template_args=args)
+        rendered = render_all(self.base.tokenizer, chats, turns=self.config.turns, template_args=args)
         as_they_are = (Rendering([Rendered(row.ids, row.mask)], []) for row in tokens)
-        given: list[tuple[str, Rendered]] = []
-        for record, found in zip([*answered, *tokens], chain(rendered, as_they_are), strict=True):
+        given: dict[str, list[Rendered]] = {}
+        for record, found in zip([*chats, *tokens], chain(rendered, as_they_are), strict=True):
             if isinstance(found, RowError):
                 self.account.reject(record.id, found)
-                continue
-            self.account.unread.update(found.unread)
-            problem = next(filter(None, map(self._misfit, found.sequences)), None)
-            if problem:
+            elif problem := next(filter(None, map(self._misfit, found.sequences)), None):
                 self.account.reject(record.id, problem)
             else:
-                given += ((record.id, sequence) for sequence in found.sequences)
-        every = [sequence.ids for _, sequence in given]
-        labels = self._choices(every) if self.config.labels == "argmax" else every
-        examples: dict[str, list[Example]] = defaultdict(list)
-        for (owner, (ids, mask)), chosen in zip(given, labels, strict=True):
-            examples[owner].append(Example(ids, mask, chosen))
-        return examples
+                given[record.id] = found.sequences
+                self.account.unread.update(found.unread)
+        every = [sequence.ids for sequences in given.values() for sequence in sequences]
+        labels = iter(self._choices(every) if self.config.labels == "argmax" else every)
+        return {name: [Example(*one, next(labels)) for one in sequences] for name, sequences in given.items()}
 
     def _misfit(self, found: Rendered) -> str | None:
         if len(found.ids) > self.base.context_length:

@@ -35,7 +35,7 @@ from ctcdraft.model.loss.objective import AnchorLoss, feasible_prefixes, slots_l
 
 from .examples import example_of
 from .loop import Plan
-from .shards import DataConfig
+from .prepare import DataConfig
 from .task import DraftTask, anchors_of, base_features, draft_losses, draftable, head_for, read_at, roots_of
 
 STEPS, LR = 400, 4e-3  # of training on one conversation

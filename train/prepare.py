@@ -11,13 +11,14 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import NonNegativeInt
 
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.end_of_turn import warn_if_no_end
@@ -40,12 +41,29 @@ from ctcdraft.model.base.llm import Base, warn_if_plain
 from ctcdraft.model.folders import MANIFEST, new_folder, share_out, work_folder
 
 from .examples import ExampleMaker
-from .options import decisive
-from .regenerate import OUTCOMES
-from .shards import GENERATED, LEARNT, Account, DataConfig, Shard, asked_text, read_shards
+from .options import MayDiffer, decisive
+from .regenerate import OUTCOMES, AnswersConfig
+from .shards import GENERATED, LEARNT, Account, RowsConfig, Shard, asked_text, read_shards
 
 FORMAT = 4
 ACCOUNT = "account.json"  # of a shard, in its folder
+
+
+@dataclass(frozen=True)
+class DataConfig(AnswersConfig, RowsConfig):
+    """Which rows, what becomes of their answers, and how training reads them."""
+
+    # bf16 | fp8: store the base's hidden states once, train without its forward; null: at each step
+    features: Literal["bf16", "fp8"] | None = None
+    show: MayDiffer[NonNegativeInt] = 0  # print so many prepared sequences, labels in colour
+
+    def __post_init__(self) -> None:
+        RowsConfig.__post_init__(self)
+        AnswersConfig.__post_init__(self)
+        if self.kind == "text" and self.labels != "rewrite":
+            raise ValueError(
+                f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
+            )
 
 
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
@@ -123,8 +141,7 @@ class _Preparation:
 
     def _accounts(self) -> Iterator[Account]:
         """Theirs, one in memory at a time."""
-        keys = [field.name for field in fields(Account)]
-        return (Account(**read_object(shard / ACCOUNT, *keys)) for shard in self._shards)
+        return (Account(**read_object(shard / ACCOUNT, *vars(Account()))) for shard in self._shards)
 
     def _server_failed(self) -> ValueError:
         """What there is so far, and what to do about the rest."""

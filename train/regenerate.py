@@ -5,26 +5,80 @@ import os
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tqdm import tqdm
 
 from ctcdraft.data.messages import Message
 from ctcdraft.data.prompts import LEAST_ROOM
 from ctcdraft.data.records import Conversation
+from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
 from ctcdraft.data.template import NO_LABEL, Rendered, answer_message, prompt_ids, render_all
-from ctcdraft.data.unshown import unshown
+from ctcdraft.data.unshown import shows
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued, work_key
 
-from .shards import DataConfig
+from .options import MayDiffer
 
 # What becomes of the turns that are asked. errors: a server failed at every try; skipped: nobody was asked, because of
 # what came before.
 OUTCOMES = ("answered", "refused", "errors", "skipped")
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """How the base rewrites the answers where data.labels=rewrite. OPENAI_API_KEY is sent where it is set."""
+
+    # one rewriting of every conversation per entry; 0: greedy
+    temperatures: Annotated[list[NonNegativeFloat], Field(min_length=1)] = field(default_factory=lambda: [0.0])
+    # of temperatures above 0: the likeliest tokens with this probability in all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # http://<host>:<port>/v1 of an OpenAI-compatible server; null: the base in this process
+    url: MayDiffer[str | None] = None
+    model: str | None = None  # the base's name there; null: the first that it lists
+    concurrency: MayDiffer[PositiveInt] = 16  # requests at once
+    retries: MayDiffer[NonNegativeInt] = 12  # after a failure, with doubling waits
+    timeout: MayDiffer[PositiveFloat] = 300.0  # seconds for one answer
+    # what failed at every try: false: the next command asks again; true: rejected
+    reject_errors: MayDiffer[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
+        if self.url is not None and (urlsplit(self.url).query or urlsplit(self.url).fragment):
+            raise ValueError(
+                f"data.regenerate.url={masked(self.url)}: requests go to <url>/chat/completions, so it cannot end in a "
+                "query; a key belongs into the environment as OPENAI_API_KEY"
+            )
+
+
+@dataclass(frozen=True)
+class AnswersConfig:
+    """What becomes of the answers. A trained head keeps template_args. Texts the base always continues."""
+
+    # rewrite: the base writes every answer | argmax: its choice along given ones | given: as they are
+    labels: Literal["rewrite", "argmax", "given"] = "rewrite"
+    turns: Literal["each", "last"] = "each"  # each | last: which answers of a conversation are labels
+    # what the chat template gets beside the messages: {enable_thinking: false}
+    template_args: dict[str, Any] | None = None
+    regenerate: RegenerateConfig = RegenerateConfig()
+    # shortest and longest beginning of a text that the base continues
+    prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
+        default_factory=lambda: [8, 140]
+    )
+    samples_per_text: PositiveInt = 4  # beginnings of each text
+    max_new_tokens: PositiveInt = 192  # per answer
+    batch_size: MayDiffer[PositiveInt] = 64  # conversations that the base answers together
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens[0] > self.prompt_tokens[-1]:
+            raise ValueError(f"data.prompt_tokens={self.prompt_tokens}: give [shortest, longest]")
 
 
 class Dialogue:
@@ -40,11 +94,9 @@ class Dialogue:
         self.prompt: list[int] = []
         self.reason = ""
         self.unread: list[str] = []
-        self._wanted = [m.get("label", True) for m in conversation.messages if m["role"] == "assistant"]
         self._left = [m for m in conversation.messages if m["role"] != "assistant"]
+        self._answers: list[tuple[list[int], list[int]]] = []  # ids of all up to an answer, and the mask of it alone
         self.turns = Counter(asked=self.left)
-        self._sequences: list[tuple[list[int], list[int]]] = []  # ids and mask: the last one grows with every answer
-        self._last: list[tuple[list[int], list[int]]] = []  # the last answer alone, behind all before it
 
     @property
     def answered(self) -> int:
@@ -85,9 +137,7 @@ class Dialogue:
         base, tools = self.base, self.conversation.tools
         message = answer_message(base.tokenizer, base.eos_ids, self.said, tokens, tools, base.template_args)
         mask = [0] * len(self.prompt) + [1] * len(tokens)
-        self._add([*self.prompt, *tokens], mask, message)
-        if tokens[-1] not in self.base.eos_ids:
-            self._end(f"answer {self.answered} was cut")
+        self._add([*self.prompt, *tokens], mask, message, cut=tokens[-1] not in base.eos_ids)
 
     def answer_text(self, answer: Answer) -> None:
         """What a server said behind `said`, tokenised as the template writes it. Raises RowError where it cannot be."""
@@ -102,15 +152,12 @@ class Dialogue:
         if problem:
             raise RowError(problem)
         labels = self.base.tokenizer.decode([i for i, m in zip(rendered.ids, rendered.mask, strict=True) if m])
-        thought = {"reasoning_content": answer.message.get("reasoning_content", "")}
-        if unshown([thought], None, [labels]):
+        if not shows(labels, answer.message.get("reasoning_content", "")):
             raise RowError("the answer comes with a thought, which the chat template does not show")
         end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
             end = self._end_of_words(rendered, end, answer.message)
-        self._add(rendered.ids[:end], rendered.mask[:end], answer.message)
-        if answer.cut:
-            self._end(f"answer {self.answered} was cut")
+        self._add(rendered.ids[:end], [*rendered.mask[:end]], answer.message, cut=answer.cut)
 
     def _end_of_words(self, rendered: Rendered, end: int, message: Message) -> int:
         """Where the words of a cut answer end in the rendering, whose labels end at `end`."""
@@ -127,23 +174,26 @@ class Dialogue:
     def examples(self, turns: str) -> list[Example]:
         """The sequences with `each` of its answers, or the `last` alone: one, or several where the template writes an
         earlier answer otherwise than it was when it was the last."""
-        sequences = self._sequences if turns == "each" else self._last
-        found = [Example(ids, mask, ids) for ids, mask in sequences if any(mask)]
+        wanted = [m.get("label", True) for m in self.conversation.messages if m["role"] == "assistant"]
+        sequences: list[tuple[list[int], list[int]]] = []
+        for number, (ids, mask) in enumerate(self._answers):
+            if not all(wanted[number : number + 1]):  # the row, where it has this answer, says that it is no label
+                mask = [0] * len(ids)
+            if turns == "each" and sequences and ids[: len(sequences[-1][0])] == sequences[-1][0]:
+                _, before = sequences.pop()
+                mask = [*before, *mask[len(before) :]]
+            sequences.append((ids, mask))
+        found = [Example(ids, mask, ids) for ids, mask in sequences[0 if turns == "each" else -1 :] if any(mask)]
         if self.answered and not found:
             self.reason = NO_LABEL
         return found
 
-    def _add(self, ids: list[int], mask: Sequence[int], message: Message) -> None:
-        """An answer behind all that was said before it; the mask is that of its own tokens."""
-        if not all(self._wanted[self.answered : self.answered + 1]):  # the row, where it has it, says that it is none
-            mask = [0] * len(ids)
-        self._last = [(ids, [*mask])]
-        if self._sequences and ids[: len(self._sequences[-1][0])] == self._sequences[-1][0]:
-            _, before = self._sequences.pop()
-            mask = [*before, *mask[len(before) :]]
-        self._sequences.append((ids, [*mask]))
+    def _add(self, ids: list[int], mask: list[int], message: Message, *, cut: bool) -> None:
+        self._answers.append((ids, mask))
         self.turns["answered"] += 1
         self.said = [*self.said, message]
+        if cut:
+            self._end(f"answer {self.answered} was cut")
 
     def _end(self, reason: str) -> bool:
         self.turns["skipped"] += self.left
@@ -152,7 +202,7 @@ class Dialogue:
 
 
 def rewrite(
-    base: Base, conversations: Sequence[Conversation], config: DataConfig, journal: Journal, *, seed: int, title: str
+    base: Base, conversations: Sequence[Conversation], config: AnswersConfig, journal: Journal, *, seed: int, title: str
 ) -> tuple[list[Dialogue], Counter[str]]:
     """Every conversation at every temperature, its turns answered, in order; and what became of the turns.
 
@@ -177,7 +227,7 @@ def rewrite(
                 bar.set_postfix_str(f"{made / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", False)
                 bar.update()
         else:
-            asyncio.run(_ask_server(url, dialogues, config, journal, seed, bar))
+            asyncio.run(_ask_server(url, dialogues, config, journal, seed=seed, bar=bar))
         bar.update(asked - bar.n)  # turns after a cut answer, or beyond the context, are not asked
     turns = Counter({name: sum(d.turns[name] for d in dialogues) for name in ("asked", *OUTCOMES)})
     refused, answered = turns["refused"], turns["answered"]
@@ -190,31 +240,35 @@ def rewrite(
 
 
 async def _ask_server(
-    url: str, dialogues: list[Dialogue], config: DataConfig, journal: Journal, seed: int, bar: tqdm
+    url: str, dialogues: list[Dialogue], config: AnswersConfig, journal: Journal, *, seed: int, bar: tqdm
 ) -> None:
-    asking, key = config.regenerate, os.environ.get("OPENAI_API_KEY")
-    limits = {"concurrency": asking.concurrency, "retries": asking.retries, "timeout": asking.timeout}
-    async with ChatServer(url, asking.model, key=key, **limits) as server:  # type: ignore[arg-type]
+    asking = config.regenerate
 
-        async def converse(dialogue: Dialogue) -> None:
-            while dialogue.next_prompt():
-                key, noise = work_key(dialogue.said, dialogue.name, dialogue.temperature, asking.top_p, seed)
-                room = dialogue.base.context_length - len(dialogue.prompt)
-                options: dict[str, Any] = {
-                    "max_tokens": min(config.max_new_tokens, room),
-                    "temperature": dialogue.temperature,
-                }
-                if dialogue.base.template_args:
-                    options["chat_template_kwargs"] = dialogue.base.template_args
-                if dialogue.temperature:
-                    options |= {"top_p": asking.top_p, "seed": noise % 2**31}
-                try:
-                    if (known := journal.get(key)) is None:
-                        known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
-                        journal.put(key, known)
-                    dialogue.answer_text(Answer(*known))
-                except (ServerError, RowError) as error:
-                    dialogue.lose("refused" if isinstance(error, (Refusal, RowError)) else "errors", str(error))
-                bar.update()
+    async def converse(server: ChatServer, dialogue: Dialogue) -> None:
+        while dialogue.next_prompt():
+            key, noise = work_key(dialogue.said, dialogue.name, dialogue.temperature, asking.top_p, seed)
+            room = dialogue.base.context_length - len(dialogue.prompt)
+            options: dict[str, Any] = {"temperature": dialogue.temperature}
+            options["max_tokens"] = min(config.max_new_tokens, room)
+            if dialogue.temperature:
+                options |= {"top_p": asking.top_p, "seed": noise % 2**31}
+            if dialogue.base.template_args:
+                options["chat_template_kwargs"] = dialogue.base.template_args
+            try:
+                if (known := journal.get(key)) is None:
+                    known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
+                    journal.put(key, known)
+                dialogue.answer_text(Answer(*known))
+            except (ServerError, RowError) as error:
+                dialogue.lose("refused" if isinstance(error, (Refusal, RowError)) else "errors", str(error))
+            bar.update()
 
-        await asyncio.gather(*(converse(dialogue) for dialogue in dialogues))
+    async with ChatServer(
+        url,
+        asking.model,
+        concurrency=asking.concurrency,
+        retries=asking.retries,
+        timeout=asking.timeout,
+        key=os.environ.get("OPENAI_API_KEY"),
+    ) as server:
+        await asyncio.gather(*(converse(server, dialogue) for dialogue in dialogues))

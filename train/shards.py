@@ -6,18 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from tqdm import tqdm
 
 from ctcdraft.data.duplicates import NearDuplicates
 from ctcdraft.data.generated import GENERATED
 from ctcdraft.data.records import Conversation, Record, Text, record_of
-from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import RowError, read_mixture, read_rows
-
-from .options import MayDiffer
 
 GENERATED_ROWS = 1800
 LEARNT = ("train", "dev")
@@ -26,36 +22,8 @@ ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the e
 
 
 @dataclass(frozen=True)
-class RegenerateConfig:
-    """How the base rewrites the answers where data.labels=rewrite. OPENAI_API_KEY is sent where it is set."""
-
-    # one rewriting of every conversation per entry; 0: greedy
-    temperatures: Annotated[list[NonNegativeFloat], Field(min_length=1)] = field(default_factory=lambda: [0.0])
-    # of temperatures above 0: the likeliest tokens with this probability in all
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # http://<host>:<port>/v1 of an OpenAI-compatible server; null: the base in this process
-    url: MayDiffer[str | None] = None
-    model: str | None = None  # the base's name there; null: the first that it lists
-    concurrency: MayDiffer[PositiveInt] = 16  # requests at once
-    retries: MayDiffer[NonNegativeInt] = 12  # after a failure, with doubling waits
-    timeout: MayDiffer[PositiveFloat] = 300.0  # seconds for one answer
-    # what failed at every try: false: the next command asks again; true: rejected
-    reject_errors: MayDiffer[bool] = False
-
-    def __post_init__(self) -> None:
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
-        if self.url is not None and (urlsplit(self.url).query or urlsplit(self.url).fragment):
-            raise ValueError(
-                f"data.regenerate.url={masked(self.url)}: requests go to <url>/chat/completions, so it cannot end in a "
-                "query; a key belongs into the environment as OPENAI_API_KEY"
-            )
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both).
-    A trained head keeps template_args. Texts the base always continues."""
+class RowsConfig:
+    """kind: `toy` or `prompts` (both generated), `sharegpt` (conversations, any form), `text`, or `mixed` (both)."""
 
     kind: Literal["toy", "prompts", "sharegpt", "text", "mixed"] = "toy"
     path: str | list[str] | None = None  # file, glob or Hub name, or a list of them
@@ -67,34 +35,12 @@ class DataConfig:
     dedupe: bool = True  # drop rows of equal content
     keep_out: str | None = None  # a file of evaluation questions: rows that nearly repeat one are dropped
     shard_rows: PositiveInt = 2048  # rows worked on at a time, by one process
-    # rewrite: the base writes every answer | argmax: its choice along given ones | given: as they are
-    labels: Literal["rewrite", "argmax", "given"] = "rewrite"
-    turns: Literal["each", "last"] = "each"  # each | last: which answers of a conversation are labels
-    # what the chat template gets beside the messages: {enable_thinking: false}
-    template_args: dict[str, Any] | None = None
-    regenerate: RegenerateConfig = RegenerateConfig()
-    # shortest and longest beginning of a text that the base continues
-    prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
-        default_factory=lambda: [8, 140]
-    )
-    samples_per_text: PositiveInt = 4  # beginnings of each text
-    max_new_tokens: PositiveInt = 192  # per answer
-    batch_size: MayDiffer[PositiveInt] = 64  # conversations that the base answers together
-    # bf16 | fp8: store the base's hidden states once, train without its forward; null: at each step
-    features: Literal["bf16", "fp8"] | None = None
-    show: MayDiffer[NonNegativeInt] = 0  # print so many prepared sequences, labels in colour
 
     def __post_init__(self) -> None:
         if self.kind not in GENERATED and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
         if self.weights is not None and len(self.weights) != len(self.paths):
             raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
-        if self.kind == "text" and self.labels != "rewrite":
-            raise ValueError(
-                f"data.labels={self.labels}: the base continues every text: leave it at rewrite for data=text"
-            )
-        if self.prompt_tokens[0] > self.prompt_tokens[-1]:
-            raise ValueError(f"data.prompt_tokens={self.prompt_tokens}: give [shortest, longest]")
 
     @property
     def paths(self) -> list[str]:
@@ -127,7 +73,7 @@ class Shard:
     account: Account = field(default_factory=Account)
 
 
-def read_shards(config: DataConfig, seed: int) -> Iterator[Shard]:
+def read_shards(config: RowsConfig, seed: int) -> Iterator[Shard]:
     """The source as shards. Equal rows are dropped, and the split goes by a hash of the opening: rows that open
     alike land together."""
     seen: dict[bytes, str] = {}

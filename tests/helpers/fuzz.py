@@ -39,8 +39,7 @@ from ctcdraft.train import engine as ds
 from ctcdraft.train import zero
 from ctcdraft.train.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from ctcdraft.train.log import LoggerConfig, RunLog
-from ctcdraft.train.prepare import prepare
-from ctcdraft.train.shards import DataConfig
+from ctcdraft.train.prepare import DataConfig, prepare
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # for one input; it takes well under one

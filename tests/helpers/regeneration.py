@@ -4,7 +4,8 @@ import json
 from contextlib import suppress
 
 from ctcdraft.data.store import read_manifest
-from ctcdraft.train.shards import DataConfig, RegenerateConfig
+from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.regenerate import RegenerateConfig
 
 
 def conversations(count, turns=2):

@@ -8,7 +8,7 @@ import yaml
 from ctcdraft.launch import runs
 from ctcdraft.launch.cli import _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry
-from ctcdraft.train.shards import RegenerateConfig
+from ctcdraft.train.regenerate import RegenerateConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -22,8 +22,7 @@ from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import CtcConfig
-from ctcdraft.train.prepare import prepare
-from ctcdraft.train.shards import DataConfig
+from ctcdraft.train.prepare import DataConfig, prepare
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from ctcdraft.train import overfit, task
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.overfit import OverfitCheck
+from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.regenerate import Dialogue
-from ctcdraft.train.shards import DataConfig
 from ctcdraft.train.task import ObjectiveConfig
 from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
 

@@ -14,8 +14,7 @@ from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import examples
 from ctcdraft.train import prepare as stage
-from ctcdraft.train.prepare import prepare
-from ctcdraft.train.shards import DataConfig
+from ctcdraft.train.prepare import DataConfig, prepare
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ from ctcdraft.data.records import conversation_of
 from ctcdraft.data.store import Journal, load_corpus
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.decode import generate
-from ctcdraft.train.prepare import prepare
-from ctcdraft.train.regenerate import Dialogue, rewrite
-from ctcdraft.train.shards import DataConfig, RegenerateConfig
+from ctcdraft.train.prepare import DataConfig, prepare
+from ctcdraft.train.regenerate import Dialogue, RegenerateConfig, rewrite
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,8 @@ from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, load_base
-from ctcdraft.train.prepare import prepare
+from ctcdraft.train.prepare import DataConfig, prepare
 from ctcdraft.train.regenerate import Dialogue
-from ctcdraft.train.shards import DataConfig
 
 NEW = "<new>"
 REASON = "token 260 ('<new>') is in b's tokenizer, but not among its 260 embeddings"
