@@ -11,6 +11,8 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 	print('$(BIN)/deepspeed --num_gpus %d' % gpus if gpus > 1 else \
 	'env OMP_NUM_THREADS=%s $(BIN)/python launch/ranks.py %d' \
 	% (os.environ.get('OMP_NUM_THREADS', cores), ranks) if ranks > 1 else '$(BIN)/python')")
+# Whole files go to a process per core, in the order of tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train eval export test check lint bench ablation soak fuzz conventions doctor clean
@@ -38,10 +40,10 @@ export: $(STAMP)  ## write a run's best head as a folder: ARGS="name=<run>"
 	@$(BIN)/python launch/export.py $(ARGS)
 
 test: $(STAMP)  ## run the tests, a process per core and at most four
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: $(STAMP)  ## the fast tests: what a minute can tell
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -21,6 +21,29 @@ from ctcdraft.model.load.smollm2 import cached_smollm2
 torch.set_num_threads(1)  # for what fixtures make before the first test
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
+HEAVY = (  # files that take longest, longest first (`make test ARGS=--durations=0`)
+    "train/test_training.py",
+    "model/test_replay.py",
+    "train/test_watchdog.py",
+    "train/test_regenerate_server.py",
+    "train/test_ranks.py",
+    "model/decode/test_decoder.py",
+    "train/test_overfit.py",
+    "model/load/test_architectures.py",
+    "train/test_regenerate.py",
+    "model/draft/test_prompt_lookup.py",
+    "launch/test_safety.py",
+    "model/decode/test_identity.py",
+    "train/test_anomalies.py",
+    "model/lattice/test_compiled.py",
+    "model/decode/test_captured.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Heavy files come first, so that the processes of `make test`, which take whole files, end together."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(HEAVY)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(autouse=True)
