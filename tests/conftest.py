@@ -63,6 +63,26 @@ def base(base_folder):
 
 
 @pytest.fixture(scope="session")
+def talking(tmp_path_factory):
+    """A base whose answers end by themselves, now and then."""
+    folder = write_base(tmp_path_factory.mktemp("talking") / "b", eos_token_id=1, initializer_range=0.2)
+    return load_base(str(folder), dtype="fp64")
+
+
+@pytest.fixture(scope="session")
+def exact(tmp_path_factory):
+    """A base whose best tokens lie close together."""
+    folder = write_base(tmp_path_factory.mktemp("exact") / "b", context=64, initializer_range=0.05)
+    return load_base(str(folder), dtype="fp64")
+
+
+@pytest.fixture(scope="session")
+def rough(exact):
+    """The same in bfloat16."""
+    return load_base(exact.path, dtype="bf16")
+
+
+@pytest.fixture(scope="session")
 def stories_base():
     path = SHARED / "models" / "stories260K"
     if not path.is_dir():

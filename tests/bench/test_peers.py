@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bases import write_base
 from datasets import load_from_disk
 from drafting import prompts
 from safetensors.torch import load_file
@@ -28,9 +27,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = write_base(tmp_path_factory.mktemp("peers") / "b", eos_token_id=1, initializer_range=0.2)
-    return load_base(str(folder), dtype="fp32")
+def base(talking):
+    return load_base(talking.path, dtype="fp32")
 
 
 def answers(base, count=5, limit=24):

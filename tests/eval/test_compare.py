@@ -5,17 +5,14 @@ import json
 import numpy as np
 import pytest
 from bases import write_base
-from drafting import random_head
+from drafting import export_random_heads
 
 from ctcdraft.eval.bench import BenchConfig, Question, Setting
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.eval.results import difference, estimate
 from ctcdraft.eval.run import Turn
-from ctcdraft.model import DraftConfig, export_head, load_base
+from ctcdraft.model import DraftConfig, load_base
 from ctcdraft.model.decode.decoder import Generation
-from ctcdraft.model.heads import CtcConfig
-
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 def answered(grown, steps, fast, plain, setting, question=None):
@@ -66,11 +63,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def heads(base, tmp_path_factory):
-    found = {}
-    for seed, label in enumerate(("one", "two", "three")):
-        found[label] = tmp_path_factory.mktemp("heads") / label
-        export_head(random_head(CtcConfig(slots=4), base, seed), base, found[label], TRAINING)
-    return found
+    return export_random_heads(base, tmp_path_factory.mktemp("heads"), "one", "two", "three")
 
 
 def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_path):

@@ -2,30 +2,14 @@
 
 import pytest
 import torch
-from bases import write_base
 
 from ctcdraft.eval.bench import Setting
 from ctcdraft.eval.control import Control, bound_in_words, scores
-from ctcdraft.model import Decoder, load_base
+from ctcdraft.model import Decoder
 from ctcdraft.model.base.rounding import bound_of, forced_logits
 
 PROMPT = [5, 9, 77, 30, 12]
 GREEDY, WARM = Setting(), Setting(1.0, 3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(write_base(tmp_path_factory.mktemp("control") / "b", context=64, initializer_range=0.05))
-
-
-@pytest.fixture(scope="module")
-def exact(folder):
-    return load_base(folder, "fp64")
-
-
-@pytest.fixture(scope="module")
-def rough(folder):
-    return load_base(folder, "bf16")
 
 
 def plain(base, setting, count=40):

@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import random_head
+from drafting import export_random_heads
 
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
 from ctcdraft.eval.report import count_table
-from ctcdraft.model import DraftConfig, export_head, load_base
+from ctcdraft.model import DraftConfig, load_base
 from ctcdraft.model.decode import generate
-from ctcdraft.model.heads import CtcConfig
 
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
 DRAFT = DraftConfig("tree", 6, budget="fixed")
 
@@ -29,11 +27,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def heads(base, tmp_path_factory):
-    folders = {}
-    for seed, name in enumerate("ab"):
-        folders[name] = tmp_path_factory.mktemp(name) / "head"
-        export_head(random_head(CtcConfig(slots=4), base, seed), base, folders[name], TRAINING)
-    return folders
+    return export_random_heads(base, tmp_path_factory.mktemp("heads"), "a", "b")
 
 
 def test_a_count_is_what_decoding_gives(base, heads, tmp_path):

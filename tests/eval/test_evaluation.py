@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bases import write_base
+from drafting import TRAINING
 
 from ctcdraft.eval import evaluate as evaluation
 from ctcdraft.eval import run as runner
@@ -22,7 +23,6 @@ from ctcdraft.model.decode.decoder import Generation
 from ctcdraft.model.heads import CtcConfig, head_on
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 @pytest.fixture(scope="module")

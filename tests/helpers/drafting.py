@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model import Decoder, DraftConfig, export_head
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.draft.tree import Tree
 from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, ParallelConfig, head_on
@@ -20,6 +20,7 @@ HEADS = [
     EagleConfig(slots=5, width=32, beam=3),
 ]
 
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 SETTINGS = [
     {},
@@ -42,6 +43,13 @@ def random_head(config, base, seed=0):
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)
     return head
+
+
+def export_random_heads(base, folder, *names):
+    """{name: folder of an exported head}, each with weights of its own."""
+    for seed, name in enumerate(names):
+        export_head(random_head(CtcConfig(slots=4), base, seed), base, folder / name, TRAINING)
+    return {name: folder / name for name in names}
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COMMON = ["experiment=smoke", "logger=none", "train.deterministic=true", "train.steps=10", "draft.budget=fixed"]
+COUNT = ["count=true", "bench=toy", "bench.questions=4", "bench.max_new_tokens=24"]
 CASES = {
     "default": [],
     "no_lookup": ["draft.prompt_lookup=0", "bench=toy"],
@@ -58,12 +59,12 @@ def outcome(name, scratch):
     """All figures of a case that no clock decides."""
     config = [f"name={name}", f"runs_dir={scratch}/runs", f"cache_dir={scratch}/cache"]
     options = [*COMMON, "objective.labels=4", "head.slots=4", *CASES[name]]
-    run("launch/train.py", *config, *options)
+    run("launch/train.py", [*config, *options])
     folder = scratch / "runs" / name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (answers,) = (folder / "eval").glob("*/answers.jsonl")
     draft = [word for word in options if word.startswith("draft")]
-    run("launch/eval.py", *config, *draft, "count=true", "bench=toy", "bench.questions=4", "bench.max_new_tokens=24")
+    run("launch/eval.py", [*config, *draft, *COUNT])
     counted = json.loads((folder / "eval" / "toy-count" / "results.json").read_text())
     return {
         "steps": [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows],
@@ -73,12 +74,12 @@ def outcome(name, scratch):
     }
 
 
-def run(*words):
+def run(entry, options):
     """Raises SystemExit with what a failed command said."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, entry, *options], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{entry} {' '.join(options)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
 def differences(want, got, where=""):

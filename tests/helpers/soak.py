@@ -17,31 +17,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from bases import write_base
 from safetensors.torch import load_file
 from tqdm import tqdm
+from trainers import OPTIONS, write_inputs
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = [
-    "experiment=smoke",
-    "base=local",
-    "base.path=base",
-    "data=sharegpt",
-    "data.path=rows.json",
-    "logger=none",
-    "bench.questions=2",
-    "data.max_new_tokens=16",
-    "train.log_every=1",
-    "train.save_every=2",
-    "train.eval_anchors=16",
-]
+OFTEN = ["logger=none", "data.max_new_tokens=16", "train.log_every=1", "train.save_every=2", "train.eval_anchors=16"]
 START_SECONDS = 180
 
 
 def command(name: str, steps: int, zero: int, ranks: int) -> list[str]:
     varying = [f"name={name}", f"zero={zero}", f"train.steps={steps}", f"train.eval_every={steps // 4}"]
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", str(ranks)]
-    return [*([sys.executable] if ranks == 1 else torchrun), str(ROOT / "launch" / "train.py"), *OPTIONS, *varying]
+    launcher = [sys.executable] if ranks == 1 else torchrun
+    return [*launcher, str(ROOT / "launch" / "train.py"), *OPTIONS, *OFTEN, *varying]
 
 
 def start(words: list[str], work: Path) -> subprocess.Popen:
@@ -113,9 +102,7 @@ def main() -> int:
     rng, begin = random.Random(asked.seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ctcdraft-soak-") as folder:
         work = Path(folder)
-        write_base(work / "base", initializer_range=0.05)
-        rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(24)]
-        (work / "rows.json").write_text(json.dumps(rows))
+        write_inputs(work)
         finish(start(command("calm", asked.steps, asked.zero, asked.ranks), work))
         within, lost = 0, 0
         words, run = command("killed", asked.steps, asked.zero, asked.ranks), work / "runs" / "killed"

@@ -19,6 +19,8 @@ from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.prepare import prepare
 
+INPUTS = ["base=local", "base.path=base", "data=sharegpt", "data.path=rows.json"]  # what `write_inputs` leaves
+OPTIONS = ["experiment=smoke", *INPUTS, "bench.questions=2"]
 SIZES = ["data.max_new_tokens=16"]
 RATE = ["train.steps=6", "train.save_every=2", "train.eval_every=6", "train.log_every=1", "train.eval_anchors=16"]
 TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another order, and six steps on them

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bases import tiny_tokenizer, write_base
+from drafting import TRAINING
 from templates import SWITCHED, SWITCHED_SPECIALS
 
 from ctcdraft.data.template import with_template_args
@@ -15,8 +16,6 @@ from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.export import export_head
 from ctcdraft.model.heads import CtcConfig, head_on
-
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 @pytest.fixture(scope="module")

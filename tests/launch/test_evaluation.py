@@ -1,11 +1,12 @@
 """launch/eval.py on a tiny base: one head, several, their logs and what it refuses."""
 
 import json
+import shutil
 import sys
 
 import pytest
 from bases import TEMPLATE, tiny_tokenizer, write_base
-from drafting import random_head
+from drafting import TRAINING, export_random_heads
 from templates import SWITCHED, SWITCHED_SPECIALS
 from wandb_file import history
 
@@ -18,7 +19,6 @@ from ctcdraft.model import export_head, load_base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.heads import CtcConfig, head_on
 
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 SMALL = ["bench=toy", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
 
 
@@ -27,11 +27,9 @@ def place(tmp_path_factory):
     """A base with two runs that share it, and a head of each as a folder of its own."""
     root = tmp_path_factory.mktemp("evaluation")
     base = load_base(str(write_base(root / "base", eos_token_id=1, initializer_range=0.05)))
-    for seed, name in enumerate(("a", "b")):
+    for name, head in export_random_heads(base, root / "shipped", "a", "b").items():
         run = root / "runs" / name
-        head = random_head(CtcConfig(slots=4), base, seed)
-        for folder in (run / "head", root / "shipped" / name):
-            export_head(head, base, folder, TRAINING)
+        shutil.copytree(head, run / "head")
         (run / "config.yaml").write_text("run: {}")
         paths = {
             "base": base.path,

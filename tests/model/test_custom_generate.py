@@ -7,15 +7,13 @@ import weakref
 import pytest
 import torch
 from bases import tiny_tokenizer, write_base
-from drafting import random_head
+from drafting import TRAINING, random_head
 from transformers import AutoModelForCausalLM, WatermarkingConfig, set_seed
 
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.custom_generate import _decoder
 from ctcdraft.model.export import export_head
 from ctcdraft.model.heads import CtcConfig
-
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 @pytest.fixture(scope="module")

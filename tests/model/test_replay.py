@@ -4,20 +4,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from bases import write_base
 from drafting import HEADS, prompts, random_head
 
-from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.replay import Transcript, replay
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory):
-    folder = write_base(tmp_path_factory.mktemp("replay") / "b", eos_token_id=1, initializer_range=0.2)
-    return load_base(str(folder), dtype="fp64")
 
 
 def conversations(base, limit):

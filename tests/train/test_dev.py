@@ -4,20 +4,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from bases import write_base
 from drafting import HEADS, prompts, random_head
 
 from ctcdraft.data.store import Example, save_corpus
-from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.train.dev import count_dev, dev_sequences, fit_to_dev
 
 DRAFT = DraftConfig(nodes=9, prompt_lookup=7, budget="fixed")
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory):
-    folder = write_base(tmp_path_factory.mktemp("dev") / "b", eos_token_id=1, initializer_range=0.2)
-    return load_base(str(folder), dtype="fp64")
 
 
 @pytest.fixture(scope="module")

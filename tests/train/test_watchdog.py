@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bases import write_base
 from safetensors.torch import load_file
+from trainers import OPTIONS, write_inputs
 
 from ctcdraft.train import watchdog
 
@@ -22,16 +22,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-OPTIONS = [
-    "experiment=smoke",
-    "base=local",
-    "base.path=base",
-    "data=sharegpt",
-    "data.path=rows.json",
-    "data.shard_rows=8",
-    "bench.questions=2",
-    "draft.budget=fixed",  # a measured one is what a clock decides
-]
+TRAIN = ROOT / "launch" / "train.py"
+SHARDS = ["data.shard_rows=8", "draft.budget=fixed"]  # a measured budget is what a clock decides
 
 # Plants a fault on rank 1 at the third step, then runs the entry.
 FAULTY = """
@@ -59,19 +51,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    write_base(folder / "base", initializer_range=0.05)
-    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(24)]
+    write_inputs(folder)
+    rows = json.loads((folder / "rows.json").read_text())
     (folder / "rows.json").write_text(json.dumps([{"messages": []}, *rows]))
     (folder / "faulty.py").write_text(FAULTY)
     return folder
 
 
-def start(work, *words):
+def start(work, words):
     """A process whose output goes to files: W&B's own process outlives ours a little, and would hold a pipe open."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PATH": f"{BIN}:{os.environ['PATH']}"}
     streams = [tempfile.TemporaryFile("w+", dir=work) for _ in range(2)]  # noqa: SIM115
-    words = [str(word) for word in words]
-    process = subprocess.Popen(words, cwd=work, env=env, start_new_session=True, stdout=streams[0], stderr=streams[1])
+    output = {"stdout": streams[0], "stderr": streams[1]}
+    process = subprocess.Popen([*map(str, words)], cwd=work, env=env, start_new_session=True, **output)
     process.said = lambda: [stream.seek(0) or stream.read() for stream in streams]
     return process
 
@@ -82,10 +74,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def nodes(work, *words):
-    """(exit code, stdout, stderr) of each of two nodes with one rank each."""
-    where = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    both = [start(work, BIN / "torchrun", *where, "--node-rank", node, *words, *OPTIONS) for node in range(2)]
+def nodes(work, words):
+    """(exit code, stdout, stderr) of a script and its options on each of two nodes with one rank each."""
+    master = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    commands = [[BIN / "torchrun", *master, f"--node-rank={node}", *words, *OPTIONS, *SHARDS] for node in range(2)]
+    both = [start(work, command) for command in commands]
     try:
         return [(process.wait(timeout=110), *process.said()) for process in both]
     finally:
@@ -112,11 +105,9 @@ def last_error(text, none=None):
 
 
 def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
-    one = start(work, sys.executable, ROOT / "launch" / "train.py", *OPTIONS, "name=one", "cache_dir=alone")
+    one = start(work, [sys.executable, TRAIN, *OPTIONS, *SHARDS, "name=one", "cache_dir=alone"])
     assert one.wait(timeout=110) == 0, one.said()
-    (zero, out, error), (other, quiet, other_error) = nodes(
-        work, ROOT / "launch" / "train.py", "name=two", "zero=2", "logger=offline"
-    )
+    (zero, out, error), (other, quiet, other_error) = nodes(work, [TRAIN, "name=two", "zero=2", "logger=offline"])
     assert (zero, other) == (0, 0), (error, other_error)
     assert "read 24 = used 23 + rejected 1" in out
     assert "identical to plain decoding" in out
@@ -150,8 +141,9 @@ CAUSES = {
 
 @pytest.mark.parametrize("fault", CAUSES)
 def test_what_happens_to_one_rank_ends_the_run_on_both_hosts_and_is_said_last(work, fault):
-    faulty = (work / "faulty.py", fault, ROOT / "launch" / "train.py", f"name={fault}")
-    found = nodes(work, *faulty, "logger=none", "train.hang_minutes=" + ("0.1" if fault == "hangs" else "30"))
+    minutes = 0.1 if fault == "hangs" else 30
+    words = [work / "faulty.py", fault, TRAIN, f"name={fault}", "logger=none", f"train.hang_minutes={minutes}"]
+    found = nodes(work, words)
     assert all(code != 0 for code, _, _ in found)
     (_, _, first), (_, _, second) = found
     assert CAUSES[fault] in last_error(first)
@@ -174,8 +166,8 @@ LAUNCHERS = {
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_is_killed_leaves_no_orphans_and_a_checkpoint(work, launcher, number):
     name = f"{launcher}-{number}"
-    many = (f"name={name}", "train.steps=100000", "train.eval_every=100000", "train.save_every=100000", "logger=none")
-    process = start(work, *LAUNCHERS[launcher](), ROOT / "launch" / "train.py", *OPTIONS, *many)
+    many = [f"name={name}", "train.steps=100000", "train.eval_every=100000", "train.save_every=100000", "logger=none"]
+    process = start(work, [*LAUNCHERS[launcher](), TRAIN, *OPTIONS, *SHARDS, *many])
     metrics = work / "runs" / name / "metrics.jsonl"
     until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2, process)
     ranks = [child for child in children(process) if "train.py" in " ".join(child.cmdline())]

@@ -2,22 +2,11 @@
 
 import pytest
 import torch
-from bases import write_base
 
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.base.rounding import bound_of, divergence, forced_logits, shape_noise
 
 PROMPT = [5, 9, 77, 30, 12]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(write_base(tmp_path_factory.mktemp("rounding") / "b", context=64, initializer_range=0.05))
-
-
-@pytest.fixture(scope="module")
-def exact(folder):
-    return load_base(folder, "fp64")
 
 
 @pytest.mark.parametrize("width", [1, 4, 100])
@@ -32,8 +21,8 @@ def test_forced_logits_are_the_models_own(exact, width):
 
 
 @pytest.mark.parametrize(("dtype", "least", "most"), [("fp64", 0.0, 1e-13), ("fp32", 0.0, 1e-5), ("bf16", 1e-7, 0.1)])
-def test_the_noise_of_a_shape_is_as_large_as_the_dtype_is_rough(folder, dtype, least, most):
-    base = load_base(folder, dtype)
+def test_the_noise_of_a_shape_is_as_large_as_the_dtype_is_rough(exact, dtype, least, most):
+    base = load_base(exact.path, dtype)
     tokens = Decoder(base).generate(PROMPT, 40).tokens
     noise = shape_noise(base, PROMPT, tokens, 9)
     assert least <= noise.nats < most

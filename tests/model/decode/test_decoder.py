@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import (
-    HEADS,
-    SETTINGS,
-    assert_entries_of_a_fresh_prefill,
-    oracle_decoder,
-    prompts,
-    random_head,
-)
+from drafting import HEADS, SETTINGS, assert_entries_of_a_fresh_prefill, oracle_decoder, prompts, random_head
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.cache import TreeCache
