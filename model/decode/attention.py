@@ -79,11 +79,11 @@ def attend(query_BH1D: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask_B11S: 
     mask_BS = mask_B11S.view(B, -1).float().clamp(min=HIDDEN) * np.log2(np.e)
     out_BJGD = torch.empty_like(query_BJGD)
     keys, values = (part.detach().view(kind).numpy() for part in (key_BJSD, value_BJSD))
-    arrays = query_BJGD.numpy(), keys, values, shift, mask_BS.numpy(), out_BJGD.numpy()
+    query, cache, mask, out = query_BJGD.numpy(), (keys, values, shift), mask_BS.numpy(), out_BJGD.numpy()
     if torch.get_num_threads() == 1:  # a process that was forked must not touch its parent's threads
-        _attend_pairs(0, B * J, *arrays)
+        _attend_pairs((0, B * J), query, cache, mask, out)
     else:
-        _attend(_use_torch_threads(), *arrays)  # type: ignore[call-arg]
+        _attend(_use_torch_threads(), query, cache, mask, out)  # type: ignore[call-arg]
     return out_BJGD.view(B, H, 1, D).to(query_BH1D.dtype)
 
 
@@ -101,18 +101,20 @@ def _use_torch_threads() -> int:
 
 
 @njit(cache=True, parallel=True)
-def _attend(threads, query, key, value, shift, mask, out):
+def _attend(threads, query, cache, mask, out):
     pairs = query.shape[0] * query.shape[1]
     for chunk in prange(threads):
-        _attend_pairs(pairs * chunk // threads, pairs * (chunk + 1) // threads, query, key, value, shift, mask, out)
+        _attend_pairs((pairs * chunk // threads, pairs * (chunk + 1) // threads), query, cache, mask, out)
 
 
 @njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
-def _attend_pairs(first, last, query, key, value, shift, mask, out):
-    """Of some of the pairs of sequence and key head. Queries and masks are multiplied with log2(e) already."""
+def _attend_pairs(span, query, cache, mask, out):
+    """Of the pairs of sequence and key head from span[0] to before span[1]. cache: keys, values, and how far their bits
+    are shifted to be those of a float32. Queries and masks are multiplied with log2(e) already."""
+    key, value, shift = cache
     _, J, G, D = query.shape
     row, sums, weights = np.empty(D, np.float32), np.empty((G, D), np.float32), np.empty((G, mask.shape[1]), np.float32)
-    for pair in range(first, last):
+    for pair in range(span[0], span[1]):
         b, j = pair // J, pair % J
         end = mask.shape[1]
         while end > 1 and mask[b, end - 1] <= np.float32(HIDDEN):
