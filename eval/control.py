@@ -32,20 +32,13 @@ class Divergence:
     a second copy).
     """
 
-    question: str
-    turn: int
     position: int
-    temperature: float
-    seed: int
     top2_gap: float
     other_gap: float | None
     bound: float
     shape_change: float
     float32_gap: float | None
-
-    @property
-    def within_bound(self) -> bool:
-        return self.other_gap is not None and self.other_gap <= self.bound
+    within_bound: bool
 
 
 @dataclass
@@ -78,36 +71,33 @@ class Control:
                 found.largest_gap = max(found.largest_gap, float(scores_V.max() - scores_V[tokens[i]]))
         return found
 
-    def explain(
-        self, question: str, turn: int, setting: Setting, prompt: list[int], plain: list[int], drafted: list[int]
-    ) -> Divergence | None:
+    def explain(self, prompt: list[int], plain: list[int], drafted: list[int], setting: Setting) -> Divergence | None:
         """The first difference between the tokens of plain and of speculative decoding, if there is one."""
         if drafted == plain:
             return None
         shorter = min(len(drafted), len(plain))
         at = next((i for i in range(shorter) if drafted[i] != plain[i]), shorter)
         other = drafted[at] if at < shorter else None
-        upto = [*plain[:at], 0]  # the last one is not looked at
-        widths = (1, self.width)
-        plain_V, wide_V = (deque(forced_logits(self.base, prompt, upto, width), maxlen=1)[0] for width in widths)
-        position = len(prompt) + at
-        scores_V = scores(plain_V, setting, position)
+        before, position = plain[:at], len(prompt) + at
+        # of the logits before each of these tokens, the last ones count; what that token is does not
+        plain_V, wide_V = (
+            deque(forced_logits(self.base, prompt, [*before, 0], width), maxlen=1)[0] for width in (1, self.width)
+        )
+        scores_V, bound = scores(plain_V, setting, position), bound_of(plain_V)
+        other_gap = None if other is None else float(scores_V.max() - scores_V[other])
         exact_gap = None
         if other is not None and self._float32 is not None:
-            exact_V = next(forced_logits(self._float32, [*prompt, *plain[:at]], [0], 1))
+            exact_V = next(forced_logits(self._float32, [*prompt, *before], [0], 1))
             exact_V = scores(exact_V, setting, position)
             exact_gap = float(exact_V[plain[at]] - exact_V[other])
         return Divergence(
-            question=question,
-            turn=turn,
             position=at,
-            temperature=setting.temperature,
-            seed=setting.seed,
             top2_gap=_top2_gap(scores_V),
-            other_gap=None if other is None else float(scores_V.max() - scores_V[other]),
-            bound=bound_of(plain_V),
+            other_gap=other_gap,
+            bound=bound,
             shape_change=float((plain_V.double() - wide_V.double()).abs().max()),
             float32_gap=exact_gap,
+            within_bound=other_gap is not None and other_gap <= bound,
         )
 
     @cached_property

@@ -24,9 +24,9 @@ from ctcdraft.model.folders import digest_of, new_folder
 
 from .bench import BenchConfig, load_questions, questions_hash
 from .control import bound_in_words
-from .plots import draw, draw_heads
+from .plots import draw
 from .question import Question
-from .report import count_table, heads_report, report, tables
+from .report import report, tables
 from .results import LOOKUP_ALONE, grouped, growth, heads_at, measured, of_one_head
 from .run import Turn, generate_rate, run
 
@@ -90,25 +90,23 @@ class Evaluated:
     @property
     def exit_code(self) -> int:
         """1 where an output is not the base's own and rounding cannot explain it; 0 otherwise."""
-        decoded = {} if "drafts" in self.results else heads_at(self.results)
-        return int(any(head["identical"]["beyond_bound"] for heads in decoded.values() for head in heads.values()))
+        several = heads_at(self.results).values()
+        return int(any(head["identical"]["beyond_bound"] for heads in several for head in heads.values()))
 
     @property
     def table(self) -> str:
         """What ends a command."""
         title = f"{self.results['bench']} on {self.results['base']['name']}"
-        parts = [count_table(self.results)] if "drafts" in self.results else tables(self.results)
         end = f"lies in {self.folder}{' (reused)' if self.reused else ''}"
-        return "\n" + "\n\n".join([title, *parts, end]) + "\n"
+        return "\n" + "\n\n".join([title, *tables(self.results), end]) + "\n"
 
 
 def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder: Path) -> Evaluated:
     """Decode the benchmark plainly, with each of the heads and with prompt lookup alone, interleaved, unless this very
     evaluation is there.
 
-    Of one head, which is called "", `folder` gets results.json, report.md, plots and answers.jsonl; of several the
-    same under each one's label, and their comparison (results.json, report.md, heads.png). Raises ValueError as its
-    parts do, and nothing is written then.
+    `folder` gets results.json, report.md, plots and answers.jsonl, of one head, which is called "", or of several side
+    by side. Raises ValueError as its parts do, and nothing is written then.
     """
     setting = measurement.setting(head_folders)
     found = existing(folder, setting)
@@ -119,35 +117,33 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     questions = measurement.questions()
     turns = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
     rate = generate_rate(base, questions, bench)
+    blocks = measured(turns, seed)
+    for heads in blocks.values():
+        for block in heads.values():
+            block["tokens_per_second"]["generate"] = rate
+    figures: dict[str, Any] = {"temperatures": [{"temperature": t, "heads": heads} for t, heads in blocks.items()]}
+    if "" in head_folders:
+        figures = of_one_head(blocks, "")
     with latest(folder) as fresh:
-        for label, head in head_folders.items():
-            own = measured({side: turns[side] for side in (label, LOOKUP_ALONE)}, seed)
-            figures = of_one_head(own, label)
-            figures["tokens_per_second"]["generate"] = rate
-            (fresh / label).mkdir(exist_ok=True)
-            results = write_results(fresh / label, measurement.setting({"": head}), figures)
-            write_jsonl(fresh / label / "answers.jsonl", answers(turns[label]))
-            (fresh / label / "report.md").write_text(report(results))
-            draw(results, fresh / label)
-        if "" not in head_folders:
-            blocks = [{"temperature": t, "heads": heads} for t, heads in measured(turns, seed).items()]
-            results = write_results(fresh, setting, {"questions": results["questions"], "temperatures": blocks})
-            (fresh / "report.md").write_text(heads_report(results))
-            draw_heads(results, fresh)
+        results = write_results(fresh, setting, figures)
+        rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))
+        write_jsonl(fresh / "answers.jsonl", rows)
+        (fresh / "report.md").write_text(report(results))
+        draw(results, fresh)
     return Evaluated(results, folder)
 
 
-def answers(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
+def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
     """The rows of answers.jsonl: a question under a setting."""
-    for several in grouped(turns, lambda turn: (id(turn.question), turn.setting)).values():
-        question, setting = several[0].question, several[0].setting
+    for (_, setting), several in grouped(turns, lambda turn: (id(turn.question), turn.setting)).items():
+        question = several[0].question
         decoded = [turn for turn in several if not turn.skipped]
         grown, steps = growth(decoded)
         yield {
+            "head": head,
             "question_id": question.id,
             "category": question.category,
-            "temperature": setting.temperature,
-            "seed": setting.seed,
+            **asdict(setting),
             "answers": [turn.text for turn in decoded],
             "tokens": grown + len(decoded),
             "steps": steps,

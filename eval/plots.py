@@ -1,4 +1,4 @@
-"""The three pictures of an evaluation, and the one of several heads."""
+"""The pictures of an evaluation."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,36 +11,32 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from .results import Block, figure_of, heads_at
+from .results import Block, by_head, figure_of, heads_at
 
 
 def draw(results: dict[str, Any], folder: Path) -> None:
-    """Write acceptance by depth, tokens per step by category, and predicted against accepted."""
+    """Write acceptance by depth, tokens per step by category, expected against accepted, and heads side by side."""
+    blocks = by_head(results)
     with _picture(folder / "accepted_by_depth.png") as (axes,):
-        for temperature, heads in heads_at(results).items():
-            shares = next(iter(heads.values()))["accepted_by_depth"]
-            axes.plot(range(1, len(shares) + 1), shares, "o-", label=f"temperature {temperature:g}")
+        for label, block in blocks.items():
+            axes.plot(range(1, len(block["accepted_by_depth"]) + 1), block["accepted_by_depth"], "o-", label=label)
         title = f"steps that accept at least so many ({results['bench']})"
         axes.set(xlabel="draft tokens", ylabel="share of steps", ylim=(0, 1), title=title)
-        axes.legend()
     with _picture(folder / "by_category.png") as (axes,):
-        _intervals(axes, results["per_category"], "tokens_per_step", "")
-        axes.set_title("tokens per step by category, 95% interval (plain decoding = 1)")
+        for label, block in blocks.items():
+            _intervals(axes, block["per_category"], "tokens_per_step", label)
+        axes.set_title("by category, 95% interval (plain decoding = 1)")
     with _picture(folder / "calibration.png") as (axes,):
-        bins = results["calibration"]["bins"]
         axes.axline((0, 0), slope=1, color="grey", linestyle=":")
-        axes.plot([b["expected"] for b in bins], [b["accepted"] for b in bins], "o-")
-        axes.set(xlabel="predicted (sum of psi)", ylabel="accepted draft tokens", title="draft tokens per step")
-
-
-def draw_heads(results: dict[str, Any], folder: Path) -> None:
-    """Write tokens per step and speedup of each head, at each temperature."""
+        for label, block in blocks.items():
+            bins = block["calibration"]["bins"]
+            axes.plot([b["expected"] for b in bins], [b["accepted"] for b in bins], "o-", label=label)
+        axes.set(xlabel="expected (sum of psi)", ylabel="accepted draft tokens", title="draft tokens per step")
     with _picture(folder / "heads.png", columns=2) as both:
         for axes, name in zip(both, ("tokens_per_step", "speedup"), strict=True):
             for temperature, heads in heads_at(results).items():
                 _intervals(axes, heads, name, f"temperature {temperature:g}")
-            axes.legend()
-        both[0].figure.suptitle(f"{results['bench']}, 95% interval (plain decoding = 1)", fontsize=10)
+            axes.set_title("95% interval (plain decoding = 1)")
 
 
 @contextmanager
@@ -49,6 +45,8 @@ def _picture(path: Path, columns: int = 1) -> Iterator[Any]:
     with plt.style.context("seaborn-v0_8-whitegrid"):
         figure, (axes,) = plt.subplots(1, columns, figsize=(6.4 * columns, 3.6), squeeze=False, layout="constrained")
         yield axes
+        for one in axes:
+            one.legend()
         figure.savefig(path, dpi=120)
         plt.close(figure)
 

@@ -49,18 +49,20 @@ class Question:
         if self.prompt:
             return list(self.prompt)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        shown = self.tools, base.template_args
+        tools, args = self.tools, base.template_args
         for turn, answer in zip(self.turns, answers, strict=False):
             messages.append({"role": "user", "content": turn})
-            messages.append(answer_message(base.tokenizer, base.eos_ids, messages, answer, *shown))
+            messages.append(answer_message(base.tokenizer, base.eos_ids, messages, answer, tools, args))
         messages.append({"role": "user", "content": self.turns[len(answers)]})
-        return prompt_ids(base.tokenizer, messages, *shown)
+        return prompt_ids(base.tokenizer, messages, tools, args)
 
     def problem(self, base: Base) -> str | None:
         """Why it cannot be asked."""
         try:
-            asked = self.turns, self.system, self.tools, base.template_args
-            return base.unreadable(self.prompt or question_ids(base.tokenizer, *asked))
+            if self.prompt:
+                return base.unreadable(self.prompt)
+            ids = question_ids(base.tokenizer, self.turns, self.system, self.tools, base.template_args)
+            return base.unreadable(ids)
         except RowError as error:
             return str(error)
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from ctcdraft.model.draft.tree import SOURCES
 
-from .results import Block, figure_of, heads_at
+from .results import Block, by_head, figure_of, heads_at
 
 DEPTHS = (1, 2, 3, 5, 8)
+BELIEFS = ("expected", "accepted")
+FLIPS = ("positions", "near", "flips", "turns", "largest_gap")
 DIVERGENCE = (
-    *("question", "turn", "position", "temperature", "seed"),
+    *("question", "turn", "position", "seed"),
     *("top2_gap", "other_gap", "bound", "shape_change", "float32_gap"),
 )
 
@@ -40,6 +42,7 @@ def figures(block: Block) -> dict[str, str]:
         "std of both over seeds": f"{std['tokens_per_step']:.3f}, {std['speedup']:.3f}" if std else "-",
         "difference of both from the first": "; ".join(apart) or "-",
         "speedup / tokens per step": f"{kept:.2f}",
+        "tokens in steps": f"{block['tokens']} in {block['steps']}",
         "draft nodes per step": f"{block['nodes_per_step']:.1f}",
         "accepted from head / lookup / both": " / ".join(f"{s:.0%}" for s in block["accepted_by_source"].values()),
         "tokens per second": f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})",
@@ -48,8 +51,8 @@ def figures(block: Block) -> dict[str, str]:
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """The figures of any decoded evaluation, heads side by side: a table per temperature."""
-    found = []
+    """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
+    found = [count_table(results)] if "drafts" in results else []
     for temperature, heads in heads_at(results).items():
         columns = [figures(block) for block in heads.values()]
         rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -78,55 +81,49 @@ def drafts_table(drafts: Mapping[str, Block]) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
-    blocks = {
-        f"temperature {temperature:g}": next(iter(heads.values())) for temperature, heads in heads_at(results).items()
-    }
+    blocks = by_head(results)
+    first = next(iter(blocks.values()))
+    heads = ", ".join(f"`{label}`" for label in results.get("heads") or [results["head"]["kind"]])
+    decoder, bench = results["decoder"], results["bench_options"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     categories = [
-        (name, label.split()[1], group["questions"], _tau(group), _speedup(group))
-        for name in results["per_category"]
+        (name, label, group["questions"], _tau(group), _speedup(group))
+        for name in first["per_category"]
         for label, block in blocks.items()
         for group in [block["per_category"][name]]
     ]
+    depths = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
+    beliefs = [(label, *(f"{b['calibration'][key]:.2f}" for key in BELIEFS)) for label, b in blocks.items()]
     shares = [(label, *(f"{v:.1%}" for v in block["time_share"].values())) for label, block in blocks.items()]
     parts = [
-        f"# {results['bench']}: `{results['head']['kind']}` on {results['base']['name']}",
+        f"# {results['bench']}: {heads} on {results['base']['name']}",
         *tables(results),
-        f"{results['tokens']} tokens in {results['steps']} steps after each prompt's own forward. {_how(results)} "
-        f"transformers' own `generate` made {results['tokens_per_second']['generate']:.0f} tokens/s, greedy, on the "
-        "first few questions.",
+        f"{first['questions']} questions; {decoder['kind']} of at most {decoder['nodes']} nodes "
+        f"(draft.budget={decoder['budget']}), temperatures {bench['temperatures']}, first seed {results['seed']}, at "
+        f"most {bench['max_new_tokens']} new tokens. Measured at batch 1 in {results['dtype']} on {results['device']}, "
+        "plain and speculative interleaved in the same runner; brackets are 95% bootstrap intervals over questions, a "
+        "difference is on the same resampled questions. transformers' own `generate` made "
+        f"{first['tokens_per_second']['generate']:.0f} tokens/s, greedy, on the first few questions. "
+        f"Lossless: {str(results['lossless']).lower()}. Versions: {versions}.",
+        "![heads](heads.png)",
         "## By category",
-        markdown_table(("category", "temperature", "questions", "tokens per step", "speedup"), categories),
+        markdown_table(("category", "", "questions", "tokens per step", "speedup"), categories),
         "![by category](by_category.png)",
         "## Acceptance by depth",
         "Share of steps that accept at least so many draft tokens.",
-        _depths(blocks),
+        markdown_table(("draft tokens", *blocks), [(d, *(f"{v:.3f}" for v in row)) for d, row in enumerate(depths, 1)]),
         "![accepted by depth](accepted_by_depth.png)",
-        "## Predicted and accepted",
-        f"Draft tokens per step: predicted (sum of calibrated psi) {results['calibration']['expected']:.2f}, "
-        f"accepted {results['calibration']['accepted']:.2f}.",
+        "## Expected and accepted",
+        "Draft tokens per step; expected is the sum of calibrated psi.",
+        markdown_table(("", *BELIEFS), beliefs),
         "![calibration](calibration.png)",
         "## Time",
-        markdown_table(("", *results["time_share"]), shares),
+        markdown_table(("", *first["time_share"]), shares),
         *_divergences(blocks, results["rounding_bound"]),
     ]
-    if results["skipped"]:
-        cut = [(s["question"], s["reason"]) for s in results["skipped"]]
+    if first["skipped"]:
+        cut = [(s["question"], s["reason"]) for s in first["skipped"]]
         parts += ["## Cut short", markdown_table(("question", "reason"), cut)]
-    return "\n\n".join(parts) + "\n"
-
-
-def heads_report(results: dict[str, Any]) -> str:
-    """report.md of several heads: their figures side by side, and what sets them apart from the first."""
-    labels = [f"`{label}`" for label in results["heads"]]
-    parts = [
-        f"# {results['bench']}: {', '.join(labels)} on {results['base']['name']}",
-        *tables(results),
-        "![heads](heads.png)",
-        "Share of steps that accept at least so many draft tokens, at each temperature:",
-        *map(_depths, heads_at(results).values()),
-        f"{_how(results)} A difference is that from {labels[0]}, on the same resampled questions. Each head's own "
-        "report: " + ", ".join(f"[{label}]({label}/report.md)" for label in results["heads"]) + ".",
-    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -144,48 +141,37 @@ def _interval(bounds: Sequence[float]) -> str:
     return f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
-def _depths(blocks: Mapping[str, Block]) -> str:
-    columns = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
-    rows = [(d, *(f"{value:.3f}" for value in values)) for d, values in enumerate(columns, 1)]
-    return markdown_table(("draft tokens", *blocks), rows)
-
-
-def _how(results: dict[str, Any]) -> str:
-    decoder, bench = results["decoder"], results["bench_options"]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return (
-        f"{results['questions']} questions; {decoder['kind']} of at most {decoder['nodes']} nodes "
-        f"(draft.budget={decoder['budget']}), temperatures {bench['temperatures']}, first seed {results['seed']}, at "
-        f"most {bench['max_new_tokens']} new tokens. Measured at batch 1 in {results['dtype']} on {results['device']}, "
-        "plain and speculative interleaved in the same runner; brackets are 95% bootstrap intervals over questions. "
-        f"Lossless: {str(results['lossless']).lower()}. Versions: {versions}."
-    )
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _divergences(blocks: Mapping[str, Block], bound: str) -> list[str]:
     """Where outputs differ from plain decoding's, and what the control makes of it."""
-    rows, controls = [], []
+    divergences, flips = [], []
     for label, block in blocks.items():
-        same, flips = block["identical"], block["identical"]["same_shape"]
+        same = block["identical"]
         for found in same["divergences"]:
-            cells = [f"{v:.3g}" if isinstance(v, float) else v for v in map(found.get, DIVERGENCE)]
-            rows.append((*cells, "" if found["within_bound"] else "BEYOND"))
-        if flips:
-            controls.append(
-                f"Control at {label}: over plain decoding's own {flips['positions']} tokens the shape alone changes "
-                f"the base's choice {flips['flips']} times, in {flips['turns']} of {same['compared']} answers, at gaps "
-                f"up to {flips['largest_gap']:.2e}; speculative decoding differs in {len(same['divergences'])}. The "
-                f"best two lie within the bound at {flips['near']} of the positions: elsewhere a wrong token cannot "
-                "pass for rounding."
-            )
-    if not rows and not controls:
-        return []
-    return [
-        "## Divergences from plain decoding",
-        "Where an output first differs from plain decoding's: the gap between the base's best two logits, and between "
-        "its best one and what was put out instead, in the shape of plain decoding (one row per forward); how far a "
-        "logit moves when plain decoding's own tokens go through the base in the shape of verification, without any "
-        f"draft; the gap in float32. Rounding may close a gap of {bound}.",
-        *([markdown_table((*DIVERGENCE, ""), rows)] if rows else []),
-        *controls,
-    ]
+            beyond = "" if found["within_bound"] else "BEYOND"
+            divergences.append((label, *(_cell(found[key]) for key in DIVERGENCE), beyond))
+        if same["same_shape"]:
+            cells = (_cell(same["same_shape"][key]) for key in FLIPS)
+            flips.append((label, *cells, len(same["divergences"]), same["compared"]))
+    parts = []
+    if divergences:
+        parts += [
+            "## Divergences from plain decoding",
+            "Where an output first differs: the gap between the base's best two logits, and between its best one and "
+            "what was put out instead, in the shape of plain decoding (one row per forward); how far a logit moves in "
+            f"the shape of verification, without any draft; the gap in float32. Rounding may close a gap of {bound}.",
+            markdown_table(("", *DIVERGENCE, ""), divergences),
+        ]
+    if flips:
+        parts += [
+            "## Control",
+            "Plain decoding's own tokens in the shape of verification, without any draft: at how many positions the "
+            "best two lie within the bound (elsewhere a wrong token cannot pass for rounding), at how many the base's "
+            "choice changes, in how many answers, at what gap; and in how many of all answers speculative decoding "
+            "differs.",
+            markdown_table(("", *FLIPS, "differ", "answers"), flips),
+        ]
+    return parts

@@ -46,10 +46,23 @@ def of_one_head(found: Mapping[float, Mapping[str, Block]], label: str) -> dict[
 
 def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Block]]:
     """Of any decoded results.json, by temperature: the figures of each head, or of one beside prompt lookup alone."""
+    if "drafts" in results:  # counted
+        return {}
     if "temperatures" in results:
         return {block["temperature"]: block["heads"] for block in results["temperatures"]}
     kind, blocks = results["head"]["kind"], [results, *results["other_temperatures"]]
     return {block["temperature"]: {kind: block, LOOKUP_ALONE: block["prompt_lookup_alone"]} for block in blocks}
+
+
+def by_head(results: dict[str, Any]) -> dict[str, Block]:
+    """The figures of each head at each temperature, without those of prompt lookup alone, by what tells them apart."""
+    found = {}
+    for temperature, heads in heads_at(results).items():
+        for label, block in heads.items():
+            where = f"temperature {temperature:g}"
+            if label != LOOKUP_ALONE:
+                found[where if "head" in results else f"{label}, {where}"] = block
+    return found
 
 
 def figure_of(block: Block, name: str) -> tuple[float, Sequence[float]]:
@@ -69,7 +82,11 @@ def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
         for own, group in grouped(turns, lambda turn: turn.setting.seed).items()
     ]
     std = {name: float(np.std([row[name] for row in each], ddof=1)) for name in FIGURES} if len(each) > 1 else None
-    divergences = [turn.divergence for turn in turns if turn.divergence]
+    divergences = [
+        {"question": turn.question.id, "turn": turn.number, **asdict(turn.setting), **asdict(turn.divergence)}
+        for turn in turns
+        if turn.divergence
+    ]
     flips = [asdict(turn.flips) for turn in turns if turn.flips]
     same_shape = None
     if flips:
@@ -87,8 +104,8 @@ def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
         "identical": {
             "compared": len(turns),
             "identical": len(turns) - len(divergences),
-            "beyond_bound": sum(not d.within_bound for d in divergences),
-            "divergences": [{**asdict(d), "within_bound": d.within_bound} for d in divergences],
+            "beyond_bound": sum(not found["within_bound"] for found in divergences),
+            "divergences": divergences,
             "same_shape": same_shape,
         },
         "accepted_by_depth": shares_by_depth(of_steps(turns, "accepted")),

@@ -33,6 +33,7 @@ class Turn:
 
     question: Question
     setting: Setting = field(default_factory=Setting)
+    number: int = 0
     drafted: Generation = field(default_factory=Generation)
     seconds: float = 0.0
     plain_seconds: float = 0.0
@@ -55,24 +56,24 @@ def run(
     control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
     for decoder in heads.values():
         decoder.prepare()
-    for number in range(config.warmups):
-        prompt = questions[number % len(questions)].prompt_after(base)
+    for i in range(config.warmups):
+        prompt = questions[i % len(questions)].prompt_after(base)
         if len(prompt) < base.context_length:
-            temperature = config.temperatures[number % len(config.temperatures)]
+            temperature = config.temperatures[i % len(config.temperatures)]
             for decoder in sides.values():
                 decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
     turns: dict[str, list[Turn]] = {label: [] for label in heads}
     orders = balanced_orders([*sides])
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
-    for (number, question), (place, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
-        order = orders[(number + place) % len(orders)]
+    for (i, question), (j, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
+        order = orders[(i + j) % len(orders)]
         before: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
-        for turn in range(question.asks):
+        for number in range(question.asks):
             prompt = question.prompt_after(base, before)
             if len(prompt) >= base.context_length:
-                why = f"turn {turn + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+                why = f"turn {number + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
                 for several in turns.values():
-                    several.append(Turn(question, setting, skipped=why))
+                    several.append(Turn(question, setting, number, skipped=why))
                 break
             timed = {label: _timed(sides[label], prompt, question, setting, config.max_new_tokens) for label in order}
             plain, plain_seconds = timed[None]
@@ -83,11 +84,12 @@ def run(
                     Turn(
                         question,
                         setting,
+                        number,
                         drafted,
                         seconds=seconds,
                         plain_seconds=plain_seconds,
                         text=plain.text,
-                        divergence=control.explain(question.id, turn, setting, prompt, plain.tokens, drafted.tokens),
+                        divergence=control.explain(prompt, plain.tokens, drafted.tokens, setting),
                         flips=flips,
                     )
                 )

@@ -12,19 +12,13 @@ FIGURES = ("tokens_per_step", "tokens_per_second", "speedup")
 def media_of(found: Evaluated) -> Media:
     """Figures, every picture of the folder, the short table, and one row per question and setting."""
     results, folder = found.results, found.folder
-    alone = "head" in results
-    places = {results["head"]["kind"]: folder} if alone else {label: folder / label for label in results["heads"]}
-    logged = {f"eval/{key}": results[key] for key in FIGURES} if alone else {}
+    logged = {f"eval/{key}": results[key] for key in FIGURES} if "head" in results else {}
     table = []
     for temperature, heads in heads_at(results).items():
         for label, block in heads.items():
             logged |= {f"eval/temperature_{temperature:g}/{label}/{key}": block[key] for key in FIGURES}
             table.append({"temperature": temperature, "head": label, **figures(block)})
-    questions = [
-        {"head": label, **row, "answers": "\n\n".join(row["answers"])}
-        for label, place in places.items()
-        for row in read_jsonl(place / "answers.jsonl")
-    ]
-    pictures = sorted([*folder.glob("*.png"), *folder.glob("*/*.png")])
-    plots = {str(path.relative_to(folder).with_suffix("")): path for path in pictures}
+    rows = read_jsonl(folder / "answers.jsonl")
+    questions = [{**row, "answers": "\n\n".join(row["answers"])} for row in rows]
+    plots = {path.stem: path for path in sorted(folder.glob("*.png"))}
     return Media(logged, plots, {"eval/table": table, "eval/questions": questions})

@@ -17,7 +17,8 @@ from ctcdraft.model.decode.decoder import Generation
 
 def answered(grown, steps, fast, plain, setting, question=None):
     drafted = Generation([0] * (grown + 1), steps=steps, accepted=[0] * steps, expected=[0.0] * steps)
-    return Turn(question or Question("q", "a", ("x",)), setting, drafted, fast, plain)
+    question = question or Question("q", "a", ("x",))
+    return Turn(question, setting, drafted=drafted, seconds=fast, plain_seconds=plain)
 
 
 def test_a_bootstrap_interval_of_known_data():
@@ -66,13 +67,14 @@ def heads(base, tmp_path_factory):
     return export_random_heads(base, tmp_path_factory.mktemp("heads"), "one", "two", "three")
 
 
-def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_path):
+def test_several_heads_leave_one_comparison(base, heads, tmp_path):
     bench = BenchConfig("toy", questions=3, max_new_tokens=6, temperatures=[0.0, 1.0], seeds=2)
     folder = tmp_path / "eval" / "toy-heads"
     found = evaluate(Measurement(base, DraftConfig("tree", 4, budget="fixed"), bench), heads, folder).results
     assert found == json.loads((folder / "results.json").read_text())
     assert list(found["heads"]) == ["one", "two", "three"]
     assert [block["temperature"] for block in found["temperatures"]] == [0.0, 1.0]
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     for block in found["temperatures"]:
         assert block["heads"]["one"]["difference"] is None
         assert set(block["heads"]["two"]["difference"]) == {"tokens_per_step", "speedup"}
@@ -80,16 +82,16 @@ def test_several_heads_leave_one_comparison_and_a_report_each(base, heads, tmp_p
         alone = block["heads"]["prompt lookup alone"]
         assert alone["identical"]["compared"] == alone["identical"]["identical"] > 0
         assert alone["accepted_by_source"]["head"] == 0.0
-        for label, head in [*block["heads"].items()][:3]:
-            own = json.loads((folder / label / "results.json").read_text())
-            turns = own["bench_options"]["questions"] * 2 * (2 if block["temperature"] else 1)
-            none = {"divergences": [], "same_shape": None}
+        turns = 3 * 2 * (2 if block["temperature"] else 1)
+        for label in heads:
+            head, none = block["heads"][label], {"divergences": [], "same_shape": None}
             assert head["identical"] == {"compared": turns, "identical": turns, "beyond_bound": 0, **none}
-            assert own["head"] == found["heads"][label]
-            assert own["tokens_per_step"] == found["temperatures"][0]["heads"][label]["tokens_per_step"]
+            rows = [row for row in answers if (row["head"], row["temperature"]) == (label, block["temperature"])]
+            assert head["tokens"] == sum(row["tokens"] for row in rows)
+            assert head["tokens_per_step"] == sum(row["tokens"] - row["turns"] for row in rows) / head["steps"]
     assert (folder / "heads.png").stat().st_size > 1000
     report = (folder / "report.md").read_text()
     assert "| three" in report
     assert "| prompt lookup alone" in report
     assert "| temperature 1" in report
-    assert (folder / "two" / "report.md").is_file()
+    assert "| draft tokens | one, temperature 0 | two, temperature 0 | three, temperature 0 |" in report

@@ -56,9 +56,8 @@ def test_a_divergence_is_explained_by_the_logits_at_its_place(exact, setting):
     scores_V = scores(logits_V, setting, len(PROMPT) + 6)
     assert int(scores_V.argmax()) == told[6]
     second, fifth = (int(scores_V.argsort()[-k]) for k in (2, 5))
-    found = Control(exact, 9).explain("q", 1, setting, PROMPT, told, [*told[:6], fifth, 0, 0])
-    assert (found.question, found.turn, found.position) == ("q", 1, 6)
-    assert (found.temperature, found.seed) == (setting.temperature, setting.seed)
+    found = Control(exact, 9).explain(PROMPT, told, [*told[:6], fifth, 0, 0], setting)
+    assert found.position == 6
     assert found.top2_gap == pytest.approx(float(scores_V[told[6]] - scores_V[second]))
     assert found.other_gap == pytest.approx(float(scores_V[told[6]] - scores_V[fifth]))
     assert found.float32_gap == pytest.approx(found.other_gap)
@@ -68,7 +67,7 @@ def test_a_divergence_is_explained_by_the_logits_at_its_place(exact, setting):
 
 def test_below_float32_the_float32_gap_is_near_and_not_the_same(rough):
     told = plain(rough, GREEDY)
-    found = Control(rough, 9).explain("q", 0, GREEDY, PROMPT, told, [*told[:20], (told[20] + 1) % 260])
+    found = Control(rough, 9).explain(PROMPT, told, [*told[:20], (told[20] + 1) % 260], GREEDY)
     assert found.shape_change <= found.bound
     assert found.float32_gap == pytest.approx(found.other_gap, abs=found.bound)
     assert found.float32_gap != found.other_gap
@@ -76,11 +75,11 @@ def test_below_float32_the_float32_gap_is_near_and_not_the_same(rough):
 
 def test_an_output_that_ends_is_never_within_the_bound(exact):
     told = plain(exact, GREEDY)
-    found = Control(exact, 9).explain("q", 0, GREEDY, PROMPT, told, told[:4])
+    found = Control(exact, 9).explain(PROMPT, told, told[:4], GREEDY)
     assert (found.position, found.other_gap, found.within_bound) == (4, None, False)
 
 
 def test_a_base_too_large_for_a_float32_copy_goes_without(rough, monkeypatch):
     monkeypatch.setattr("ctcdraft.eval.control.FLOAT32_PARAMETERS", 10)
     told = plain(rough, GREEDY)
-    assert Control(rough, 9).explain("q", 0, GREEDY, PROMPT, told, [*told[:2], 7, 7]).float32_gap is None
+    assert Control(rough, 9).explain(PROMPT, told, [*told[:2], 7, 7], GREEDY).float32_gap is None

@@ -68,7 +68,7 @@ def test_results_hold_every_field_of_the_design(chat_base, head_folder, question
     assert set(results["per_category"]) == {"cat0", "cat1"}
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [len(answer["answers"]) for answer in answers] == [2] * 5
-    for name in ("report.md", "accepted_by_depth.png", "by_category.png", "calibration.png"):
+    for name in ("report.md", "accepted_by_depth.png", "by_category.png", "calibration.png", "heads.png"):
         assert (folder / name).stat().st_size > 100
     text = (folder / "report.md").read_text()
     assert "10 of 10" in text
@@ -160,6 +160,10 @@ def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dt
     for block, turns in ((results, 10), (results["other_temperatures"][0], 20)):
         assert len(block["identical"]["divergences"]) == block["identical"]["compared"] == turns
         assert block["identical"]["identical"] == 0
+        asked = itertools.product([q.id for q in loaded], config.settings(seed), (0, 1))
+        where = [(q, s.temperature, s.seed, turn) for q, s, turn in asked if s.temperature == block["temperature"]]
+        keys = ("question", "temperature", "seed", "turn")
+        assert [tuple(found[key] for key in keys) for found in block["identical"]["divergences"]] == where
         for found in block["identical"]["divergences"]:
             assert found["position"] == 3
             assert 0 <= found["top2_gap"] <= found["other_gap"]
@@ -194,9 +198,8 @@ def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, question
 
 def test_what_rounding_explains_is_listed_and_does_not_fail():
     drafted = Generation([0] * 5, steps=2, accepted=[1, 1], expected=[1.0, 1.5])
-    where = {"question": "7", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0}
     gaps = dict.fromkeys(("top2_gap", "other_gap", "float32_gap"), 5e-6)
-    divergence = Divergence(**where, **gaps, bound=1e-5, shape_change=1e-6)
+    divergence = Divergence(2, **gaps, bound=1e-5, shape_change=1e-6, within_bound=True)
     question = Question("7", "chat", ("x",))
     results = results_of([Turn(question, drafted=drafted, seconds=0.5, plain_seconds=1.0, divergence=divergence)])
     assert [d["within_bound"] for d in results["identical"]["divergences"]] == [True]
@@ -208,7 +211,7 @@ def answered(tokens, steps, fast, plain, accepted, expected, *, nodes=(), questi
     drafted = Generation([0] * tokens, steps=steps, accepted=accepted, expected=expected, nodes=list(nodes))
     drafted.seconds["verify"] = fast / 2
     question = question or Question("q", "a", ("x",))
-    return Turn(question, setting or Setting(), drafted, fast, plain)
+    return Turn(question, setting or Setting(), drafted=drafted, seconds=fast, plain_seconds=plain)
 
 
 def test_figures_are_what_their_names_say():
@@ -365,7 +368,10 @@ def test_below_float32_the_report_has_the_control(chat_base, head_folder, questi
     assert results["rounding_bound"] == "8 spacings of bfloat16 at the largest logit"
     control = results["identical"]["same_shape"]
     assert control["positions"] == results["tokens"] == 32
-    assert "Control at temperature 0: over plain decoding's own 32 tokens" in report(results)
+    (row,) = [line for line in report(results).splitlines() if line.startswith("| temperature 0 | 32 ")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    *counts, gap = control.values()
+    assert cells[1:] == [*map(str, counts), f"{gap:.3g}", str(len(results["identical"]["divergences"])), "4"]
 
 
 def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):

@@ -56,7 +56,7 @@ def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
     assert "| temperature 1" in out
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     (media,) = [row for row in history(file) if any(key.startswith("eval/table") for key in row)]
-    for name in ("eval/questions", "plots/heads", "plots/a/by_category", "plots/b/calibration"):
+    for name in ("eval/questions", "plots/heads", "plots/by_category", "plots/calibration"):
         assert any(key.startswith(name) for key in media), name
     tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in folder.rglob("*.table.json")}
     sides = ("a", "b", "prompt lookup alone")
