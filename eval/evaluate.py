@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,9 @@ class Measurement:
 
     def lookup_alone(self) -> Decoder:
         """The control that needs no head, under the same draft settings."""
-        copied = self.draft.prompt_lookup or DraftConfig.prompt_lookup
-        return Decoder(self.base, None, replace(self.draft, prompt_lookup=copied))
+        draft, copied = self.draft, self.draft.prompt_lookup or DraftConfig.prompt_lookup
+        kind = draft.kind if draft.kind == "chain" else "tree"
+        return Decoder(self.base, None, DraftConfig(kind, draft.nodes, budget=draft.budget, prompt_lookup=copied))
 
     def setting(self, head_folders: Mapping[str, Path]) -> dict[str, Any]:
         """The fields of results.json that say what is measured, and on what; one head alone stands under ""."""

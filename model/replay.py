@@ -1,8 +1,8 @@
-"""Tokens per step without decoding: drafts along answers that are known to be the base's own greedy ones.
+"""Tokens per step without decoding: drafts along answers that are known to be the base's own.
 
-Greedy decoding is lossless, so that where a draft begins, what of it is accepted and where the next one begins all
-follow from the answer. The base reads each sequence once, several at a time; then only heads draft, at every position.
-What is counted along the walk is what `Decoder.generate` would count at temperature 0 (tests/model/test_replay.py).
+Decoding is lossless, so that where a draft begins, what of it is accepted and where the next one begins all follow from
+the answer. The base reads each sequence once, several at a time; then only heads draft, at every position.
+What is counted along the walk is what `Decoder.generate` would count (tests/model/test_replay.py).
 """
 
 from collections import Counter, defaultdict
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from .base.context import Anchors, Attended
 from .base.llm import Base
+from .base.sampling import Sampling
 from .decode.decoder import Decoder, Generation
 from .decode.generate import batches_by_length
 from .draft import tree as trees
@@ -32,10 +33,12 @@ ANCHORS = 64  # that a head drafts for together
 
 @dataclass(frozen=True)
 class Transcript:
-    """A sequence of tokens, and which of them [L] are answers of the base."""
+    """A sequence of tokens, and which of them [L] are answers of the base; how it chose them, and with which noise."""
 
     tokens: NDArray[np.int64]
     answered: NDArray[np.bool_]
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
 
     def answers(self) -> list[tuple[int, int]]:
         """Where each answer begins and ends."""
@@ -103,9 +106,9 @@ def drafts_along(
 ) -> Iterator[tuple[str, Root, Tree]]:
     """The tree of each decoder behind the roots of the answers; most: behind so many of each sequence, evenly spread,
     or None: behind all."""
-    drafters: dict[tuple[int, int], list[str]] = defaultdict(list)  # decoders of the same candidates
+    drafters: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # decoders of the same candidates
     for label, decoder in decoders.items():
-        drafters[id(decoder.head), decoder.draft.top_k].append(label)
+        drafters[id(decoder.head), decoder.draft.top_k, decoder.draft.proposal].append(label)
     batches = batches_by_length([known.tokens for known in sequences], SEQUENCES)
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
         tokens = [torch.from_numpy(sequences[i].tokens) for i in batch]
@@ -120,10 +123,11 @@ def drafts_along(
             if first.head is not None:
                 if first.head.attended not in hidden:
                     hidden[first.head.attended] = base.hidden(ids_BL, attended=first.head.attended)
-                drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2)
+                ends = [_frontier(first, sequences[root.sequence], root) for root in roots]
+                drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2, ends)
             for root, one in zip(roots, drafted, strict=True):
                 for label in labels:
-                    yield label, root, _tree(decoders[label], one, sequences[root.sequence].tokens, root)
+                    yield label, root, _tree(decoders[label], one, sequences[root.sequence], root)
 
 
 def _roots(number: int, known: Transcript, most: int | None) -> list[Root]:
@@ -133,20 +137,27 @@ def _roots(number: int, known: Transcript, most: int | None) -> list[Root]:
     return [roots[i] for i in np.linspace(0, len(roots) - 1, most).astype(int)]
 
 
-def _drafted(decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: Tensor) -> Iterator[Lattice | Tree]:
-    """What the decoder's head drafts for each anchor (sequence, position)."""
+def _drafted(
+    decoder: Decoder, hidden_BLD: Tensor, root_BL: Tensor, anchors_N2: Tensor, ends: Sequence[Frontier]
+) -> Iterator[Lattice | Tree]:
+    """What the decoder's head drafts for each anchor (sequence, position), where these texts end."""
     head = decoder.head
     assert head is not None
     hidden_BLD = hidden_BLD.to(next(head.parameters()).dtype)
-    for part in anchors_N2.split(ANCHORS):
-        batch_N, position_N = part.unbind(1)
+    slots, V = head.config.slots, decoder.base.vocab_size
+    for start in range(0, len(ends), ANCHORS):
+        part = slice(start, start + ANCHORS)
+        batch_N, position_N = anchors_N2[part].unbind(1)
         anchors = Anchors.of(batch_N, position_N, len(hidden_BLD))
-        yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary)
+        noise_NTV = decoder.drafter.noise(ends[part], slots, V, root_BL.device)
+        yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary, None, noise_NTV)
 
 
-def _tree(decoder: Decoder, drafted: Lattice | Tree, tokens: NDArray[np.int64], root: Root) -> Tree:
-    if not decoder.drafts:
-        return trees.EMPTY
-    ended = tokens[root.end - 1] in decoder.base.eos_ids
-    room = trees.ANY_DEPTH if ended else root.end - root.at - 2  # a bonus token always follows
-    return decoder.drafter.tree(drafted, Frontier(tokens[: root.at + 1], decoder.base.eos_ids, room))
+def _tree(decoder: Decoder, drafted: Lattice | Tree, known: Transcript, root: Root) -> Tree:
+    return decoder.drafter.tree(drafted, _frontier(decoder, known, root)) if decoder.drafts else trees.EMPTY
+
+
+def _frontier(decoder: Decoder, known: Transcript, root: Root) -> Frontier:
+    eos, read = decoder.base.eos_ids, known.tokens[: root.at + 1]
+    room = trees.ANY_DEPTH if known.tokens[root.end - 1] in eos else root.end - root.at - 2  # a bonus token follows
+    return Frontier(read, eos, room, known.sampling, known.seed)

@@ -9,6 +9,7 @@ Shape suffixes: R rows (positions that choose), V vocabulary.
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,16 @@ class Sampling:
         """The chosen token of each row [R]. `seen` marks the tokens that the penalty is about; `noise` is
         gumbel(...) of each row's position, and is not looked at when temperature is 0."""
         logits_RV = logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV
-        if self.repetition_penalty != 1.0 and seen_RV is not None:
-            factor = self.repetition_penalty
-            penalised = torch.where(logits_RV < 0, logits_RV * factor, logits_RV / factor)
-            logits_RV = torch.where(seen_RV, penalised, logits_RV)
+        if seen_RV is not None:
+            logits_RV = self.penalised(logits_RV, seen_RV)
         if self.temperature == 0.0 or noise_RV is None:
             return logits_RV.argmax(dim=-1)
         return (self._warped(logits_RV).double() + noise_RV).argmax(dim=-1)
+
+    def penalised(self, logits_RV: Tensor, seen_RV: Tensor) -> Tensor:
+        """Logits of the tokens that were seen, less likely by the repetition penalty."""
+        factor = self.repetition_penalty
+        return torch.where(seen_RV, torch.where(logits_RV < 0, logits_RV * factor, logits_RV / factor), logits_RV)
 
     def probabilities(self, logits_RV: Tensor) -> Tensor:
         """What `choose` draws from at a temperature above 0, without a penalty: [R, V]."""
@@ -81,9 +85,11 @@ def noise_key(seed: int, position: int, stream: int = CHOICE) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
 
 
+@lru_cache(maxsize=128)
 def gumbel(seed: int, position: int, vocab: int, device: torch.device, stream: int = CHOICE) -> Tensor:
     """Standard Gumbel noise [V] in float64: of token v a hash of (seed, position, v), so that `gumbel_of` has the same
-    for any of them."""
+    for any of them. Not to be written into: the same position is asked for again, by drafts and by what verifies them.
+    """
     x_V = torch.arange(1, vocab + 1, device=device) * _signed(GOLDEN) + _signed(noise_key(seed, position, stream))
     for shift, factor in MIX:
         x_V = (x_V ^ _shifted(x_V, shift)) * _signed(factor)

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..base.context import Anchors, AttentionMask
 from ..base.llm import Base
 from ..base.sampling import Sampling, gumbel
+from ..draft.drafter import Outcome
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Candidates, Lattice
@@ -36,8 +38,8 @@ class CapturedStep(EagerStep):
     """Of one sequence after the other; the first draft behind a prompt, whose length is any, is the eager one.
 
     sizes: the numbers of nodes that drafts are padded to, rising. longest: rows of the longest path that a draft may
-    hold, the root included. capture: record each shape of step once and replay it (CUDA); otherwise the same functions
-    run as they are.
+    hold, the root included. shared_noise: drafts look at the noise that the base will choose with. capture: record each
+    shape of step once and replay it (CUDA); otherwise the same functions run as they are.
     """
 
     def __init__(
@@ -49,18 +51,20 @@ class CapturedStep(EagerStep):
         *,
         sizes: Sequence[int],
         longest: int,
+        shared_noise: bool,
     ) -> None:
         super().__init__(base, head, vocabulary, 1, width_of(capacity))
         self.sizes, self.longest = sizes, longest
         self.capture = base.device.type == "cuda"
-        self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest, V] where sampling needs it
+        self.ahead = head.config.slots if head is not None and shared_noise else 0  # positions of the next draft
+        self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest + ahead, V] where needed
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
 
     def begin(self) -> None:
         super().begin()
         self.drafted: Lattice | None = None
 
-    def verify(self, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:
+    def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
         """As the eager step does, and the next draft with it."""
         (request,), (tree,) = self.active, drafts
         past, rows = int(self.cache.lengths[0]), 1 + next(size for size in self.sizes if len(tree) <= size)
@@ -68,8 +72,8 @@ class CapturedStep(EagerStep):
             if request.sampling.temperature:
                 V, device = self.base.vocab_size, self.base.device
                 if not len(self.noise_PV):
-                    self.noise_PV = torch.zeros(self.longest, V, dtype=torch.float64, device=device)
-                for depth in range(1 + int(tree.depths.max(initial=0))):
+                    self.noise_PV = torch.zeros(self.longest + self.ahead, V, dtype=torch.float64, device=device)
+                for depth in range(1 + int(tree.depths.max(initial=0)) + self.ahead):
                     self.noise_PV[depth] = gumbel(request.seed, request.length + depth, V, device)
             width, sampling = width_of(past + rows), request.sampling
             if (rows, width, sampling) not in self._shapes:
@@ -77,14 +81,14 @@ class CapturedStep(EagerStep):
                     del self._shapes[next(iter(self._shapes))]
                 self._shapes[rows, width, sampling] = _Shape(self, rows, width, sampling)
             shape = self._shapes[rows, width, sampling]
-            path, bonus, self.drafted = shape.run(tree, request.root, past)
+            outcome, self.drafted = shape.run(tree, request.root, past)
         self.clock.seconds["verify"] -= shape.draft_seconds
         self.clock.seconds["draft"] += shape.draft_seconds
-        self.cache.lengths[0] += len(path) + 1
-        return [(path, bonus)]
+        self.cache.lengths[0] += len(outcome.path) + 1
+        return [outcome]
 
-    def draft(self) -> list[Lattice | Tree]:
-        return super().draft() if self.drafted is None else [self.drafted]
+    def draft(self, noise: Callable[[], Tensor | None]) -> list[Lattice | Tree]:
+        return super().draft(noise) if self.drafted is None else [self.drafted]
 
 
 class _Shape:
@@ -102,8 +106,8 @@ class _Shape:
         self.found: Candidates | None = None
 
     @torch.no_grad()
-    def run(self, tree: Tree, root: int, past: int) -> tuple[list[int], int, Lattice | None]:
-        """Accepted nodes, what the base says behind them, and the lattice of the next draft (None without a head)."""
+    def run(self, tree: Tree, root: int, past: int) -> tuple[Outcome, Lattice | None]:
+        """What becomes of the draft, and the lattice of the next one (None without a head)."""
         Q, rows, flat = self.rows, len(tree) + 1, self.host_given.numpy()
         flat[0], flat[1:] = past, 0
         token, parent, depth = flat[1 : 1 + 3 * Q].reshape(3, Q)
@@ -123,9 +127,11 @@ class _Shape:
         if self.ends and self.found is not None:
             self.draft_seconds = self.ends[0].elapsed_time(self.ends[1]) / 1e3
         P, count = self.longest, int(answer[0])
-        path = [int(row) - 1 for row in answer[2 : 1 + count]]
-        lattice = None if self.found is None else self.found.unpacked(answer[None, 1 + 2 * P :])[0]
-        return path, int(answer[P + count]), lattice
+        order, said = answer[1 : 1 + P], answer[1 + P : 1 + P + Q]
+        path = [int(row) - 1 for row in order[1:count]]
+        lattice = None if self.found is None else self.found.unpacked(answer[None, 1 + P + Q :])[0]
+        outcome = Outcome(path, int(said[order[count - 1]]), dict(enumerate(said[:rows].tolist())))
+        return outcome, lattice
 
     def _captured(self) -> list[Callable[[], None]]:
         """Both halves as CUDA graphs. A base that cannot be captured runs them as they are."""
@@ -165,11 +171,11 @@ class _Shape:
         accepted_Q = ~(sees_QQ & ~said_Q).any(dim=1)  # a node is, where it and all its ancestors are what was chosen
         order_P = torch.where(accepted_Q, row_Q, row_Q + Q).sort().values[: self.longest] % Q  # then rejected rows
         cache.move(past_1 + order_P, past_1 + row_Q[: self.longest])
-        count_1, following_P = accepted_Q.sum().unsqueeze(0), targets_Q[order_P]
+        count_1 = accepted_Q.sum().unsqueeze(0)
         last_1 = order_P.index_select(0, count_1 - 1)
         self.hidden_11D, self.root_1 = hidden_1QD.index_select(1, last_1), targets_Q.index_select(0, last_1)
-        self.position_1 = past_1 + count_1 - 1
-        self.answer = self.verified = torch.cat([count_1, order_P, following_P]).int()
+        self.count_1, self.position_1 = count_1, past_1 + count_1 - 1
+        self.answer = self.verified = torch.cat([count_1, order_P, targets_Q]).int()
 
     def _draft(self) -> None:
         """The head behind the last accepted row, and the candidates of its slots; all into `answer`."""
@@ -182,7 +188,11 @@ class _Shape:
         anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), AttentionMask(self.position_1.unsqueeze(0)))
         with cache.fixed(self.position_1, self.width):
             slots = head.fill(self.hidden_11D.to(dtype), root_11D, anchors, cache)
-        self.found = head.candidates(slots, self.root_1, vocabulary)
+        noise_1TV = None
+        if self.sampling.temperature and self.step.ahead:
+            slot_T = self.count_1 + torch.arange(self.step.ahead, device=self.count_1.device)
+            noise_1TV = (self.step.noise_PV.index_select(0, slot_T) * self.sampling.temperature).float().unsqueeze(0)
+        self.found = head.candidates(slots, self.root_1, vocabulary, noise_1TV)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
 
 

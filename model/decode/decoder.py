@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import cast, overload
 
 import numpy as np
+from torch import Tensor
 from typing_extensions import Unpack
 
 from ..base.llm import Base
@@ -47,13 +48,14 @@ class Decoder:
         if head is not None and head.hidden_size != base.hidden_size:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
-        self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0)
+        self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
         self.drafter = Drafter(self.draft)
         if head is not None:
             self.drafter = Drafter(self.draft, head.calibration, head.copy_rates or BUILT_IN)
-        self.graphs = base.device.type == "cuda" and (self.head is None or isinstance(self.head, OnePassHead))
+        one_pass = self.head is None or isinstance(self.head, OnePassHead)
+        self.graphs = base.device.type == "cuda" and one_pass and self.draft.proposal != "sampled"
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
-        self.measures = self.drafts and self.draft.budget in measured
+        self.measures = self.drafts and self.draft.budget in measured and self.draft.proposal != "sampled"
         self.budget: Budget | None = None
         self._captured: CapturedStep | None = None
 
@@ -104,6 +106,11 @@ class Decoder:
         if self.measures and self.budget is None:
             self.budget = self.measure_budget()
 
+    @property
+    def slots(self) -> int:
+        """Of its head; 0 without one."""
+        return 0 if self.head is None else self.head.config.slots
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """What its head drafts with, made when first asked for: a decoder's head no longer changes."""
@@ -129,18 +136,21 @@ class Decoder:
     def advance(self, step: EagerStep) -> None:
         """One step of every request in flight: draft, verify, take what was accepted."""
         drafts = self._draft(step)
-        for request, tree, (path, bonus) in zip(step.active, drafts, step.verify(drafts), strict=True):
+        for request, tree, outcome in zip(step.active, drafts, step.verify(drafts), strict=True):
+            path = outcome.path
+            if self.drafts:
+                self.drafter.observe(request.frontier, tree, outcome)
             request.out.steps += 1
             request.out.nodes.append(len(tree))
             request.out.accepted.append(len(path))
             request.out.expected.append(float(tree.psi.sum()) if len(tree) else 0.0)
             request.out.accepted_from.update(tree.sources(path))
-            request.append(tree.tokens[path].tolist(), bonus)
+            request.append(tree.tokens[path].tolist(), outcome.bonus)
 
     @contextmanager
     def _begun(self, requests: Sequence[Request]) -> Iterator[EagerStep]:
         """A step with all requests and their first tokens."""
-        capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + self.draft.nodes + 1
+        capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + self.draft.most_nodes + 1
         step = self._captured_step(requests, capacity) or self.eager_step(len(requests), capacity)
         step.begin()
         step.in_use = True
@@ -159,16 +169,16 @@ class Decoder:
             return None
         if kept is None or kept.cache.capacity < capacity:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
-            room = max(capacity, min(room, self.base.context_length + self.draft.nodes + 1))
-            most = self.draft.nodes if self.drafts else 0
+            room = max(capacity, min(room, self.base.context_length + self.draft.most_nodes + 1))
+            most = self.draft.most_nodes if self.drafts else 0
             self._captured = kept = CapturedStep(
                 self.base,
                 self.head,
                 self.vocabulary if self.head else None,
                 room,
                 sizes=[*(n for n in SIZES if n < most and self.measures), most],
-                longest=1
-                + (self.drafter.deepest(0 if self.head is None else self.head.config.slots) if self.drafts else 0),
+                longest=1 + (self.drafter.deepest(self.slots) if self.drafts else 0),
+                shared_noise=self.draft.proposal == "shared",
             )
         return kept
 
@@ -176,7 +186,12 @@ class Decoder:
         drafts = [trees.EMPTY] * len(step.active)
         if not self.drafts:
             return drafts
-        drafted = drafts if self.head is None else step.draft()
+        frontiers = [request.frontier for request in step.active]
+
+        def noise() -> Tensor | None:
+            return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
+
+        drafted: Sequence[Lattice | Tree] = drafts if self.head is None else step.draft(noise)
         with step.clock("tree"):
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if self.budget is not None and len(drafts) == 1:
@@ -188,7 +203,7 @@ class Decoder:
 
     def measure_budget(self) -> Budget:
         """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
-        rng, most = np.random.default_rng(0), self.draft.nodes
+        rng, most = np.random.default_rng(0), self.draft.most_nodes
         length = max(1, min(PROBE_TOKENS, self.base.context_length - most - 1))
         prompt, nodes = (rng.integers(0, self.base.vocab_size, n).tolist() for n in (length, most))
         request = Request(prompt, most + 2, eos=())

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..base.llm import Base
 from ..base.sampling import Sampling
 from ..draft.drafter import Frontier
+from ..draft.tree import Tree
 from .text import TextStream
 
 Prompt = str | Sequence[int]
@@ -131,7 +132,7 @@ class Request:
     @property
     def frontier(self) -> Frontier:
         """Where its next draft begins."""
-        return Frontier(self.read, self.eos or (), self.room)
+        return Frontier(self.read, self.eos or (), self.room, self.sampling, self.seed, self)
 
     @property
     def length(self) -> int:
@@ -154,6 +155,15 @@ class Request:
                 self.out.finish = self.at_limit
             if self.out.finish:
                 return
+
+    def seen_behind(self, tree: Tree, row: int) -> Tensor:
+        """The tokens [V] that stand before what is chosen behind the root (row 0) or node row - 1 of its draft."""
+        assert self.seen_V is not None
+        seen_V, node = self.seen_V.clone(), row - 1
+        while node >= 0:
+            seen_V[int(tree.tokens[node])] = True
+            node = int(tree.parents[node])
+        return seen_V
 
     def finished(self, base: Base) -> Generation:
         """The generation with its text."""

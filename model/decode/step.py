@@ -6,7 +6,7 @@ vocabulary.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 
@@ -18,9 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from ..base.cache import TreeCache
 from ..base.llm import Base
 from ..base.sampling import gumbel
+from ..draft.drafter import Outcome
 from ..draft.tree import EMPTY, Tree, tree_mask
 from ..heads.head import Head, Vocabulary
 from ..lattice.candidates import Lattice
+from .accept import accept_drawn
 from .attention import decoding_attention
 from .request import Request
 
@@ -123,9 +125,8 @@ class EagerStep:
         self.active.pop()
 
     @torch.no_grad()
-    def verify(self, drafts: Sequence[Tree]) -> list[tuple[list[int], int]]:
-        """Per request the accepted nodes of its draft, and the token that the base says behind them. The caches then
-        hold what is accepted."""
+    def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
+        """What becomes of each request's draft. The caches then hold what is accepted."""
         active = self.active
         with self.clock("verify"):
             tokens_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
@@ -138,7 +139,7 @@ class EagerStep:
                 hidden_BQD = self.base.hidden(ids_BQ, mask, cache=self.cache, attended=self.attended)
             found = self._walks(drafts, hidden_BQD)
         with self.clock("other"):
-            kept = [[0, *(node + 1 for node in path)] for path, _ in found]
+            kept = [[0, *(node + 1 for node in one.path)] for one in found]
             self.cache.commit(kept)
             if self.head is not None:
                 for b, request in enumerate(active):
@@ -146,8 +147,9 @@ class EagerStep:
         return found
 
     @torch.no_grad()
-    def draft(self) -> list[Lattice | Tree]:
-        """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
+    def draft(self, noise: Callable[[], Tensor | None]) -> list[Lattice | Tree]:
+        """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded.
+        noise: see `Head.drafts`."""
         assert self.head is not None
         assert self.vocabulary is not None
         with self.clock("draft"):
@@ -157,10 +159,11 @@ class EagerStep:
             hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
             following_BL = pad_sequence(following, True).to(self.base.device)
             anchors = self.cache.newest(counts, max(counts), self.base.device)
-            return self.head.drafts(hidden_BLD, following_BL, anchors, self.vocabulary, self.caches[-1])
+            return self.head.drafts(hidden_BLD, following_BL, anchors, self.vocabulary, self.caches[-1], noise())
 
-    def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[tuple[list[int], int]]:
-        """Along each tree from its root, to the child that holds what the base chooses where we stand."""
+    def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[Outcome]:
+        """Along each tree from its root, to the child that holds what the base chooses where we stand; where children
+        were drawn, to the first that multi-candidate sampling accepts."""
         active, hidden_RD = self.active, hidden_BQD.flatten(0, 1)
         rows = [list(range(len(tree) + 1)) for tree in drafts]  # whose logits are computed before the walk
         for b, tree in enumerate(drafts):
@@ -180,7 +183,13 @@ class EagerStep:
                 (known[b][row],) = self._choose(logits_1V, [(active[b], drafts[b], row)])
             return known[b][row]
 
-        return [tree.walk(lambda row, b=b: said(b, row)) for b, tree in enumerate(drafts)]  # type: ignore[misc]
+        def walk(b: int, tree: Tree) -> Outcome:
+            if tree.proposals is not None:
+                return Outcome(*accept_drawn(tree, active[b], lambda row: self.base.logits(hidden_BQD[b, [row]])), {})
+            path, bonus = tree.walk(lambda row: said(b, row))
+            return Outcome(path, bonus, known[b])
+
+        return [walk(b, tree) for b, tree in enumerate(drafts)]
 
     @property
     def _lazy(self) -> bool:
@@ -201,18 +210,10 @@ class EagerStep:
                 noise = {(seed, at): gumbel(seed, at, V, logits_RV.device) for seed, at in sorted(set(keys))}
                 noise_RV = torch.stack([noise[key] for key in keys])
             if sampling.repetition_penalty != 1.0:
-                seen_RV = torch.stack([_seen(*places[i]) for i in rows])
+                seen_RV = torch.stack(
+                    [request.seen_behind(tree, row) for request, tree, row in (places[i] for i in rows)]
+                )
             found = sampling.choose(logits_RV if len(rows) == len(places) else logits_RV[rows], seen_RV, noise_RV)
             for i, token in zip(rows, found.tolist(), strict=True):
                 chosen[i] = token
         return chosen
-
-
-def _seen(request: Request, tree: Tree, row: int) -> Tensor:
-    """The tokens [V] that stand before a place."""
-    assert request.seen_V is not None
-    seen_V, node = request.seen_V.clone(), row - 1
-    while node >= 0:
-        seen_V[int(tree.tokens[node])] = True
-        node = int(tree.parents[node])
-    return seen_V

@@ -1,27 +1,65 @@
 """From what a head believes to the tree that is verified: the one place where drafts are made."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from ..base.sampling import Sampling, gumbel
 from ..lattice.candidates import Lattice
 from .budget import Calibration
 from .config import DraftConfig
+from .grafts import LENGTH, Phrases, grafted, siblings, tails
+from .growth import LatticePrefix, Rule, ScoredPrefix, grow
 from .prompt_lookup import BUILT_IN, CopyRates, with_copies
-from .tree import ANY_DEPTH, Tree, chosen, search
+from .tree import ANY_DEPTH, PHRASES, SIBLINGS, Tree, chosen, search
 
 
 @dataclass(frozen=True)
 class Frontier:
     """Where a text ends and a draft begins. read: the tokens so far, the root last; eos: tokens behind which nothing is
-    drafted; a draft is at most max_depth deep."""
+    drafted; a draft is at most max_depth deep. sampling, seed: how the base will choose, and with which noise. owner:
+    the request, whose phrases are its own."""
 
     read: NDArray[np.int64]
     eos: Sequence[int]
     max_depth: int = ANY_DEPTH
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    owner: Hashable = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What verification found: the accepted nodes of a tree, the token behind the last, and what the base said behind
+    those rows of which it is known (0: the root, n + 1: node n)."""
+
+    path: list[int]
+    bonus: int
+    said: Mapping[int, int]
+
+
+@dataclass
+class Stop:
+    """AdaEDL's threshold, which follows the share of the drafted depth that was accepted (the rule of Draft & Verify,
+    Zhang et al. 2024, arXiv 2309.08168)."""
+
+    least: float = 0.4
+    accepted: float = 0.0
+    ALPHA, EPSILON = 0.9, 0.01
+
+    def observe(self, tree: Tree, path: Sequence[int], longest: int) -> None:
+        deepest = int(tree.depths.max(initial=0))
+        if not deepest:
+            return
+        self.accepted = 0.5 * self.accepted + 0.5 * len(path) / deepest
+        step = self.EPSILON if self.accepted < self.ALPHA else 0.0 if deepest >= longest else -self.EPSILON
+        self.least += 0.1 * step
 
 
 @dataclass
@@ -32,26 +70,80 @@ class Drafter:
     config: DraftConfig
     calibration: Calibration | None = None
     copy_rates: CopyRates = BUILT_IN
+    stop: Stop = field(default_factory=Stop)
+    shared: Phrases = field(default_factory=Phrases)
+    pools: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
 
     def tree(self, drafted: Lattice | Tree, frontier: Frontier) -> Tree:
         """The draft tree of a lattice, or of the nodes that a head has scored.
 
-        psi is calibrated where the head's was measured, and that of the head's nodes and of copied ones together where
-        there is prompt lookup.
+        psi is calibrated where the head's was measured, and that of the head's nodes, of copied ones and of grafts
+        together where there are any.
         """
-        config, ends = self.config, np.array([*frontier.eos], np.int64)
+        config, ends, root = self.config, np.array([*frontier.eos], np.int64), int(frontier.read[-1])
         limits: dict[str, Any] = {"max_depth": frontier.max_depth, "leaves": ends, "chain": config.kind == "chain"}
-        if isinstance(drafted, Tree):
-            tree = chosen(drafted, config.nodes, **limits)
+        drawn = config.proposal != "best" and frontier.sampling.temperature > 0
+        if config.plain_search and not drawn:
+            if isinstance(drafted, Tree):
+                tree = chosen(drafted, config.nodes, **limits)
+            else:
+                tree = search(drafted, config.nodes, prune=config.prune, **limits)
         else:
-            tree = search(drafted, config.nodes, prune=config.prune, **limits)
-        if self.calibration is not None:
+            tree = self._grown(drafted, frontier, ends)
+        if self.calibration is not None and not drawn:
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
             both = with_copies(tree, frontier.read, self.copy_rates, config.prompt_lookup)
             tree = chosen(both, config.nodes, **limits)
+        if pool := self._phrases(frontier.owner):
+            pool.learn(frontier.read)
+            both = grafted(tree, pool.paths(tree, root), PHRASES, frontier.max_depth)
+            tree = chosen(both, config.nodes, **limits)
+        if "siblings" in config.graft:
+            both = grafted(tree, siblings(tree, root), SIBLINGS, frontier.max_depth)
+            tree = chosen(both, config.nodes, **limits)
         return tree
+
+    def noise(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Tensor | None:
+        """What the noise that the base will choose with makes of log-probabilities, [N, T, V]: slot t behind a frontier
+        is taken for token t. None where drafts do not look at it."""
+        if self.config.proposal != "shared" or not any(one.sampling.temperature for one in frontiers):
+            return None
+        noise_NTV = torch.zeros(len(frontiers), slots, vocab, device=device)
+        for rows, one in zip(noise_NTV, frontiers, strict=True):
+            for slot in range(slots if one.sampling.temperature else 0):
+                noise_V = gumbel(one.seed, len(one.read) + slot, vocab, device)
+                torch.mul(noise_V, one.sampling.temperature, out=rows[slot])
+        return noise_NTV
+
+    def observe(self, frontier: Frontier, tree: Tree, outcome: Outcome) -> None:
+        """Learn from what became of a draft."""
+        if self.config.stop == "adaedl":
+            self.stop.observe(tree, outcome.path, frontier.max_depth)
+        if pool := self._phrases(frontier.owner):
+            pool.observe(tree, outcome.path)
+            for token, phrase in tails(tree, outcome.path, outcome.said):
+                pool.add(token, phrase)
 
     def deepest(self, slots: int) -> int:
         """No node lies deeper; slots: of the head, 0 without one."""
-        return max(self.config.prompt_lookup, slots)
+        phrases = LENGTH if self.config.graft else 0
+        return max(self.config.prompt_lookup, slots) + phrases
+
+    def _grown(self, drafted: Lattice | Tree, frontier: Frontier, ends: NDArray[np.int64]) -> Tree:
+        rule = Rule(
+            self.config,
+            frontier.sampling,
+            frontier.seed,
+            len(frontier.read),
+            self.stop.least if self.config.stop == "adaedl" else None,
+        )
+        first = ScoredPrefix(drafted) if isinstance(drafted, Tree) else LatticePrefix(drafted)
+        return grow(first, rule, self.config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
+
+    def _phrases(self, owner: Hashable) -> Phrases | None:
+        if "shared_phrases" in self.config.graft:
+            return self.shared
+        if "phrases" in self.config.graft and owner is not None:
+            return self.pools.setdefault(owner, Phrases())
+        return None

@@ -9,7 +9,7 @@ taken yet competes with those of other nodes: no heap of all children.
 Shape suffixes: N nodes, B sequences, Q rows (root, nodes, padding), K cached and new entries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,15 +21,18 @@ from ..base.context import AttentionMask
 from ..lattice import best_first
 from ..lattice.candidates import Lattice
 
-HEAD, LOOKUP = 1, 2  # bits of Tree.source
+HEAD, LOOKUP, PHRASES, SIBLINGS = 1, 2, 4, 8  # bits of Tree.source
 SOURCES = {HEAD: "head", LOOKUP: "lookup", HEAD | LOOKUP: "both"}
+NAMES = {HEAD: "head", LOOKUP: "lookup", PHRASES: "phrases", SIBLINGS: "siblings"}
 
 
 @dataclass(frozen=True)
 class Tree:
     """Draft nodes, parents first: token ids, parent index (-1: the root), depth (1..), psi. All [N].
 
-    source: who proposed each node, HEAD, LOOKUP or both; None: the head did all.
+    source: who proposed each node, HEAD, LOOKUP, PHRASES, SIBLINGS or several; None: the head did all. proposals: of
+    rows (0: the root, n + 1: node n) whose children were drawn, in the order of their nodes, the tokens and the
+    probabilities that they were drawn from.
     """
 
     tokens: NDArray[np.int64]
@@ -37,6 +40,7 @@ class Tree:
     depths: NDArray[np.int64]
     psi: NDArray[np.float32]
     source: NDArray[np.int8] | None = None
+    proposals: Mapping[int, tuple[NDArray[np.int64], NDArray[np.float64]]] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,13 +68,21 @@ class Tree:
         return path, token
 
     def sources(self, path: Sequence[int]) -> list[str]:
-        """Who proposed each node of a path: `head`, `lookup` or `both`."""
-        return [SOURCES[HEAD if self.source is None else int(self.source[node])] for node in path]
+        """Who proposed each node of a path: `head`, `lookup`, `both` for these two, or others joined by +."""
+        return [source_name(HEAD if self.source is None else int(self.source[node])) for node in path]
+
+    def all_sources(self) -> list[int]:
+        """The source of every node."""
+        return [HEAD] * len(self) if self.source is None else self.source.tolist()
 
     def path_of(self, labels: Sequence[int]) -> list[int]:
         """The nodes that hold the labels, the base's own continuation of the root, as far as they go."""
         left = iter(labels)
         return self.walk(lambda _: next(left, -1))[0]
+
+
+def source_name(bits: int) -> str:
+    return SOURCES.get(bits) or "+".join(name for bit, name in NAMES.items() if bits & bit)
 
 
 NO_TOKENS = np.zeros(0, np.int64)

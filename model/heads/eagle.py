@@ -83,6 +83,7 @@ class EagleHead(Head):
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
+        noise_NTV: Tensor | None = None,
     ) -> list[Lattice | Tree]:
         (B, L, _), root_BLD = hidden_BLD.shape, vocabulary.embed(root_BL, hidden_BLD.dtype)
         if cache is None:

@@ -104,12 +104,14 @@ class Head(nn.Module, ABC):
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
+        noise_NTV: Tensor | None = None,
     ) -> list[Lattice | Tree]:
         """Of each anchor a Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to
         choose from. root_BL: the tokens after each position.
 
         Rows are whole sequences; with a cache (see `new_cache`) the positions behind what it held, and the anchor of
-        each is the last that is no padding.
+        each is the last that is no padding. noise: what is added to log-probabilities of the tokens that slot t may
+        hold, when candidates are chosen; a head that scores nodes by itself does not look at it.
         """
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
@@ -154,16 +156,22 @@ class OnePassHead(Head):
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
+        noise_NTV: Tensor | None = None,
     ) -> list[Lattice | Tree]:
         slots = self.fill(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), anchors, cache)
-        return [*self.candidates(slots, anchors.own(root_BL), vocabulary).lattices()]
+        return [*self.candidates(slots, anchors.own(root_BL), vocabulary, noise_NTV).lattices()]
 
     @torch.no_grad()
-    def candidates(self, slots: Slots, root_N: Tensor, vocabulary: Vocabulary) -> Candidates:
+    def candidates(
+        self, slots: Slots, root_N: Tensor, vocabulary: Vocabulary, noise_NTV: Tensor | None = None
+    ) -> Candidates:
         """What each anchor's slots put forward of the vocabulary; root_N: the token before its first slot."""
         tokens, top_k, tables = vocabulary
         logits_NTX = tokens.logits(slots.states_NTD)
         moved = None
         if slots.slot_NTR is not None and tables is not None:
             moved = slots.slot_NTR, tokens.numbered(root_N), tables
-        return candidates_of(logits_NTX, slots.blank_NT, top_k, self.topology, tokens.host_ids, moved)
+        noise_NTX = None if noise_NTV is None else noise_NTV[:, :, tokens.ids]
+        return candidates_of(
+            logits_NTX, slots.blank_NT, top_k, self.topology, ids=tokens.host_ids, moved=moved, noise_NTV=noise_NTX
+        )

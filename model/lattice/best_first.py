@@ -5,8 +5,11 @@ All of it lies in this file: where only another one has changed, numba would go 
 Shapes: T slots, C candidates.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 LOG_NOTHING = np.float32(-1e30)  # a log-probability of 0 whose differences are numbers
 UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follows a prefix are not looked at
@@ -52,6 +55,40 @@ def search(lattice, ends, nodes, max_depth, chain, prune):
         next_slot[n] = depth + 1
         best[n] = left[n] = _left(pb[n], pn[n], depth + 1, prune * psis[count - 1])
     return lattice.tokens[column[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
+
+
+class Prefix(NamedTuple):
+    """A prefix that is opened by itself: pb, pn [T + 1] as in `_prefixes`, as shares of its psi; p [band + 1, Y]: what
+    the slots of its band emit behind it; its depth, and the column of its last token, -1: none."""
+
+    pb: NDArray[np.float32]
+    pn: NDArray[np.float32]
+    p: NDArray[np.float32]
+    depth: int
+    column: int
+
+
+@njit(cache=True)
+def opened(lattice, prefix):
+    """q(c | prefix) [Y], psi of the prefix with each candidate behind it over its own; completes pb, pn and p."""
+    (T, C), depth, last = lattice.log_p.shape, prefix.depth, prefix.depth + lattice.band
+    q = np.zeros(C, np.float32)
+    for t in range(depth, min(T, last + 1)):
+        if prefix.pb[t] + prefix.pn[t] > UNLIKELY:
+            own = prefix.p[t - depth]
+            p_blank = _emit(own, lattice, t, t == last, prefix.column)
+            _hand_on(q, prefix.pb, prefix.pn, t, own, p_blank, prefix.column if lattice.merge else -1)
+    return q
+
+
+@njit(cache=True)
+def followed(lattice, prefix, column, q):
+    """pn [T + 1] of an opened prefix with a candidate behind it that has q of it, as far as it comes from there."""
+    T, pn = len(lattice.log_p), np.zeros_like(prefix.pn)
+    for t in range(prefix.depth, min(T, prefix.depth + lattice.band + 1)):
+        before = prefix.pb[t] if lattice.merge and column == prefix.column else prefix.pb[t] + prefix.pn[t]
+        pn[t + 1] = before * prefix.p[t - prefix.depth, column] / q
+    return pn
 
 
 @njit(cache=True)

@@ -108,17 +108,20 @@ def candidates_of(
     blank_NT: Tensor | None,
     top_k: int,
     topology: Topology,
+    *,
     ids: NDArray[np.int64] | None = None,
     moved: tuple[Tensor, Tensor, Tables] | None = None,
+    noise_NTV: Tensor | None = None,
 ) -> Candidates:
     """The top_k tokens that are likeliest in any slot, and their probabilities in every slot over the whole vocabulary.
 
     blank: its log-odds; None: of a head whose slot k predicts token k. ids: see `Candidates`. moved: of a transition
-    A x_t [N, T, R], the roots [N] as numbers of the vocabulary, and its tables.
+    A x_t [N, T, R], the roots [N] as numbers of the vocabulary, and its tables. noise: added where tokens are chosen,
+    and nowhere else.
     """
     log_p_NTV = logits_NTV.float().log_softmax(dim=2)
     log_blank_NT = log_p_NTV.new_full(log_p_NTV.shape[:2], NOTHING) if blank_NT is None else blank_NT.float()
-    peak_NV = log_p_NTV.amax(dim=1)
+    peak_NV = (log_p_NTV if noise_NTV is None else log_p_NTV + noise_NTV).amax(dim=1)
     tokens_NY = peak_NV.topk(min(top_k, peak_NV.shape[1]), dim=1).indices.sort(dim=1).values
     index_NTY = tokens_NY.unsqueeze(1).expand(-1, log_p_NTV.shape[1], -1)
     log_rest_NT = log_p_NTV.exp().scatter_(2, index_NTY, 0.0).sum(dim=2).log()  # 1 minus the others would cancel

@@ -6,6 +6,7 @@ from bases import write_base
 from drafting import HEADS, prompts, random_head, random_trees
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.heads.head import OnePassHead
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,52 @@ def test_trees_of_any_shape_change_no_token(wordy_base, settings):
         accepted += sum(out.accepted)
     assert compared == 36 * PROMPTS
     assert accepted > 0.3 * compared  # right drafts were there to be taken
+
+
+OPTIONS = {
+    "coupled": {"proposal": "shared"},
+    "coupled chain": {"kind": "chain", "proposal": "shared", "trust": 0.5},
+    "cape": {"kind": "cape"},
+    "coupled cape": {"kind": "cape", "proposal": "shared"},
+    "ranked": {"kind": "ranked", "k": [3, 2, 1]},
+    "adaedl": {"stop": "adaedl"},
+    "phrases": {"graft": ["phrases"]},
+    "shared phrases": {"graft": ["shared_phrases"]},
+    "siblings": {"graft": ["siblings"]},
+    "all": {"proposal": "shared", "stop": "adaedl", "graft": ["phrases", "siblings"]},
+}
+SETTINGS = [
+    GREEDY,
+    {"temperature": 0.3, "top_p": 0.95, "eos": []},
+    {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2, "eos": []},
+    {"temperature": 1.0, "eos": []},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_draft_option_changes_a_token(wordy_base, option, settings):
+    """Alone and three together; eager steps and fixed shapes in turn; heads of every kind, and none."""
+    for number, prompt in enumerate(prompts(12, seed=300, longest=30)):
+        config = HEADS[number % len(HEADS)]
+        head = None if number == 11 else random_head(config, wordy_base, number)
+        decoder = Decoder(wordy_base, head, DraftConfig(nodes=14, budget="fixed", **OPTIONS[option]))
+        decoder.graphs = bool(number % 2) and (head is None or isinstance(head, OnePassHead))
+        batch = [prompt, prompt[::-1], prompt[1:] + prompt[:1]][: 1 + 2 * (number % 4 == 3)]
+        seeds = list(range(len(batch)))
+        want = Decoder(wordy_base).generate(batch, 20, seed=seeds, **settings)
+        got = decoder.generate(batch, 20, seed=seeds, **settings)
+        assert [one.tokens for one in got] == [one.tokens for one in want]
+
+
+def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base):
+    rng = np.random.default_rng(0)
+    decoder = Decoder(wordy_base, None, DraftConfig(nodes=14, budget="fixed", graft=["shared_phrases"]))
+    for token in range(260):
+        for _ in range(5):
+            decoder.drafter.shared.add(token, rng.integers(0, 259, 6).tolist())
+    for prompt in prompts(8, seed=400, longest=30):
+        assert decoder.generate(prompt, 30, eos=[]).tokens == Decoder(wordy_base).generate(prompt, 30, eos=[]).tokens
 
 
 def test_budgets_and_heads_of_any_kind_change_no_token(wordy_base):

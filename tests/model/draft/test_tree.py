@@ -1,40 +1,13 @@
 import numpy as np
-import oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lattices import lattice_from_logits
+from lattices import TOPOLOGIES, brute_psi, lattice_from_logits, prefixes, random_lattice
 
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.lattice.best_first import first_emissions
 from ctcdraft.model.lattice.candidates import Tables, candidates_of
 from ctcdraft.model.lattice.topology import CTC, Topology
-
-TOPOLOGIES = st.sampled_from([CTC, *(Topology(False, band) for band in (None, 0, 1, 2))])
-
-
-def random_lattice(T, V, seed, with_blank=True, sharpness=1.5, topology=CTC):
-    g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(T, V, generator=g) * sharpness
-    blank = torch.randn(T, generator=g) if with_blank else None
-    return lattice_from_logits(logits, blank, V, topology), logits.double(), None if blank is None else blank.double()
-
-
-def prefixes(tree):
-    paths = []
-    for i in range(len(tree)):
-        parent = tree.parents[i]
-        paths.append((() if parent < 0 else paths[parent]) + (int(tree.tokens[i]),))
-    return paths
-
-
-def brute_psi(logits, blank, max_length):
-    table = oracle.outputs(torch.cat([logits, blank.unsqueeze(1)], 1).log_softmax(1))
-    psi = {}
-    for output, log_p in table.items():
-        for k in range(1, min(len(output), max_length) + 1):
-            psi[output[:k]] = psi.get(output[:k], 0.0) + log_p.exp().item()
-    return psi
 
 
 @settings(max_examples=50, deadline=None)
@@ -71,7 +44,7 @@ def moving_lattice(T, V, seed, R=4, K=2, topology=CTC):
 
     tables = Tables(normal(V, R).numpy(), normal(V, R).numpy() / 2, normal(R).numpy() / 2)
     moved = normal(1, T, R), torch.tensor([int(rng.integers(V))]), tables
-    return candidates_of(normal(1, T, V), normal(1, T), min(K, V), topology, None, moved).lattices()[0]
+    return candidates_of(normal(1, T, V), normal(1, T), min(K, V), topology, moved=moved).lattices()[0]
 
 
 def emitted(lattice, t, prefix):

@@ -70,7 +70,7 @@ class Case:
         moved = self.slot_NTR.detach().float(), root, self.transition.tables(self.words)
         logits = (self.states @ self.words.lm_weight.T).detach().float()
         blank = None if self.blank is None else self.blank.detach().float()
-        return candidates_of(logits, blank, top_k or self.V, topology, None, moved).lattices()[0]
+        return candidates_of(logits, blank, top_k or self.V, topology, moved=moved).lattices()[0]
 
     def p(self, t, prefix):
         """Slot t's distribution over tokens and blank behind a prefix, spelt out: [V (+ 1)]."""

@@ -1,0 +1,204 @@
+"""Trees that a rule grows row by row, where `tree.search` knows one rule, psi.
+
+A row is what a head believes to follow a prefix, all candidates of it. A rule says which of them become nodes, what
+each is worth, and which of them may be followed; the nodes that are worth most are drafted, best first. Shared noise
+(Daliri et al. 2024, arXiv 2408.07978), CaPE (Du et al. 2024, arXiv 2402.02082), multi-candidate layouts (Yang et al.
+2024, arXiv 2401.06706) and AdaEDL's stop (Agrawal et al. 2024, arXiv 2410.18351) are parts of one rule.
+
+Shapes: C candidates of a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.sampling import LEAST_TEMPERATURE, PROPOSAL, Sampling, gumbel_of
+from ..lattice import best_first
+from ..lattice.candidates import Lattice
+from .config import DraftConfig
+from .tree import Tree
+
+BINS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.1, 2))  # of CaPE: below so much confidence, so many candidates in all
+GAMMA = 0.2  # of AdaEDL: a draft is accepted with at least 1 - sqrt(gamma * entropy)
+
+
+class Row(NamedTuple):
+    """Tokens [C] that may follow a prefix, and q(token | prefix) [C], at most 1 in all."""
+
+    tokens: NDArray[np.int64]
+    q: NDArray[np.float64]
+
+
+class Picked(NamedTuple):
+    """Children of a row, the ones to draft first: columns [k] of the row, the share of the prefix's worth that each
+    has [k], and how many of them may have children. q [C]: what they were drawn from, where that is needed."""
+
+    columns: NDArray[np.int64]
+    share: NDArray[np.float64]
+    followed: int
+    q: NDArray[np.float64] | None = None
+
+
+class Prefix(Protocol):
+    """Something that was drafted, and what a head believes to follow it."""
+
+    def row(self) -> Row: ...
+    def followed_by(self, column: int, q: float) -> Self: ...
+
+
+class LatticePrefix:
+    """One of a lattice."""
+
+    def __init__(self, lattice: Lattice, state: best_first.Prefix | None = None) -> None:
+        T, C = lattice.log_p.shape
+        self.lattice, self.emitted = lattice, np.zeros((min(T, lattice.band + 1), C), np.float32)
+        if state is None:
+            start, nothing = np.zeros(T + 1, np.float32), np.zeros(T + 1, np.float32)
+            start[0] = 1.0
+            state = best_first.Prefix(start, nothing, self.emitted, 0, -1)
+        self.state = state
+
+    def row(self) -> Row:
+        return Row(self.lattice.tokens, best_first.opened(self.lattice, self.state).astype(np.float64))
+
+    def followed_by(self, column: int, q: float) -> "LatticePrefix":
+        pn = best_first.followed(self.lattice, self.state, column, np.float32(q))
+        one = LatticePrefix(self.lattice)
+        one.state = best_first.Prefix(np.zeros_like(pn), pn, one.emitted, self.state.depth + 1, column)
+        return one
+
+
+class ScoredPrefix:
+    """One of a tree whose nodes a head has scored: a node of it, -1: the root."""
+
+    def __init__(self, tree: Tree, node: int = -1) -> None:
+        self.tree, self.node = tree, node
+
+    def row(self) -> Row:
+        self.children = np.flatnonzero(self.tree.parents == self.node)
+        psi = self.tree.psi.astype(np.float64)
+        return Row(self.tree.tokens[self.children], psi[self.children] / (psi[self.node] if self.node >= 0 else 1.0))
+
+    def followed_by(self, column: int, q: float) -> "ScoredPrefix":
+        return ScoredPrefix(self.tree, int(self.children[column]))
+
+
+def grow(
+    first: Prefix, rule: Callable[[Row, int], Picked], nodes: int, *, max_depth: int, leaves: NDArray[np.int64]
+) -> Tree:
+    """The tree of at most `nodes` nodes that are worth most, none deeper than max_depth; `leaves` get no children. Its
+    psi is what each node is worth. rule: of a row and its depth, 0 behind the root."""
+    tokens, parents, depths, worths = list[int](), list[int](), list[int](), list[float]()
+    proposals = dict[int, Row]()
+    rows = list[tuple[Prefix, Row, Picked]]()
+    # What may come next, worth at most so much: the n-th child of a row, or (n = -1) the row behind a node.
+    waiting: list[tuple[float, int, int, Prefix | None]] = [(-1.0, -1, -1, first)]
+    owner = list[int]()  # the node that a row follows
+    while waiting and len(tokens) < nodes:
+        negative, number, n, prefix = heappop(waiting)
+        if prefix is not None:
+            node, row = number, prefix.row()
+            picked = rule(row, depths[node] if node >= 0 else 0)
+            if picked.q is not None:
+                proposals[node + 1] = Row(row.tokens, picked.q)
+            rows.append((prefix, row, picked))
+            owner.append(node)
+            number, n = len(rows) - 1, 0
+        else:
+            prefix, row, picked = rows[number]
+            column, parent = int(picked.columns[n]), owner[number]
+            token, depth = int(row.tokens[column]), (depths[parent] if parent >= 0 else 0) + 1
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+            worths.append(-negative)
+            if n < picked.followed and depth < max_depth and token not in leaves:
+                following = prefix.followed_by(column, float(row.q[column]))
+                heappush(waiting, (negative, len(tokens) - 1, -1, following))
+            n += 1
+        if n < len(picked.columns):
+            above = worths[owner[number]] if owner[number] >= 0 else 1.0
+            heappush(waiting, (-above * float(picked.share[n]), number, n, None))
+    nodes_3N = np.array([tokens, parents, depths], np.int64).reshape(3, -1)
+    return Tree(nodes_3N[0], nodes_3N[1], nodes_3N[2], np.array(worths, np.float32), proposals=proposals or None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule that a config asks for, where the base will choose with `sampling` and the noise of `seed`, what follows
+    the root at `position`. least: AdaEDL's lambda, a row whose bound is below it has no children; None: any has."""
+
+    config: DraftConfig
+    sampling: Sampling
+    seed: int
+    position: int
+    least: float | None
+
+    def __call__(self, row: Row, depth: int) -> Picked:
+        if not row.q.any() or (self.least is not None and acceptance_bound(row.q) < self.least):
+            return NOTHING
+        if self.sampling.temperature == 0.0 or self.config.proposal == "best":
+            return _largest(row.q, *self._layout(row.q, depth))
+        log_q = tempered(row.q, self.sampling)
+        if self.config.proposal == "shared":
+            score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
+            share = np.exp(score - score.max())
+            share *= row.q.sum() / share.sum()
+            return _largest(share, *self._layout(share, depth))
+        q = np.exp(log_q - np.logaddexp.reduce(log_q))
+        score = log_q + gumbel_of(row.tokens, self.seed, self.position + depth, PROPOSAL)
+        count, followed = self._layout(q, depth)
+        drawn = np.argsort(-score, kind="stable")[
+            : min(count, int((q > 0).sum()))
+        ]  # without replacement (Gumbel top-k)
+        return Picked(drawn, q[drawn], followed, q)
+
+    def _layout(self, share: NDArray[np.float64], depth: int) -> tuple[int, int]:
+        """How many children a row of that depth has, and how many of them have children of their own."""
+        if self.config.kind == "chain":
+            return 1, 1
+        if self.config.kind == "ranked":
+            count = self.config.k[depth] if depth < len(self.config.k) else 0
+            return count, count
+        if self.config.kind == "cape":
+            return next(count for below, count in BINS if share.max(initial=0.0) < below), 1
+        return self.config.nodes, self.config.nodes
+
+
+NOTHING = Picked(np.zeros(0, np.int64), np.zeros(0), 0)
+
+
+def acceptance_bound(q: NDArray[np.float64]) -> float:
+    """AdaEDL's bound on how likely one draw is accepted, by the entropy of a row; what is not in it counts as one
+    token."""
+    p = np.append(q, max(1.0 - q.sum(), 0.0))
+    p = p[p > 0]
+    return float(1.0 - np.sqrt(GAMMA * max(-(p * np.log(p)).sum(), 0.0)))
+
+
+def tempered(q: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
+    """log q as the base's temperature, top_k and top_p would make it, but for a constant; -inf where they leave a token
+    out."""
+    with np.errstate(divide="ignore"):
+        log_q = np.log(q) / max(sampling.temperature, LEAST_TEMPERATURE)
+    if sampling.top_k and sampling.top_k < len(q):
+        log_q = np.where(log_q >= np.partition(log_q, -sampling.top_k)[-sampling.top_k], log_q, -np.inf)
+    if sampling.top_p < 1.0 and len(q):
+        p = np.exp(log_q - log_q.max())
+        order = np.argsort(-p, kind="stable")
+        before = np.cumsum(p[order]) - p[order]  # the likelier ones together
+        log_q[order[before >= sampling.top_p * p.sum()]] = -np.inf
+    return log_q
+
+
+def _largest(share: NDArray[np.float64], count: int, followed: int) -> Picked:
+    """The `count` columns with the largest share, where that is above 0."""
+    count = min(count, len(share))
+    best = np.argpartition(-share, count - 1)[:count] if count else NOTHING.columns
+    best = best[np.argsort(-share[best], kind="stable")]
+    best = best[share[best] > 0]
+    return Picked(best, share[best], followed)
