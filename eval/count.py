@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from ctcdraft.data.store import Journal
 from ctcdraft.model.base.llm import Base
+from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.decode.decoder import Decoder
-from ctcdraft.model.decode.generate import continued
+from ctcdraft.model.decode.generate import continued, noise_seed
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
 from .evaluate import Evaluated, Measurement, existing, latest, write_results
@@ -40,8 +41,12 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     """
     measurement = replace(measurement, draft=replace(measurement.draft, budget="fixed"))
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
-    if bench.temperatures != [0.0]:
-        raise ValueError(f"count=true counts greedy tokens: leave out bench.temperatures={bench.temperatures}")
+    if len(bench.temperatures) > 1:
+        raise ValueError(f"count=true counts at one temperature: give one, not {bench.temperatures}")
+    if learning := measurement.draft.learns:
+        raise ValueError(
+            f"count=true does not decode, and {learning} goes by what was decoded: leave out one of the two"
+        )
     setting = {**measurement.setting(head_folders), "counted": True}
     found = existing(folder, setting)
     if found:
@@ -56,7 +61,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
             decoders[f"{name}, no lookup, chain"] = Decoder(base, decoder.head, replace(bare, kind="chain"))
     decoders[LOOKUP_ALONE] = measurement.lookup_alone()
     questions = measurement.questions()
-    answers = own_answers(base, questions, bench.max_new_tokens, cache)
+    answers = own_answers(base, questions, bench.max_new_tokens, cache, bench.temperatures[0])
     replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
     owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
     drafts = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
@@ -66,8 +71,10 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     return Evaluated(results, folder)
 
 
-def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Path) -> list[list[Transcript]]:
-    """The base's greedy answers to all turns of each question, at most so many tokens each; what is in `cache` is not
+def own_answers(
+    base: Base, questions: Sequence[Question], most: int, cache: Path, temperature: float = 0.0
+) -> list[list[Transcript]]:
+    """The base's answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn whose prompt fills the context, and those behind it, have none."""
     digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
@@ -79,7 +86,7 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
             answers = [known.tokens[known.answered].tolist() for known in read[number]]
             prompt = questions[number].prompt_after(base, answers)
             if len(prompt) < base.context_length:
-                work.append(((number, prompt), prompt, 0.0, ""))
+                work.append(((number, prompt), prompt, temperature, ""))
 
     with (
         closing(Journal(cache / f"answers-{digest}.jsonl")) as journal,
@@ -90,7 +97,8 @@ def own_answers(base: Base, questions: Sequence[Question], most: int, cache: Pat
         sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             tokens = np.array([*prompt, *answer], np.int64)
-            read[number].append(Transcript(tokens, np.arange(len(tokens)) >= len(prompt)))
+            answered, noise = np.arange(len(tokens)) >= len(prompt), noise_seed(prompt, "", temperature, seed=0)
+            read[number].append(Transcript(tokens, answered, Sampling(temperature), noise))
             bar.update()
             ask(number)
     return read

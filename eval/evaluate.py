@@ -75,7 +75,7 @@ class Measurement:
             "rounding_bound": bound_in_words(base.dtype),
             "device": device,
             "versions": {name: version(name) for name in ("ctcdraft", "torch", "transformers", "numba")},
-            "lossless": True,
+            "lossless": True if self.draft.proposal != "sampled" else "in distribution",
             **({"head": heads[""]} if "" in heads else {"heads": heads}),
         }
 
@@ -151,7 +151,7 @@ def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
             "tokens_per_step": grown / steps if steps else 1.0,
             "speculative_seconds": sum(turn.seconds for turn in decoded),
             "plain_seconds": sum(turn.plain_seconds for turn in decoded),
-            "identical": sum(turn.divergence is None for turn in decoded),
+            "identical": sum(turn.compared and turn.divergence is None for turn in decoded),
             "turns": len(decoded),
         }
 

@@ -102,8 +102,8 @@ def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
         "nodes_per_step": float(nodes.mean()) if len(nodes) else 0.0,
         "seeds": {"each": each, "std": std},
         "identical": {
-            "compared": len(turns),
-            "identical": len(turns) - len(divergences),
+            "compared": sum(turn.compared for turn in turns),
+            "identical": sum(turn.compared for turn in turns) - len(divergences),
             "beyond_bound": sum(not found["within_bound"] for found in divergences),
             "divergences": divergences,
             "same_shape": same_shape,
@@ -134,8 +134,13 @@ def growth(turns: Sequence[Turn]) -> tuple[int, int]:
 
 def speeds(turns: Sequence[Turn]) -> tuple[float, float]:
     """Tokens per second, and plain decoding's."""
-    tokens = sum(len(turn.drafted.tokens) for turn in turns)
-    return tokens / sum(turn.seconds for turn in turns), tokens / sum(turn.plain_seconds for turn in turns)
+    tokens, plain_tokens = (sum(counts) for counts in zip(*map(_lengths, turns), strict=True))
+    return tokens / sum(turn.seconds for turn in turns), plain_tokens / sum(turn.plain_seconds for turn in turns)
+
+
+def _lengths(turn: Turn) -> tuple[int, int]:
+    tokens = len(turn.drafted.tokens)
+    return tokens, tokens if turn.compared else turn.plain_tokens
 
 
 FIGURES = {"tokens_per_step": growth, "speedup": speeds}

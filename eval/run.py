@@ -27,7 +27,8 @@ Side = TypeVar("Side")
 class Turn:
     """A question's turn under one setting: the answer as drafted and as plain decoding gives it, with their times.
 
-    text: of plain decoding. divergence: None where the two are equal. flips: the control below float32, None above.
+    text: of plain decoding. divergence: None where the two are equal. compared: False where they need not be, since
+    drafts that are sampled keep the distribution and not the tokens. flips: the control below float32, None above.
     skipped: why it was not decoded, nor those behind it.
     """
 
@@ -37,7 +38,9 @@ class Turn:
     drafted: Generation = field(default_factory=Generation)
     seconds: float = 0.0
     plain_seconds: float = 0.0
+    plain_tokens: int = 0
     text: str = ""
+    compared: bool = True
     divergence: Divergence | None = None
     flips: Flips | None = None
     skipped: str = ""
@@ -53,7 +56,7 @@ def run(
     """
     sides: dict[str | None, Decoder] = {None: Decoder(base)}  # plain decoding
     sides.update(heads.items())
-    control = Control(base, 1 + max(decoder.draft.nodes for decoder in heads.values()))
+    control = Control(base, 1 + max(decoder.draft.most_nodes for decoder in heads.values()))
     for decoder in heads.values():
         decoder.prepare()
     for i in range(config.warmups):
@@ -80,6 +83,7 @@ def run(
             flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
             for label, several in turns.items():
                 drafted, seconds = timed[label]
+                sampled = setting.temperature > 0 and sides[label].draft.proposal == "sampled"
                 several.append(
                     Turn(
                         question,
@@ -88,8 +92,10 @@ def run(
                         drafted,
                         seconds=seconds,
                         plain_seconds=plain_seconds,
+                        plain_tokens=len(plain.tokens),
                         text=plain.text,
-                        divergence=control.explain(prompt, plain.tokens, drafted.tokens, setting),
+                        compared=not sampled,
+                        divergence=None if sampled else control.explain(prompt, plain.tokens, drafted.tokens, setting),
                         flips=flips,
                     )
                 )

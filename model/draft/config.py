@@ -70,6 +70,14 @@ class DraftConfig:
         return sum(accumulate(self.k, mul)) if self.kind == "ranked" else self.nodes
 
     @property
+    def learns(self) -> str:
+        """The option by which drafts depend on what was decoded before, if there is one."""
+        phrases = [source for source in self.graft if "phrases" in source]
+        if self.proposal == "sampled":
+            return "draft.proposal=sampled"
+        return "draft.stop=adaedl" if self.stop == "adaedl" else f"draft.graft={phrases}" if phrases else ""
+
+    @property
     def plain_search(self) -> bool:
         """Is `tree.search` the rule?"""
         return self.kind in ("tree", "chain") and self.stop == "none"

@@ -63,7 +63,7 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
     Raises ValueError where there are not as many.
     """
     attended = base.attended(count)
-    if attended is None or next(base.decoder.layers.parameters()).is_meta:
+    if attended is None or any(p.is_meta for p in base.decoder.parameters()):
         return attended
     D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
     try:

@@ -1,6 +1,7 @@
 """What is counted along the base's own answers is what decoding comes to."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,8 +84,16 @@ def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
     assert np.flatnonzero(short[0].answered)[0] == 2
 
 
-def test_samples_are_not_counted(base, heads, tmp_path):
-    bench = BenchConfig("toy", temperatures=[0.0, 1.0])
-    with pytest.raises(ValueError, match=r"count=true counts greedy tokens: leave out bench.temperatures"):
-        count(Measurement(base, DRAFT, bench), heads, tmp_path / "c", tmp_path)
+@pytest.mark.parametrize(
+    ("temperatures", "draft", "words"),
+    [
+        ([0.0, 1.0], {}, "count=true counts at one temperature"),
+        ([0.0], {"stop": "adaedl"}, "draft.stop=adaedl goes by what was decoded"),
+        ([1.0], {"graft": ["phrases"]}, "draft.graft=.* goes by what was decoded"),
+    ],
+)
+def test_what_only_decoding_can_tell_is_not_counted(base, heads, tmp_path, temperatures, draft, words):
+    bench = BenchConfig("toy", temperatures=temperatures)
+    with pytest.raises(ValueError, match=words):
+        count(Measurement(base, replace(DRAFT, **draft), bench), heads, tmp_path / "c", tmp_path)
     assert not (tmp_path / "c").exists()

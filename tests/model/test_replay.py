@@ -7,6 +7,7 @@ import pytest
 from drafting import HEADS, prompts, random_head
 
 from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.replay import Transcript, replay
 
@@ -25,6 +26,26 @@ def conversations(base, limit):
             tokens, said = tokens + answer, said + [True] * len(answer)
         rows.append((Transcript(np.array(tokens), np.array(said)), turns))
     return rows
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
+def test_sampled_answers_are_counted_too(talking, config):
+    """Drafts that look at the noise, and drafts that do not."""
+    head, sampling, limit = random_head(config, talking), Sampling(0.9), 30
+    drafts = {
+        "best": DraftConfig(nodes=9, budget="fixed"),
+        "shared": DraftConfig(nodes=9, proposal="shared", budget="fixed"),
+    }
+    decoders = {label: Decoder(talking, head, draft) for label, draft in drafts.items()}
+    prompts = [[5, 6, 7, 8], [9, 8, 7]]
+    for label, decoder in decoders.items():
+        wanted = decoder.generate(prompts, limit, temperature=0.9, seed=[3, 4])
+        rows = []
+        for seed, prompt, out in zip((3, 4), prompts, wanted, strict=True):
+            tokens = np.array(prompt + out.tokens)
+            rows.append(Transcript(tokens, np.arange(len(tokens)) >= len(prompt), sampling, seed))
+        counted = [one.generation() for one in chain(*replay(talking, {label: decoder}, rows)[label])]
+        assert [(got.steps, got.accepted) for got in counted] == [(want.steps, want.accepted) for want in wanted]
 
 
 @pytest.mark.parametrize("kind", ["tree", "chain"])

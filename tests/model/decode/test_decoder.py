@@ -198,7 +198,7 @@ def test_impossible_requests_are_refused(base, prompt, limit, message):
 
 
 def test_bad_draft_settings_are_refused():
-    with pytest.raises(ValueError, match="tree or chain"):
+    with pytest.raises(ValueError, match="choose tree, chain, cape or ranked"):
         DraftConfig(kind="forest")
     with pytest.raises(ValueError, match="at least 1"):
         DraftConfig(nodes=0)
