@@ -1,6 +1,6 @@
 """Where a decoding step's time goes, and what a given acceptance is worth: speedup / tokens per step.
 
-python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [--accept 2.5]
+python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [--accept 2.5] [--batch 1 8]
 
 Base and head (of the default's shape) have random weights, which timing does not mind; acceptance is then set by a
 script: the head drafts and the tree is searched as always, and then some of its nodes are replaced by what the base is
@@ -10,6 +10,7 @@ GPU both replay CUDA graphs; --eager measures them without.
 
 import argparse
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -51,43 +52,46 @@ class Scripted(Decoder):
         return Tree(tokens, parents, depths, tree.psi)
 
 
-def measured(name, nodes, accept, tokens, rounds, eager):
+def measured(name, batch, given):
+    """One row per number of nodes: a batch of equal prompts, drafted and plainly."""
     shape = SHAPES[name]
     base = random_base(shape)
     torch.manual_seed(0)
     head = random_head(base, "full").to(base.dtype).eval()
-    prompt = np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()
+    prompts = [np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()] * batch
     plain = Decoder(base)
-    truth = plain.generate(prompt, tokens, eos=[]).tokens
-    decoders = {n: Scripted(base, head, DraftConfig(nodes=n, budget="fixed"), accept) for n in nodes}
-    outs = {}
+    drafts = {n: DraftConfig(nodes=n, budget="fixed") for n in given.nodes}
+    decoders = {n: Scripted(base, head, draft, given.accept) for n, draft in drafts.items()}
     for decoder in (plain, *decoders.values()):
-        decoder.graphs &= not eager
+        decoder.graphs &= not given.eager
+    truth = plain.generate(prompts, given.tokens, eos=[])[0].tokens
+    outs = {}
 
     def run(n):
         decoders[n].truth = truth
-        outs.setdefault(n, []).append(decoders[n].generate(prompt, tokens, eos=[]))
+        outs.setdefault(n, []).append(decoders[n].generate(prompts, given.tokens, eos=[]))
 
-    calls = {"plain": lambda: plain.generate(prompt, tokens, eos=[])}
-    calls |= {n: (lambda n=n: run(n)) for n in nodes}
-    seconds = interleaved(calls, rounds)
+    calls = {"plain": lambda: plain.generate(prompts, given.tokens, eos=[])}
+    calls |= {n: (lambda n=n: run(n)) for n in given.nodes}
+    seconds = interleaved(calls, given.rounds)
     rows = []
-    for n in nodes:
-        out = outs[n][-1]
+    for n in given.nodes:
+        out = outs[n][-1][0]
         speedup = spread(seconds["plain"])["median"] / spread(seconds[n])["median"]
         whole = sum(seconds[n])
-        parts = {part: sum(o.seconds[part] for o in outs[n][1:]) / whole for part in ("verify", "draft", "tree")}
+        parts = {part: sum(o[0].seconds[part] for o in outs[n][1:]) / whole for part in ("verify", "draft", "tree")}
         rows.append(
             {
                 "shape": name,
+                "batch": batch,
                 "nodes": n,
                 "tokens_per_step": out.tokens_per_step,
                 "speedup": speedup,
                 "conversion": speedup / out.tokens_per_step,
                 "step_ms": spread(seconds[n])["median"] / out.steps * 1e3,
-                "plain_step_ms": spread(seconds["plain"])["median"] / (tokens - 1) * 1e3,
+                "plain_step_ms": spread(seconds["plain"])["median"] / (given.tokens - 1) * 1e3,
                 "time_share": {**parts, "other": 1 - sum(parts.values())},
-                "identical": out.tokens == truth,
+                "identical": all(one.tokens == truth for one in outs[n][-1]),
             }
         )
     return rows
@@ -97,6 +101,7 @@ def table(rows):
     lines = [
         (
             row["shape"],
+            row["batch"],
             row["nodes"],
             f"{row['tokens_per_step']:.2f}",
             f"{row['speedup']:.2f}",
@@ -108,7 +113,7 @@ def table(rows):
         )
         for row in rows
     ]
-    header = ("shape", "N", "tokens/step", "speedup", "conversion", "plain ms", "step ms")
+    header = ("shape", "batch", "N", "tokens/step", "speedup", "conversion", "plain ms", "step ms")
     return markdown_table((*header, "verify", "draft", "tree", "other", "identical"), lines)
 
 
@@ -117,17 +122,14 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["tiny", "base_50m"])
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--accept", type=float, default=2.5)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences together")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    shapes = tqdm(options.shape, desc="decode", leave=False)
-    rows = [
-        r
-        for s in shapes
-        for r in measured(s, options.nodes, options.accept, options.tokens, options.rounds, options.eager)
-    ]
+    work = tqdm([*product(options.shape, options.batch)], desc="decode", leave=False)
+    rows = [row for name, batch in work for row in measured(name, batch, options)]
     told(f"; scripted acceptance of {options.accept} draft tokens", table(rows), rows, options.out)
 
 

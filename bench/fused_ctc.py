@@ -1,6 +1,6 @@
 """Time, memory and error of the fused CTC loss beside torch's, chunked rivals and the bare GEMMs.
 
-python bench/fused_ctc.py [--grid quick|small|vicuna_7b|gpu] [--out FOLDER] [--rounds N]
+python bench/fused_ctc.py [--grid quick|small|vicuna_7b|gpu|errors] [--out FOLDER] [--rounds N]
 
 quick: one shape, some 20 s. small: what docs/results/fused_ctc.md shows for a CPU, some 10 min. gpu: the shapes of
 a 7B base, for a machine with a GPU. With --out the tables and plots are written there.
@@ -24,6 +24,11 @@ from ctcdraft.eval.report import markdown_table
 BIG = Shape(N=8192, T=8, U=5, D=4096, V=32000, dtype="bfloat16")
 GRIDS = {
     "quick": {"modes": {Shape(): ("frozen",)}},
+    "dry": {
+        "modes": {Shape(N=8, D=32, V=500): ("frozen",)},
+        "vocabulary": [Shape(N=8, D=32, V=500)],
+        "error": [Shape(N=4, D=32, V=500)],
+    },
     "small": {
         "modes": {Shape(): MODES, Shape(N=128, D=1024): ("frozen",), Shape(N=128, V=128256): ("frozen",)},
         "lattice": [Shape(N=128, T=T, U=U) for T, U in ((4, 3), (8, 5), (16, 8))],
@@ -33,6 +38,7 @@ GRIDS = {
     },
     # One 2048-token sequence of a 7B base, every position an anchor: is the loss under 1 GB above its inputs?
     "vicuna_7b": {"alone": [replace(BIG, N=2048, U=8, dtype="bfloat16" if DEVICE == "cuda" else "float32")]},
+    "errors": {"error": [replace(BIG, N=256, V=V, dtype=d) for d in ("float32", "bfloat16") for V in (32000, 128256)]},
     "gpu": {
         "alone": [replace(BIG, N=2048, U=8)],
         "modes": {

@@ -1,0 +1,70 @@
+"""The GPU's hour on a CPU: every part runs at a tiny size, and what is late or lacks something holds nobody up."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import gpu
+
+pytestmark = pytest.mark.slow
+
+# A process that begins another one and waits for it.
+WAITING = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def start(*options):
+    environment, command = {**os.environ, "PYTHON": sys.executable}, [gpu.ROOT / "bench" / "gpu.sh", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def parts_of(folder):
+    return json.loads((folder / "gpu.json").read_text())["parts"]
+
+
+def test_a_dry_run_does_every_part(tmp_path):
+    done = start("--dry", "--out", tmp_path)
+    assert {row["part"]: row["outcome"] for row in parts_of(tmp_path)} == {part.name: "done" for part in gpu.PARTS}
+    assert done.returncode == 0
+    table = (tmp_path / "gpu.md").read_text()
+    assert all(f"| {part.name} " in table for part in gpu.PARTS)
+    for name, batch in (("decode", 1), ("eager", 1), ("batches", 2)):
+        (row,) = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert (row["batch"], row["identical"]) == (batch, True)
+    assert json.loads((tmp_path / "errors" / "fused_ctc.json").read_text())["error"]
+    assert json.loads((tmp_path / "loss" / "fused_ctc.json").read_text())["compared"]
+    assert json.loads((tmp_path / "step.json").read_text())["rows"]
+
+
+def test_what_is_missing_and_what_has_no_time_left_is_skipped_with_the_reason(tmp_path):
+    done = start("--only", "train", "mt_bench", "--smollm2", tmp_path / "none", "--out", tmp_path)
+    assert done.returncode == 0
+    reasons = [f"skipped: {tmp_path}/none is not there", "skipped: --mt-bench is not given"]
+    assert [row["outcome"] for row in parts_of(tmp_path)] == reasons
+    assert start("--dry", "--only", "decode", "--minutes", "0", "--out", tmp_path).returncode == 0
+    assert [row["outcome"] for row in parts_of(tmp_path)] == ["skipped: no time is left"]
+    assert start("--only", "drafts").returncode == 2
+
+
+def test_a_part_that_is_late_is_ended_with_all_that_it_began(tmp_path):
+    outcome, pid = gpu.run([sys.executable, "-c", WAITING], 3, tmp_path / "log", os.environ)
+    assert outcome == "ended after 3 s"
+    end = time.monotonic() + 10
+    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+
+
+def test_a_part_that_fails_is_told_with_its_last_words(tmp_path):
+    words = [sys.executable, "-c", "print('out of memory'); raise SystemExit(3)"]
+    assert gpu.run(words, 30, tmp_path / "log", os.environ) == ("failed with 3", "out of memory")
