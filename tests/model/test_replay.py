@@ -14,18 +14,21 @@ from ctcdraft.model.replay import Transcript, replay
 pytestmark = pytest.mark.slow
 
 
-def conversations(base, limit):
-    """Two turns each: the tokens, which of them are answers, and the prompts with their answers."""
-    plain, rows = Decoder(base), []
-    for first, second in zip(prompts(6, seed=1), prompts(6, seed=2, longest=9), strict=True):
-        tokens, said, turns = [], [], []
-        for prompt in (first, second):
-            tokens, said = tokens + prompt, said + [False] * len(prompt)
-            answer = plain.generate(tokens, limit).tokens
-            turns.append((list(tokens), answer))
-            tokens, said = tokens + answer, said + [True] * len(answer)
-        rows.append((Transcript(np.array(tokens), np.array(said)), turns))
-    return rows
+@pytest.fixture(scope="module")
+def conversations(talking):
+    """By the most tokens of an answer, conversations of two turns: the tokens, with which of them are answers, and the
+    prompts, with what plain decoding says behind them."""
+    plain, found = Decoder(talking), {7: [], 40: []}
+    for limit, rows in found.items():
+        for first, second in zip(prompts(6, seed=1), prompts(6, seed=2, longest=9), strict=True):
+            tokens, said, turns = [], [], []
+            for prompt in (first, second):
+                tokens, said = tokens + prompt, said + [False] * len(prompt)
+                turns.append((tokens, plain.generate(tokens, limit)))
+                answer = turns[-1][1].tokens
+                tokens, said = tokens + answer, said + [True] * len(answer)
+            rows.append((Transcript(np.array(tokens), np.array(said)), turns))
+    return found
 
 
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
@@ -50,7 +53,7 @@ def test_sampled_answers_are_counted_too(talking, config):
 
 @pytest.mark.parametrize("kind", ["tree", "chain"])
 @pytest.mark.parametrize("config", [None, *HEADS], ids=lambda c: c.kind if c else "lookup")
-def test_a_replay_counts_what_decoding_counts(talking, config, kind):
+def test_a_replay_counts_what_decoding_counts(talking, conversations, config, kind):
     head = None
     if config is not None:
         head = random_head(config, talking)
@@ -60,11 +63,11 @@ def test_a_replay_counts_what_decoding_counts(talking, config, kind):
         "head": Decoder(talking, head, DraftConfig(kind, 4, prompt_lookup=0, budget="fixed")),
         "plain": Decoder(talking),
     }
-    for limit in (7, 40):
-        rows = conversations(talking, limit)
+    for limit, rows in conversations.items():
         found = replay(talking, decoders, [known for known, _ in rows])
+        asked = [turn for _, turns in rows for turn in turns]
         for label, decoder in decoders.items():
-            wanted = [decoder.generate(prompt, limit) for _, turns in rows for prompt, _ in turns]
+            wanted = [out if label == "plain" else decoder.generate(prompt, limit) for prompt, out in asked]
             counted = [one.generation() for one in chain(*found[label])]
             for got, want in zip(counted, wanted, strict=True):
                 assert (got.tokens, got.steps, got.accepted) == (want.tokens, want.steps, want.accepted)
