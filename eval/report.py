@@ -9,6 +9,7 @@ from ctcdraft.model.draft.tree import SOURCES
 from .results import Block, by_head, figure_of, heads_at
 
 DEPTHS = (1, 2, 3, 5, 8)
+SETTING = ("decoder", "bench_options", "seed", "dtype", "device", "versions", "lossless")
 BELIEFS = ("expected", "accepted")
 FLIPS = ("positions", "near", "flips", "turns", "largest_gap")
 DIVERGENCE = (
@@ -46,6 +47,7 @@ def figures(block: Block) -> dict[str, str]:
         "draft nodes per step": f"{block['nodes_per_step']:.1f}",
         "accepted from head / lookup / both": " / ".join(f"{s:.0%}" for s in block["accepted_by_source"].values()),
         "tokens per second": f"{rate['speculative']:.0f} (plain {rate['vanilla']:.0f})",
+        "transformers' generate": f"{rate['generate']:.0f}",
         "identical to plain decoding": verdict,
     }
 
@@ -84,8 +86,7 @@ def report(results: dict[str, Any]) -> str:
     blocks = by_head(results)
     first = next(iter(blocks.values()))
     heads = ", ".join(f"`{label}`" for label in results.get("heads") or [results["head"]["kind"]])
-    decoder, bench = results["decoder"], results["bench_options"]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    setting = [(key, _words(results[key])) for key in SETTING]
     categories = [
         (name, label, group["questions"], _tau(group), _speedup(group))
         for name in first["per_category"]
@@ -98,14 +99,11 @@ def report(results: dict[str, Any]) -> str:
     parts = [
         f"# {results['bench']}: {heads} on {results['base']['name']}",
         *tables(results),
-        f"{first['questions']} questions; {decoder['kind']} of at most {decoder['nodes']} nodes "
-        f"(draft.budget={decoder['budget']}), temperatures {bench['temperatures']}, first seed {results['seed']}, at "
-        f"most {bench['max_new_tokens']} new tokens. Measured at batch 1 in {results['dtype']} on {results['device']}, "
-        "plain and speculative interleaved in the same runner; brackets are 95% bootstrap intervals over questions, a "
-        "difference is on the same resampled questions. transformers' own `generate` made "
-        f"{first['tokens_per_second']['generate']:.0f} tokens/s, greedy, on the first few questions. "
-        f"Lossless: {str(results['lossless']).lower()}. Versions: {versions}.",
         "![heads](heads.png)",
+        f"{first['questions']} questions at batch 1, plain and speculative interleaved in the same runner. "
+        "transformers' own `generate` is greedy, on the first few questions. Brackets are 95% bootstrap intervals "
+        "over questions; a difference is on the same resampled questions.",
+        markdown_table(("measured", ""), setting),
         "## By category",
         markdown_table(("category", "", "questions", "tokens per step", "speedup"), categories),
         "![by category](by_category.png)",
@@ -139,6 +137,10 @@ def _speedup(block: Block) -> str:
 
 def _interval(bounds: Sequence[float]) -> str:
     return f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
+
+
+def _words(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _cell(value: Any) -> str:

@@ -224,6 +224,7 @@ def test_figures_are_what_their_names_say():
     assert results["tokens_per_step"] == 3.0  # (10 + 20) / 10
     assert results["tokens_per_second"] == {"speculative": 16.0, "vanilla": 6.25}
     assert results["speedup"]["ratio_of_means"] == 16 / 6.25
+    results["tokens_per_second"]["generate"] = 5.0
     rows = figures({**results, "difference": None})
     assert rows["draft nodes per step"] == "10.0"
     assert rows["speedup / tokens per step"] == "0.85"  # 2.56 / 3
