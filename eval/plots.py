@@ -11,12 +11,12 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from .results import Block, by_head, figure_of, heads_at
+from .results import Block, columns, figure_of, heads_at
 
 
 def draw(results: dict[str, Any], folder: Path) -> None:
     """Write acceptance by depth, tokens per step by category, expected against accepted, and heads side by side."""
-    blocks = by_head(results)
+    blocks = columns(results)
     with _picture(folder / "accepted_by_depth.png") as (axes,):
         for label, block in blocks.items():
             axes.plot(range(1, len(block["accepted_by_depth"]) + 1), block["accepted_by_depth"], "o-", label=label)

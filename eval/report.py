@@ -6,7 +6,7 @@ from typing import Any
 
 from ctcdraft.model.draft.tree import SOURCES
 
-from .results import Block, by_head, figure_of, heads_at
+from .results import Block, columns, figure_of, heads_at
 
 DEPTHS = (1, 2, 3, 5, 8)
 SETTING = ("decoder", "bench_options", "seed", "dtype", "device", "versions", "lossless")
@@ -56,8 +56,8 @@ def tables(results: dict[str, Any]) -> list[str]:
     """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
     found = [count_table(results)] if "drafts" in results else []
     for temperature, heads in heads_at(results).items():
-        columns = [figures(block) for block in heads.values()]
-        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+        several = [figures(block) for block in heads.values()]
+        rows = [(name, *(one[name] for one in several)) for name in several[0]]
         shown = [row for row in rows if {*row[1:]} != {"-"}]
         found.append(markdown_table((f"temperature {temperature:g}", *heads), shown))
     return found
@@ -83,7 +83,7 @@ def drafts_table(drafts: Mapping[str, Block]) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
-    blocks = by_head(results)
+    blocks = columns(results)
     first = next(iter(blocks.values()))
     heads = ", ".join(f"`{label}`" for label in results.get("heads") or [results["head"]["kind"]])
     setting = [(key, _words(results[key])) for key in SETTING]

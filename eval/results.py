@@ -54,15 +54,10 @@ def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Block]]:
     return {block["temperature"]: {kind: block, LOOKUP_ALONE: block["prompt_lookup_alone"]} for block in blocks}
 
 
-def by_head(results: dict[str, Any]) -> dict[str, Block]:
-    """The figures of each head at each temperature, without those of prompt lookup alone, by what tells them apart."""
-    found = {}
-    for temperature, heads in heads_at(results).items():
-        for label, block in heads.items():
-            where = f"temperature {temperature:g}"
-            if label != LOOKUP_ALONE:
-                found[where if "head" in results else f"{label}, {where}"] = block
-    return found
+def columns(results: dict[str, Any]) -> dict[str, Block]:
+    """The figures of each head at each temperature, by what tells them apart."""
+    found = heads_at(results).items()
+    return {f"{label}, temperature {t:g}": block for t, heads in found for label, block in heads.items()}
 
 
 def figure_of(block: Block, name: str) -> tuple[float, Sequence[float]]:

@@ -273,7 +273,7 @@ def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder
     assert all(f"| temperature {temperature} " in text for temperature in (0, 1))
     assert "| std of both over seeds" in text
     assert text.count("| identical to plain decoding") == 2
-    assert "| draft tokens | temperature 1 | temperature 0 |" in text
+    assert "| draft tokens | ctc, temperature 1 | prompt lookup alone, temperature 1 | ctc, temperature 0 |" in text
 
 
 def test_a_prompt_that_fills_the_context_is_skipped_with_its_reason(chat_base, questions, tmp_path):
@@ -369,7 +369,9 @@ def test_below_float32_the_report_has_the_control(chat_base, head_folder, questi
     assert results["rounding_bound"] == "8 spacings of bfloat16 at the largest logit"
     control = results["identical"]["same_shape"]
     assert control["positions"] == results["tokens"] == 32
-    (row,) = [line for line in report(results).splitlines() if line.startswith("| temperature 0 | 32 ")]
+    (row,) = [
+        line for line in report(results).splitlines() if line.startswith("| ctc, temperature 0 ") and " | 32 " in line
+    ]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     *counts, gap = control.values()
     assert cells[1:] == [*map(str, counts), f"{gap:.3g}", str(len(results["identical"]["divergences"])), "4"]
