@@ -22,8 +22,9 @@ from ctcdraft.model import Base, DraftConfig, Head
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.draft.drafter import Drafter, Frontier
 from ctcdraft.model.draft.prompt_lookup import BUILT_IN
-from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.draft.tree import EMPTY, Tree
 from ctcdraft.model.heads.head import OnePassHead
+from ctcdraft.model.lattice.candidates import Lattice
 
 
 class Pages:
@@ -80,21 +81,32 @@ class ServedHead:
         self.dtype = next(head.parameters()).dtype
 
     def chains(
-        self, hidden_BX: Tensor, read: Sequence[NDArray[np.int64]], table_BM: Tensor, rooms: Sequence[int]
+        self,
+        hidden_BX: Tensor,
+        read: Sequence[NDArray[np.int64]],
+        table_BM: Tensor,
+        rooms: Sequence[int],
+        by_head: bool = True,
     ) -> list[Tree]:
-        """A chain for each request, of at most rooms[b] tokens.
+        """A chain for each request, of at most rooms[b] tokens; by_head: else of copies alone.
 
         read[b]: its tokens so far, the root last; hidden[b]: the state of the position before the root, and the one
         that entered the first attended layer there; table[b]: its pages.
         """
+        drafted = self._lattices(hidden_BX, read, table_BM) if by_head else [EMPTY] * len(read)
+        ends = [Frontier(tokens, self.base.eos_ids, room) for tokens, room in zip(read, rooms, strict=True)]
+        return [self.drafter.tree(one, end) for one, end in zip(drafted, ends, strict=True)]
+
+    @torch.no_grad()
+    def _lattices(
+        self, hidden_BX: Tensor, read: Sequence[NDArray[np.int64]], table_BM: Tensor
+    ) -> Sequence[Lattice | Tree]:
+        """The slots of all requests in one pass."""
         device, lengths = hidden_BX.device, [len(tokens) - 1 for tokens in read]
         if self.pages is not None:
             self.pages.show(table_BM, lengths)
         root_B1 = torch.tensor([[int(tokens[-1])] for tokens in read], device=device)
         position_B1 = torch.tensor(lengths, device=device).unsqueeze(1) - 1
         anchors = Anchors.one_per_row(torch.zeros_like(position_B1[:, 0]), AttentionMask(position_B1))
-        hidden_B1X = hidden_BX.to(self.dtype).unsqueeze(1)
         cache: Any = self.pages  # of a cache a one-pass head asks what is committed, and nothing else
-        lattices = self.head.drafts(hidden_B1X, root_B1, anchors, self.vocabulary, cache)
-        ends = [Frontier(tokens, self.base.eos_ids, room) for tokens, room in zip(read, rooms, strict=True)]
-        return [self.drafter.tree(lattice, end) for lattice, end in zip(lattices, ends, strict=True)]
+        return self.head.drafts(hidden_BX.to(self.dtype).unsqueeze(1), root_B1, anchors, self.vocabulary, cache)

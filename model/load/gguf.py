@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,6 +60,10 @@ def _entry(cache: Path, sha256: str) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
+    try:
+        from gguf import GGUFReader
+    except ImportError:  # where a head is served, and nothing is trained
+        raise ValueError(f"{file} is read with the package gguf: pip install gguf, or ctcdraft[train]") from None
     try:
         reader = GGUFReader(file)
         size = torch.float32.itemsize * sum(int(tensor.n_elements) for tensor in reader.tensors)

