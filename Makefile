@@ -15,10 +15,10 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval export test check lint bench ablation soak fuzz conventions doctor clean
+.PHONY: help setup train eval export serve test test-serve check lint bench ablation soak fuzz conventions doctor clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(STAMP)  ## make .venv with everything in it
 
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (about 1.6 GB, a few minutes the first time)"
 	@touch .venv/.begun
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@rm .venv/.begun && touch $@
 
 train: $(STAMP)  ## base, its answers, head, export, eval; ends with a table
@@ -39,8 +39,15 @@ eval: $(STAMP)  ## decode a benchmark with a run's head: ARGS="name=<run> bench=
 export: $(STAMP)  ## write a run's best head as a folder: ARGS="name=<run>"
 	@$(BIN)/python launch/export.py $(ARGS)
 
+serve: $(STAMP)  ## vLLM's OpenAI-compatible server with a run's head: ARGS="name=<run> port=8000"
+	@$(BIN)/python launch/serve.py $(ARGS)
+
 test: $(STAMP)  ## run the tests, a process per core and at most four
 	@$(PYTEST) $(ARGS)
+
+test-serve: $(STAMP)  ## the tests of serving in vLLM itself, in an environment of its own (3.4 GB)
+	@$(BIN)/python -c "from pathlib import Path; from ctcdraft.launch.serve import engine_python; engine_python(Path('.venv-vllm'))"
+	@$(BIN)/python -m pytest tests/serve tests/launch/test_serve.py $(ARGS)
 
 check: $(STAMP)  ## the fast tests: what a minute can tell
 	@$(PYTEST) -m "not slow" $(ARGS)
@@ -72,4 +79,4 @@ doctor: $(STAMP)  ## what will not work, before the start: machine, base, templa
 	@$(BIN)/python launch/doctor.py $(ARGS)
 
 clean:  ## remove runs, caches and .venv
-	rm -rf runs .cache .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf runs .cache .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from pydantic import BeforeValidator, ConfigDict, PositiveInt, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
@@ -153,7 +153,24 @@ class ExportEntry:
     output: str | None = None  # another folder to write the head to
 
 
-ENTRIES = {"train": TrainEntry, "eval": EvalEntry, "chat": ChatEntry, "export": ExportEntry}
+@with_config(NO_OTHERS)
+@dataclass(frozen=True)
+class ServeEntry:
+    """launch/serve.py (conf/serve.yaml)."""
+
+    head: HeadPath = HeadPath()
+    base: BasePath = BasePath()
+    name: str | None = None  # the run whose head drafts; null: the newest
+    runs_dir: str = "runs"  # where runs lie
+    host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000  # of the server
+    nodes: PositiveInt = 12  # tokens of a draft, at most: a chain
+    env: str = ".venv-vllm"  # the environment of the engine, made where it is not there
+    args: list[str] = field(default_factory=list)  # more of vLLM's own: args=[--max-model-len,4096]
+    wait: PositiveInt = 1800  # seconds in which it must answer: large models take long to load
+
+
+ENTRIES = {"train": TrainEntry, "eval": EvalEntry, "chat": ChatEntry, "export": ExportEntry, "serve": ServeEntry}
 
 
 def defaults_of(schema: Any) -> dict[str, Any]:

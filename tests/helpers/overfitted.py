@@ -1,0 +1,36 @@
+"""A small trained base and a head that knows one conversation by heart: made in seconds, and drafts are accepted."""
+
+from ctcdraft.model import DraftConfig, export_head, load_base
+from ctcdraft.model.heads import CtcConfig
+from ctcdraft.train.engine import OptimConfig, ZeroConfig
+from ctcdraft.train.loop import Plan, TrainConfig
+from ctcdraft.train.overfit import OverfitCheck
+from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.task import ObjectiveConfig
+from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
+
+SMALL = ToyBaseConfig(
+    batch_tokens=384,
+    conversations=300,
+    held_out_conversations=8,
+    vocab_size=768,
+    hidden_size=64,
+    layers=2,
+    heads=2,
+    steps=400,
+)
+TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
+
+
+def overfit_head(work, question):
+    """The base's folder; the head is exported to work/head."""
+    folder = toy_base(work, SMALL)
+    base = load_base(str(folder))
+    objective = ObjectiveConfig(kind="prefix_ctc", labels=12)
+    plan = Plan(CtcConfig(slots=12), objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
+    messages = [{"role": "user", "content": question}]
+    check = OverfitCheck(base, messages, plan, DataConfig(), answer_tokens=48, steps=200)
+    found = check.findings()
+    assert all(finding.agrees for finding in found), found[-1]
+    export_head(check.head.eval(), base, work / "head", TRAINING)
+    return folder
