@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.request import Settings
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.export import load_head, read_config
+from ctcdraft.model.export import head_folder, load_head, read_config
 from ctcdraft.model.load.pretrained import base_of
 
 # Options of `generate` that this decoder does, or that change no token; of all others only the defaults are taken.
@@ -100,7 +100,7 @@ def _is_given(value: Any) -> bool:
 def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:
     """Made once per model, head and budget; kept by the model, to go when it goes."""
     made: dict[Any, Decoder] = model.__dict__.setdefault("_ctcdraft_decoders", {})
-    key = (read_config(Path(folder))["sha256"], nodes)
+    key = (read_config(head_folder(folder))["sha256"], nodes)
     if key not in made:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)

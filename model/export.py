@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -18,6 +21,7 @@ from .draft.prompt_lookup import CopyRates
 from .heads import Head, head_config, head_on, parameters_of
 
 FORMAT = 4
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 CARD = Path(__file__).with_name("card.md")  # its fields stand in braces
 SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""
@@ -89,12 +93,13 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def load_head(folder: str | Path, base: Base) -> Head:
-    """The exported head, as `Head.for_drafting` of the dtype that it was exported in.
+    """The exported head of a folder, or of a name on the Hub, as `Head.for_drafting` of the dtype that it was exported
+    in.
 
     Raises ValueError, in one sentence, when the folder is no exported head, is damaged, or was trained on
     another base (config, tokenizer or LM head differ).
     """
-    folder = Path(folder)
+    folder = head_folder(folder)
     config = read_config(folder)
     blob = _read(folder / "model.safetensors")
     if hashlib.sha256(blob).hexdigest() != config["sha256"]:
@@ -127,6 +132,18 @@ def load_head(folder: str | Path, base: Base) -> Head:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
     return head.for_drafting(base, next(part.dtype for part in state.values() if part.is_floating_point()))
+
+
+def head_folder(place: str | Path) -> Path:
+    """A folder as it is; of a head on the Hub, `owner/name`, the folder in the Hub's cache. Raises ValueError where the
+    Hub has none of that name, or cannot be asked."""
+    if Path(place).is_dir() or not HUB_NAME.fullmatch(str(place)):
+        return Path(place)
+    try:
+        return Path(snapshot_download(str(place), allow_patterns=["config.json", "model.safetensors"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"{place}: no such folder of an exported head, and the Hub gives none ({reason})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
