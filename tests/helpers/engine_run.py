@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True}
+ENGINE |= {"enable_prefix_caching": False}
 
 
 def run(asked):

@@ -38,8 +38,8 @@ def served(tmp_path_factory):
     """Base and head, and what our own decoder makes of the questions."""
     work = tmp_path_factory.mktemp("served")
     base = load_base(str(overfit_head(work, ASKED[0])))
-    prompts = [prompt_ids(base.tokenizer, [{"role": "user", "content": text}], None) for text in ASKED] * 2
-    prompts = [ids[: len(ids) - n // 4] for n, ids in enumerate(prompts)]
+    prompts = [prompt_ids(base.tokenizer, [{"role": "user", "content": text}], None) for text in ASKED]
+    prompts += [prompts[0] + prompts[2] + ids for ids in prompts]  # a beginning that pages can be shared of
     chain = DraftConfig("chain", NODES, budget="fixed")
     ours = Decoder(base, load_head(work / "head", base), chain).generate(prompts, LIMIT)
     assert [out.tokens for out in ours] == [out.tokens for out in Decoder(base).generate(prompts, LIMIT)]
@@ -60,7 +60,7 @@ def in_engine(served, batch=8, head=True, **options):
     [
         {"batch": 1},
         {},
-        {"engine": {"max_num_batched_tokens": 16}},
+        {"engine": {"max_num_batched_tokens": 8 * (NODES + 1) + 8}},  # less would cut drafts short
         {"engine": {"enable_prefix_caching": True, "block_size": 32}},
         {"engine": {"enforce_eager": False}},
     ],
@@ -70,10 +70,11 @@ def test_tokens_and_steps_are_our_chains(served, options):
     found = in_engine(served, **options)
     assert found["tokens"] == [out.tokens for out in served["ours"]]
     assert found["steps"] == [out.steps for out in served["ours"]]
+    assert bool(found["cached"]) == options.get("engine", {}).get("enable_prefix_caching", False)
 
 
 def test_preempted_requests_get_the_same_tokens(served):
-    found = in_engine(served, engine={"num_gpu_blocks_override": 12, "block_size": 32})
+    found = in_engine(served, engine={"num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 256})
     assert found["preemptions"] > 0
     assert found["tokens"] == [out.tokens for out in served["ours"]]
 
