@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.base.sampling import Sampling, gumbel
+from ctcdraft.model.base.sampling import Sampling, gumbel, gumbel_of
+from ctcdraft.model.draft import growth
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.heads import CtcConfig, head_on
 
@@ -124,6 +125,39 @@ def test_speculative_samples_have_the_bases_joint_distribution(six):
     assert _chi_square(_pooled(counts, p), _pooled(p, p)) > 1e-3
     wrong = _joint(six, prompt, 3, temperature * 1.3)
     assert _chi_square(_pooled(counts, wrong), _pooled(wrong, wrong)) < 1e-6
+
+
+def _drawn(decoder, prompt, settings):
+    """Counts of the outcomes of 3000 seeds, the tokens, and how many of them were accepted drafts."""
+    counts, tokens, accepted = np.zeros((6, 6, 6)), [], 0
+    for start in range(0, 3000, 100):
+        for out in decoder.generate([prompt] * 100, 3, seed=list(range(start, start + 100)), **settings):
+            counts[tuple(out.tokens)] += 1
+            tokens.append(out.tokens)
+            accepted += sum(out.accepted)
+    return counts, tokens, accepted
+
+
+def test_candidates_that_are_drawn_keep_the_joint_distribution(six):
+    torch.manual_seed(0)
+    head = head_on(six, CtcConfig(slots=4)).double().eval()
+    draft = DraftConfig("ranked", k=[3, 2], top_k=6, proposal="sampled", prompt_lookup=0)
+    counts, _, accepted = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9})
+    p = _joint(six, [1, 2, 3], 3, 0.9)
+    assert accepted > 1000
+    assert _chi_square(_pooled(counts, p), _pooled(p, p)) > 1e-3
+
+
+def test_shared_noise_accepts_more_than_that_of_another_position_and_changes_no_token(six, monkeypatch):
+    torch.manual_seed(0)
+    head = head_on(six, CtcConfig(slots=4)).double().eval()
+    draft = DraftConfig("chain", 3, top_k=6, proposal="shared", prompt_lookup=0, budget="fixed")
+    _, want, _ = _drawn(Decoder(six), [1, 2, 3], {"temperature": 0.9})
+    _, tokens, accepted = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9})
+    monkeypatch.setattr(growth, "gumbel_of", lambda tokens, seed, at: gumbel_of(tokens, seed, at + 1))
+    _, others, by_chance = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9})
+    assert tokens == others == want
+    assert accepted > 1.25 * by_chance > 1000
 
 
 def _joint(base, prompt, length, temperature):
