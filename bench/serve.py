@@ -47,7 +47,7 @@ def speculation(system, options):
 
 def started(system, port, options, folder):
     words = [serve.engine_python(options.env), "-m", "vllm.entrypoints.openai.api_server", f"--model={options.base}"]
-    words += [f"--port={port}", "--host=127.0.0.1", f"--dtype={options.dtype}", *options.args]
+    words += [f"--port={port}", "--host=127.0.0.1", f"--dtype={options.dtype}", *options.args.split()]
     if system != "plain":
         for name, value in zip(("speculative", "additional"), speculation(system, options), strict=True):
             words += [f"--{name}-config={json.dumps(value)}"] if value else []
@@ -150,7 +150,7 @@ def main():
     parser.add_argument("--group", type=int, default=4, help="questions of a group, at least")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--port", type=int, default=8100)
-    parser.add_argument("--args", nargs="*", default=["--max-model-len=2048", "--max-num-seqs=16"])
+    parser.add_argument("--args", default="--max-model-len=2048 --max-num-seqs=16", help="of vLLM, for all systems")
     parser.add_argument("--logs", type=Path, default=Path(".cache"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -166,7 +166,7 @@ class ServeEntry:
     port: Annotated[int, Field(ge=1, le=65535)] = 8000  # of the server
     nodes: PositiveInt = 12  # tokens of a draft, at most: a chain
     env: str = ".venv-vllm"  # the environment of the engine, made where it is not there
-    args: list[str] = field(default_factory=list)  # more of vLLM's own: args=[--max-model-len,4096]
+    args: list[str | int | float] = field(default_factory=list)  # more of vLLM's own: args=[--max-model-len,4096]
     wait: PositiveInt = 1800  # seconds in which it must answer: large models take long to load
 
 

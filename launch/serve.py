@@ -139,7 +139,7 @@ def command(config: ServeEntry, base: str, head: Path, known: dict[str, Any]) ->
         words += [f"--chat-template={TEMPLATE_FOLDER / template}.jinja"]
     if known.get("template_args"):
         words += [f"--default-chat-template-kwargs={json.dumps(known['template_args'])}"]
-    return words + config.args
+    return words + [str(word) for word in config.args]
 
 
 def wait_until_healthy(engine: "subprocess.Popen[bytes]", address: str, log: Path, seconds: float) -> None:

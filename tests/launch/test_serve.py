@@ -129,7 +129,7 @@ def test_an_environment_that_cannot_be_made_is_one_sentence(work, monkeypatch):
 
 
 def test_the_engine_gets_the_base_the_head_and_what_training_knew(work):
-    config = options(work, work / "none", args=["--max-model-len", "64"], nodes=7)
+    config = options(work, work / "none", args=["--max-model-len", 64], nodes=7)
     known = {"dtype": "bf16", "template": "vicuna", "template_args": {"enable_thinking": False}}
     words = serve.command(config, "models/some-base", work / "run" / "head", known)
     given = dict(word.split("=", 1) for word in words if "=" in word)
