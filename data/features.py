@@ -121,26 +121,19 @@ class Features:
     """
 
     def __init__(self, folder: Path, lengths: NDArray[np.int64], facts: dict[str, Any]) -> None:
-        self.folder = folder
+        self.folder, self.kind, self.size = folder, facts["kind"], facts["size"]
         manifest = read_object(folder / "manifest.json", "shards")
         for key, wanted in facts.items():
             if manifest.get(key) != wanted:
                 raise ValueError(f"{folder} holds hidden states of another {key}: delete it and run the command again")
-        self.kind, self.size = facts["kind"], facts["size"]
         self._firsts = [shard.get("first", -1) for shard in manifest["shards"]]
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self._open: dict[int, Any] = {}
-        self.bytes = 0  # what the shards take on the disk
-        ends = [*self._firsts[1:], len(lengths)]
-        for number, (shard, first, end) in enumerate(zip(manifest["shards"], self._firsts, ends, strict=True)):
-            path = folder / shard_name(number)
-            if not path.is_file():
-                raise self._damage(number, "is missing")
-            self.bytes += path.stat().st_size
-            if path.stat().st_size != shard.get("bytes"):
-                raise self._damage(number, "has another size than its manifest says")
-            if not 0 <= first < end:
-                raise self._damage(number, "is listed wrongly in manifest.json")
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+        for number, shard in enumerate(manifest["shards"]):
+            if sizes.get(shard_name(number)) != shard.get("bytes"):
+                raise self._damage(number, "is missing, or has another size than its manifest says")
+        self.bytes = sum(sizes.values())  # what they take on the disk
 
     def __getitem__(self, sequence: int) -> Hidden:
         """All positions of one sequence. Raises ValueError when they are not what was stored."""
@@ -156,21 +149,19 @@ class Features:
             known = int(shard.get_slice("checksum")[sequence - first])
         except (SafetensorError, OSError, IndexError) as error:
             raise self._damage(number, f"cannot be read ({error})") from error
-        if found.values.shape != (end - start, self.size) or found.values.dtype != FORMATS[self.kind]:
-            raise self._damage(number, "has another shape than its sequences")
-        if _checksum(found) != known:
+        if found.values.dtype != FORMATS[self.kind] or _checksum(found) != known:
             raise self._damage(number, f"is damaged in sequence {sequence} (its checksum differs)")
         return found
 
     def rows(self, rows: Sequence[Sequence[int]], longest: int) -> Hidden:
         """Sequences end to end in their rows, each cut after `longest` positions: [B, L, X], 0 on padding."""
         pieces = [[self[number] for number in row] for row in rows]
-        values = [torch.cat([piece.values[:longest] for piece in row]) for row in pieces]
-        padded = pad_sequence(values, batch_first=True)
-        if self.kind == "bf16":
-            return Hidden(padded)
-        scales = [torch.cat([piece.scale[:longest] for piece in row if piece.scale is not None]) for row in pieces]
-        return Hidden(padded, pad_sequence(scales, batch_first=True))
+        values, scales = ([[piece[i] for piece in row] for row in pieces] for i in range(2))
+
+        def padded(parts: list[list[Any]]) -> Tensor:
+            return pad_sequence([torch.cat([part[:longest] for part in row]) for row in parts], batch_first=True)
+
+        return Hidden(padded(values), padded(scales) if self.kind == "fp8" else None)
 
     def _damage(self, number: int, what: str) -> ValueError:
         return ValueError(f"{self.folder / shard_name(number)} {what}: delete {self.folder} and run the command again")
