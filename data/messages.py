@@ -159,7 +159,7 @@ def encodable(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RowError(f"{where} holds half a character, or a byte that is not UTF-8, at {error.start}") from error
+        raise RowError(f"{where} holds half a character (a lone surrogate) at {error.start}") from error
     return text
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import BufferedReader, FileIO, TextIOWrapper
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ ROWS_AT_ONCE = 64  # of a table's columns made into rows
 MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*+")\s*:\s*')
 GAP = re.compile(rf"(?:{MEMBER.pattern}|[\s,]*)")  # before a value, with its name where it has one
 DECODER = json.JSONDecoder()
+NEXT_LINE = re.compile(r'\n(?=[\x1e"{])')
 BLANK = b" \t\r\n\x1e"  # RFC 7464 puts a record separator before each JSON text
 
 
@@ -177,58 +177,37 @@ def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
 
 def _json_rows(stream: BufferedReader, start: bytes) -> Iterator[Any]:
     """Rows of JSON text, whose start, as far as it can be seen, tells its form."""
-    if start.startswith(b"["):
-        stream.read(1)
-        return _values(stream, "]")
-    line, _, following = start.partition(b"\n")
-    is_json = not isinstance(_parsed(line, ""), RowError)
-    if not start.startswith(b"{") or (following.strip() and (is_json or following.startswith(b"{"))):
-        return _line_rows(stream)
-    wrapped, values = _outline(start.decode("latin-1"))
-    if wrapped:  # {"data": [...]}
-        stream.read(wrapped + 1)
-        return _values(stream, "]")
-    if len(values) > 1 and all(isinstance(value, dict) for value in values):  # {"0": {...}, "1": {...}}
-        stream.read(1)
-        return _values(stream, "}")
-    if is_json or not following:
-        return _line_rows(stream)
-    return _values(stream, "")  # objects of several lines each
+    skipped, end = (1, "]") if start.startswith(b"[") else _around_rows(start.decode("latin-1"))
+    stream.read(skipped)
+    return _values(stream, end)
 
 
-def _outline(text: str) -> tuple[int, list[Any]]:
-    """Of an object, as far as its text goes: where the list of rows in it starts (0: it has none), and the values of
-    its members up to there."""
+def _around_rows(text: str) -> tuple[int, str]:
+    """Where the rows within an object start, and what ends them; 0 and "" where it is a row itself, or none."""
     values, at = list[Any](), 1
     try:
-        while key := MEMBER.match(text, at):
-            if json.loads(key[1]) in WRAPPERS and re.compile(r"\[\s*\{").match(text, key.end()):
-                return key.end(), values
-            value, at = DECODER.raw_decode(text, key.end())
-            values.append(value)
+        if text[DECODER.raw_decode(text)[1] :].strip():  # lines, or objects of several lines each
+            return 0, ""
     except (ValueError, RecursionError):  # it goes on behind the text
         pass
-    return 0, values
-
-
-def _line_rows(stream: BufferedReader) -> Iterator[Any]:
-    for number in count(1):
-        line = end = stream.readline(LONGEST_ROW + 1)
-        if not line:
-            return
-        while len(line) > LONGEST_ROW and end and not end.endswith(b"\n"):
-            end = stream.readline(CHUNK)
-        if line.strip(BLANK):
-            yield _parsed(line.removesuffix(b"\n").lstrip(b"\x1e"), f"line {number}")
+    with suppress(ValueError, RecursionError):
+        while key := MEMBER.match(text, at):
+            if json.loads(key[1]) in WRAPPERS and re.compile(r"\[\s*\{").match(text, key.end()):
+                return key.end() + 1, "]"  # {"data": [...]}
+            value, at = DECODER.raw_decode(text, key.end())
+            values.append(value)
+    rows = len(values) > 1 and all(isinstance(value, dict) for value in values)
+    return (1, "}") if rows else (0, "")  # {"0": {...}, "1": {...}}
 
 
 def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
     """The values of a list or of an object's members up to its `end`; where that is "", those of the whole stream.
 
-    Never more than the longest row is held. What is no JSON ends the stream: nothing says where the next row begins.
+    Never more than the longest row is held. Behind what is no JSON the next line is read that begins a row; within a
+    list nothing says where that is.
     """
     text = TextIOWrapper(stream, "utf-8", "surrogateescape")
-    buffer, at, number, more, problem = "", 0, 1, True, ""
+    buffer, at, number, more = "", 0, 0, True
     while True:
         at = GAP.match(buffer, at).end()  # type: ignore[union-attr]
         if end and buffer.startswith(end, at):
@@ -236,39 +215,45 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
         try:
             value, behind = DECODER.raw_decode(buffer, at)
         except (ValueError, RecursionError) as error:
-            value, behind, problem = None, len(buffer), str(error)
+            reason = f"row {number + 1} is no JSON of at most {LONGEST_ROW >> 20} MiB"
+            value, behind = RowError(f"{reason} ({getattr(error, 'msg', error)})"), len(buffer)
         if more and GAP.match(buffer, behind).end() == len(buffer) <= at + LONGEST_ROW:  # type: ignore[union-attr]
             read = text.read(CHUNK)  # it may go on
-            buffer, at, more, problem = buffer[at:] + read, 0, bool(read), ""
+            buffer, at, more = buffer[at:] + read, 0, bool(read)
             continue
         if at == len(buffer) and not end:
             return
-        if problem:
-            longest = f"at most {LONGEST_ROW >> 20} MiB"
-            yield RowError(f"row {number} is no JSON of {longest} ({problem}): nothing behind it is read")
+        number += 1
+        if not isinstance(value, RowError):
+            element = buffer[at:behind]
+            yield value if element.isascii() else _in_utf8(value, element, f"row {number}")
+            at = behind
+        elif end:
+            yield RowError(f"{value}; nothing behind it is read")
             return
-        yield value
-        at, number = behind, number + 1
-    if number == 1:
+        else:
+            yield value
+            while not (found := NEXT_LINE.search(buffer, at)) and more:
+                read = text.read(CHUNK)
+                buffer, at, more = buffer[-1:] + read, 0, bool(read)
+            at = found.end() if found else len(buffer)
+    if not number:
         yield RowError("the list is empty")
     if (buffer[at + 1 :] + text.read(CHUNK)).strip(" \t\r\n}"):
         yield RowError("more follows the end of the list, and is not read")
 
 
-def _parsed(data: bytes, where: str) -> Any:
-    if len(data) > LONGEST_ROW:
-        return RowError(f"{where} has more than the {LONGEST_ROW >> 20} MiB of the longest row")
+def _in_utf8(value: Any, text: str, where: str) -> Any:
+    """The value, unless its text has bytes that are no UTF-8."""
+    data = text.encode(errors="surrogateescape")
     try:
-        return json.loads(data.decode())
+        data.decode()
+        return value
     except UnicodeDecodeError as error:
         near, reads = data[max(0, error.start - 8) : error.start + 8], ""
         with suppress(UnicodeDecodeError):
             reads = f" (in Windows-1252 it reads {near.decode('cp1252')!r}: iconv -f WINDOWS-1252 -t UTF-8)"
         return RowError(f"{where} is not UTF-8 at byte {error.start}{reads}")
-    except RecursionError:
-        return RowError(f"{where} is nested too deeply")
-    except ValueError:
-        return RowError(f"{where} is no JSON")
 
 
 def _looks_like_hub(path: str) -> bool:

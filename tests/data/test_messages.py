@@ -66,7 +66,7 @@ def test_a_call_keeps_its_id_and_null_within_json_text():
         ({"reasoning": 7, "content": "a"}, "the thought of turn 3 holds no text but a int"),
         ({"content": [{"type": "tool_result", "content": "x"}]}, "another's turn"),
         ({"content": [{"type": "thinking", "thinking": "x"}], "role": "user"}, "another's turn"),
-        ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}]}, "half a char"),
+        ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}]}, "surrogate"),
     ],
 )
 def test_what_cannot_be_read_says_what_it_is(said, reason):

@@ -392,7 +392,7 @@ def test_the_malformed_rows_of_a_file_are_counted_and_cost_no_other(chat_base, t
     manifest = read_manifest(folder)
     assert (manifest["read"], manifest["used"], manifest["rejected"]) == (32, 24, 8)
     reasons = [row["reason"] for row in read_jsonl(folder / "rejects.jsonl")]
-    wanted = ("no JSON", "MiB", "not UTF-8", "but a float", "a float", "nested", "no list under", "a list")
+    wanted = ("no JSON", "MiB", "not UTF-8", "but a float", "a float", "recursion", "no list under", "a list")
     for reason, want in zip(reasons, wanted, strict=True):
         assert want in reason
 
