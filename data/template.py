@@ -8,7 +8,7 @@ rendered before the answer must be a prefix, and the answer must follow it word 
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ ADVICE = (
 THOUGHT_START = "<think>"
 NO_LABEL = "none of its answers is to be learned (it has none, or weight, train or loss is 0)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
-AT_ONCE = 128  # conversations whose texts are tokenised together
 
 
 class Family(NamedTuple):
@@ -178,7 +177,7 @@ def render(
 
 def render_all(
     tokenizer: Any,
-    conversations: Sequence[Conversation],
+    conversations: Iterable[Conversation],
     *,
     turns: str = "each",
     template_args: TemplateArgs = NO_ARGS,
@@ -187,25 +186,15 @@ def render_all(
 
     Raises ValueError, with advice, for a template that does not mark its answers and is of no known family.
     """
-    plain = _Template(tokenizer, None, template_args)
-
-    def laid_out(conversation: Conversation) -> tuple[list[_Text], list[str]] | RowError:
-        tools = conversation.tools
-        template = _Template(tokenizer, tools, template_args) if tools else plain
+    for conversation in conversations:
+        template = _Template(tokenizer, conversation.tools, template_args)
         try:
-            return template.texts(conversation.messages, turns)
+            texts, unread = template.texts(conversation.messages, turns)
         except RowError as error:
-            return error
-
-    for start in range(0, len(conversations), AT_ONCE):
-        layouts = [laid_out(conversation) for conversation in conversations[start : start + AT_ONCE]]
-        texts = [text.text for layout in layouts if not isinstance(layout, RowError) for text in layout[0]]
-        encodings = iter(_encoded(tokenizer, texts))
-        for layout in layouts:
-            if isinstance(layout, RowError):
-                yield layout
-            else:
-                yield Rendering([_masked(next(encodings), text) for text in layout[0]], layout[1])
+            yield error
+        else:
+            encodings = _encoded(tokenizer, [text.text for text in texts])
+            yield Rendering([_masked(*pair) for pair in zip(encodings, texts, strict=True)], unread)
 
 
 def family_of(template: str) -> Family | None:
@@ -294,25 +283,19 @@ class _Template:
         text, marks = self.render(messages[: index + 1])
         if marks and sum(stop - start for start, stop in marks) >= len(text):
             raise RowError(f"the chat template's generation marks cover all: {ADVICE}")
-        if not self.marked:
-            return _Text(text, [self._found(messages, index, self.prompt(messages[:index]), text)])
-        earlier = sum(message["role"] == "assistant" for message in messages[:index])
-        if len(marks) != earlier + 1:  # most templates have one for each answer
-            earlier = len(self.render(messages[:index], add_generation_prompt=True)[1])
-        spans = [(start, stop) for start, stop in marks[earlier:] if stop > start]
-        return _Text(text, [(start, _behind_end(text, stop, self._ends)) for start, stop in spans])
+        if self.marked:
+            earlier = sum(message["role"] == "assistant" for message in messages[:index])
+            if len(marks) != earlier + 1:  # most templates have one for each answer
+                earlier = len(self.render(messages[:index], add_generation_prompt=True)[1])
+            spans = [(start, stop) for start, stop in marks[earlier:] if stop > start]
+            return _Text(text, [(start, _behind_end(text, stop, self._ends)) for start, stop in spans])
 
-    def _found(self, messages: Messages, index: int, before: str, text: str) -> tuple[int, int]:
-        """Where the answer messages[index] lies in `text`, whose last message it is: behind the prompt `before`, and up
-        to the last end of turn."""
-        content = messages[index]["content"].strip()
+        before, content = self.prompt(messages[:index]), messages[index]["content"].strip()
         if not text.startswith(before):
             before = before.rstrip()  # "[/INST] " before an answer that brings its own space
-            if not text.startswith(before):
-                args = f" with data.template_args={json.dumps(self.args)}" if self.args else ""
-                raise RowError(
-                    f"the chat template renders what comes before turn {index} otherwise when it goes on{args}"
-                )
+        if not text.startswith(before):
+            args = f" with data.template_args={json.dumps(self.args)}" if self.args else ""
+            raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on{args}")
         family, calls = self.family, "tool_calls" in messages[index]
         assert family is not None
         end = (family.call_end if calls else None) or family.end or self.eos
@@ -323,16 +306,11 @@ class _Template:
             content = content.removeprefix(THOUGHT_START).lstrip()
         words = text[start:stop].rstrip()
         shown = str.__contains__ if calls else str.endswith  # calls stand between the words and the end
-        if not shown(words, content) and not shown(_dense(words), _dense(content)):
+        if not shown(words, content) and not shown("".join(words.split()), "".join(content.split())):
             raise RowError(f"the chat template does not show turn {index} as it is")
         if not calls and end in words.removesuffix(content):
             raise RowError(f"the chat template ends turn {index} with {end} before its words")
-        return start, stop + len(end)
-
-
-def _dense(text: str) -> str:
-    """Without white space, of which templates take away some, or put some around a thought."""
-    return "".join(text.split())
+        return _Text(text, [(start, stop + len(end))])
 
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
