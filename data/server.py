@@ -41,31 +41,20 @@ class Answer(NamedTuple):
 
 
 class ChatServer:
-    """A server under `url` (as its clients get it, mostly ending in /v1). Use it in one `async with`.
+    """A server under `url` (as its clients get it, mostly ending in /v1).
 
     model: its name there; None takes the first that the server lists. retries: tries after the first, with
-    doubling waits of half a second up to 30; timeout: seconds that one answer may take. When as many requests as may
-    run at once have failed in a row, all tries included, the rest fail without being sent.
+    doubling waits of half a second up to 30. When as many requests as may run at once have failed in a row, all tries
+    included, the rest fail without being sent.
     """
 
     def __init__(
-        self, url: str, model: str | None, *, concurrency: int, retries: int, timeout: float, key: str | None = None
+        self, client: httpx.AsyncClient, url: str, model: str | None, *, concurrency: int, retries: int
     ) -> None:
         self.url = url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
-        self.model, self.retries = model, retries
+        self.model, self.retries, self._client = model, retries, client
         self._slots = asyncio.Semaphore(concurrency)
         self._failures, self._most_failures = 0, max(FEWEST_FAILURES, concurrency)
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
-            limits=httpx.Limits(max_connections=concurrency),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
-
-    async def __aenter__(self) -> "ChatServer":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
 
     async def answer(self, messages: list[Message], *, tools: list[Any] | None = None, **options: Any) -> Answer:
         """The next assistant turn. options: fields of the request (max_tokens, temperature, seed ...).

@@ -85,13 +85,10 @@ class Journal:
 
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:
     """Write the examples as flat arrays."""
-    columns = [name for name in COLUMNS if name != "labels" or any(e.labels is not e.ids for e in examples)]
-    arrays = {}
-    for name in columns:
-        dtype = np.dtype(COLUMNS[name])
-        arrays[name] = np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(e, name), dtype) for e in examples)])
-    arrays.setdefault("labels", arrays["ids"])
-    arrays["offsets"] = np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)
+    arrays = {"offsets": np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)}
+    for name, dtype in COLUMNS.items():
+        parts = (np.asarray(getattr(example, name), dtype) for example in examples)
+        arrays[name] = np.concatenate([np.zeros(0, dtype), *parts])
     save_file(arrays, path)
 
 

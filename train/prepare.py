@@ -160,52 +160,49 @@ class _Preparation:
             raise self._server_failed()
         for left in self.folder.parent.glob(f"unfinished-{self.folder.name}-*"):
             shutil.rmtree(left)
-        with new_folder(self.folder) as fresh:
-            self._fill(fresh)
-
-    def _fill(self, fresh: Path) -> None:
-        total, rejected, config = Account(), 0, self.config
+        total, rejected = Account(), 0
         for account in self._accounts():
             total.read += account.read
             total.heldout += account.heldout
             total.turns.update(account.turns)
             total.unread.update(account.unread)
             rejected += len({row["row"] for row in account.rejects})
-        write_jsonl(fresh / "rejects.jsonl", (row for account in self._accounts() for row in account.rejects))
-        questions = GENERATED[config.kind].questions() if config.kind in GENERATED else total.heldout
-        write_jsonl(fresh / "heldout.jsonl", questions)
-        for split in LEARNT:
-            name = f"{split}.safetensors"
-            join_corpora(fresh / name, [shard / name for shard in self._shards])
-        _lend_dev(fresh)
-        counts = {split: _counted(fresh, split) for split in LEARNT}
-        for split, count in counts.items():
-            if not count["answer_tokens"]:
+        with new_folder(self.folder) as fresh:
+            write_jsonl(fresh / "rejects.jsonl", (row for account in self._accounts() for row in account.rejects))
+            for split in LEARNT:
+                name = f"{split}.safetensors"
+                join_corpora(fresh / name, [shard / name for shard in self._shards])
+            _lend_dev(fresh)
+            counts = {split: _counted(fresh, split) for split in LEARNT}
+            if empty := [split for split, count in counts.items() if not count["answer_tokens"]]:
                 kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
                 shutil.copy(fresh / "rejects.jsonl", kept)
                 first = next((f" (the first: {row['reason']})" for row in read_jsonl(kept)), "")
                 shutil.rmtree(self.work, ignore_errors=True)
                 raise ValueError(
-                    f"data.path={config.path}: of {total.read} rows none gave a {split} sequence; "
+                    f"data.path={self.config.path}: of {total.read} rows none gave a {empty[0]} sequence; "
                     f"{rejected} rejected{first}; see {kept}"
                 )
-        index = NearDuplicates([q["turns"][0] if "turns" in q else q.get("text", "") for q in questions])
-        asked = ((row, index.of(row["asked"])) for account in self._accounts() for row in account.asked)
-        near = [{**row, "question_id": questions[at]["question_id"]} for row, at in asked if at is not None]
-        write_jsonl(fresh / "near_duplicates.jsonl", near)
-        manifest = {
-            "base": self.base.identity,
-            "options": masked(asdict(config)),
-            "read": total.read,
-            "used": total.read - rejected,
-            "rejected": rejected,
-            "heldout": len(total.heldout),
-            "turns": total.turns,
-            "unread": dict(total.unread.most_common()),
-            "near_duplicates": len(near),
-            **counts,
-        }
-        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            generated = GENERATED.get(self.config.kind)
+            questions = generated.questions() if generated else total.heldout
+            write_jsonl(fresh / "heldout.jsonl", questions)
+            index = NearDuplicates([q["turns"][0] if "turns" in q else q.get("text", "") for q in questions])
+            asked = ((row, index.of(row["asked"])) for account in self._accounts() for row in account.asked)
+            near = [{**row, "question_id": questions[at]["question_id"]} for row, at in asked if at is not None]
+            write_jsonl(fresh / "near_duplicates.jsonl", near)
+            manifest = {
+                "base": self.base.identity,
+                "options": masked(asdict(self.config)),
+                "read": total.read,
+                "used": total.read - rejected,
+                "rejected": rejected,
+                "heldout": len(total.heldout),
+                "turns": total.turns,
+                "unread": dict(total.unread.most_common()),
+                "near_duplicates": len(near),
+                **counts,
+            }
+            (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[dict[str, Any]]:

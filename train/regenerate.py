@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+import httpx
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import NO_LABEL, Rendered, answer_message, prompt_ids, render_all
+from ctcdraft.data.template import NO_LABEL, answer_message, prompt_ids, render_all
 from ctcdraft.data.unshown import shows
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued, work_key
@@ -151,25 +151,16 @@ class Dialogue:
         problem = self.base.unreadable(rendered.ids) if any(rendered.mask) else "the answer has no tokens"
         if problem:
             raise RowError(problem)
-        labels = self.base.tokenizer.decode([i for i, m in zip(rendered.ids, rendered.mask, strict=True) if m])
-        if not shows(labels, answer.message.get("reasoning_content", "")):
+        decode, ids = self.base.tokenizer.decode, rendered.ids
+        start, end = rendered.mask.index(1), len(ids) - rendered.mask[::-1].index(1)
+        thought = answer.message.get("reasoning_content", "")
+        if not shows(decode(ids[start:end]), thought):
             raise RowError("the answer comes with a thought, which the chat template does not show")
-        end = len(rendered.mask) - rendered.mask[::-1].index(1)
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
-            end = self._end_of_words(rendered, end, answer.message)
-        self._add(rendered.ids[:end], [*rendered.mask[:end]], answer.message, cut=answer.cut)
-
-    def _end_of_words(self, rendered: Rendered, end: int, message: Message) -> int:
-        """Where the words of a cut answer end in the rendering, whose labels end at `end`."""
-        if message["content"] or "reasoning_content" not in message:
-            return end - 1
-        start, thought = rendered.mask.index(1), message["reasoning_content"].strip()
-
-        def length(stop: int) -> int:
-            return len(self.base.tokenizer.decode(rendered.ids[start:stop]))
-
-        whole = self.base.tokenizer.decode(rendered.ids[start:end])
-        return bisect_right(range(end), whole.find(thought) + len(thought), lo=start + 1, key=length) - 1
+            words, end = (answer.message["content"] or thought).strip(), end - 1
+            while words and words in decode(ids[start : end - 1]):
+                end -= 1
+        self._add(ids[:end], [*rendered.mask[:end]], answer.message, cut=answer.cut)
 
     def examples(self, turns: str) -> list[Example]:
         """The sequences with `each` of its answers, or the `last` alone: one, or several where the template writes an
@@ -263,12 +254,10 @@ async def _ask_server(
                 dialogue.lose("refused" if isinstance(error, (Refusal, RowError)) else "errors", str(error))
             bar.update()
 
-    async with ChatServer(
-        url,
-        asking.model,
-        concurrency=asking.concurrency,
-        retries=asking.retries,
-        timeout=asking.timeout,
-        key=os.environ.get("OPENAI_API_KEY"),
-    ) as server:
+    timeout = httpx.Timeout(asking.timeout, connect=min(asking.timeout, 10.0))
+    limits = httpx.Limits(max_connections=asking.concurrency)
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as client:
+        server = ChatServer(client, url, asking.model, concurrency=asking.concurrency, retries=asking.retries)
         await asyncio.gather(*(converse(server, dialogue) for dialogue in dialogues))
