@@ -70,14 +70,9 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
         message |= {"tool_calls": calls} if calls else {}
     if (found.thought or found.calls) if role != "assistant" else found.results:
         raise RowError(f"{where} is from the {role} and holds parts of another's turn")
-    for key in LABEL_KEYS:
-        weight = left.get(key)
-        if isinstance(weight, (int, float)):
-            del left[key]
-            if not weight and role == "assistant":
-                message["label"] = False
-            elif weight and (role != "assistant" or weight != 1):  # between 0 and 1, or on a turn that is no answer
-                unread.append(f"turn.{key}={weight}")
+    for key in LABEL_KEYS:  # one between 0 and 1, or of a turn that is learned and no answer, is unread
+        if left.get(key) == 0 or (left.get(key) == 1 and role == "assistant"):
+            message |= {} if left.pop(key) or role != "assistant" else {"label": False}
     for key in ("name", *(("tool_call_id",) if role == "tool" else ())):
         if isinstance(left.get(key), str):
             message[key] = left.pop(key)
@@ -86,9 +81,7 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     if found.results and not found.text:  # a turn of tools' results alone
         unread += [f"turn.{key}" for key in messages.pop() if key not in ("role", "content")]
     for each in messages:
-        encodable(each["content"], where)
-        if len(each) > 2:
-            encodable(json.dumps(each, ensure_ascii=False), where)
+        encodable(each["content"] if len(each) == 2 else json.dumps(each, ensure_ascii=False), where)
     return messages
 
 

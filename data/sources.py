@@ -63,7 +63,7 @@ def read_rows(path: str, option: str = "data.path") -> Iterator[Any]:
     if not files:
         yield from _read_hub(option, path)
     for file in files:
-        yield from _read_file(file)
+        yield from _file_rows(file)
 
 
 def read_mixture(paths: Sequence[str], weights: Sequence[float] | None = None) -> Iterator[tuple[str, Any]]:
@@ -138,27 +138,31 @@ def _opened(file: Path) -> BufferedReader:
     return BufferedReader(unpack(file), CHUNK)
 
 
-def _read_file(file: Path) -> Iterator[Any]:
+def _file_rows(file: Path) -> Iterator[Any]:
     number = 0
     try:
-        for row in _rows(file):
-            yield row
-            number += 1
+        with _opened(file) as stream:
+            for row in _rows(file, stream):
+                yield row
+                number += 1
     except DAMAGE as error:
         yield RowError(f"{file.name} is damaged after {number} rows ({str(error).strip() or type(error).__name__})")
 
 
-def _rows(file: Path) -> Iterator[Any]:
-    with _opened(file) as stream:
-        start = stream.peek()
-        if start.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
-            yield from _table_rows(file, start)
-            return
-        if start.startswith(codecs.BOM_UTF8):
-            stream.read(len(codecs.BOM_UTF8))
-        while (start := stream.peek()) and start[0] in BLANK:
-            stream.read(len(start) - len(start.lstrip(BLANK)))
-        yield from _json_rows(stream, start) if start else [RowError(f"{file.name} is empty")]
+def _rows(file: Path, stream: BufferedReader) -> Iterable[Any]:
+    """Rows of an open file, whose start tells its form."""
+    start = stream.peek()
+    if start.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
+        return _table_rows(file, start)
+    if start.startswith(codecs.BOM_UTF8):
+        stream.read(len(codecs.BOM_UTF8))
+    while (start := stream.peek()) and start[0] in BLANK:
+        stream.read(len(start) - len(start.lstrip(BLANK)))
+    if not start:
+        return [RowError(f"{file.name} is empty")]
+    skipped, end = (1, "]") if start.startswith(b"[") else _around_rows(start.decode("latin-1"))
+    stream.read(skipped)
+    return _values(stream, end)
 
 
 def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
@@ -173,13 +177,6 @@ def _table_rows(file: Path, magic: bytes) -> Iterator[Any]:
     for batch in batches:
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
             yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
-
-
-def _json_rows(stream: BufferedReader, start: bytes) -> Iterator[Any]:
-    """Rows of JSON text, whose start, as far as it can be seen, tells its form."""
-    skipped, end = (1, "]") if start.startswith(b"[") else _around_rows(start.decode("latin-1"))
-    stream.read(skipped)
-    return _values(stream, end)
 
 
 def _around_rows(text: str) -> tuple[int, str]:

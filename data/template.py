@@ -315,8 +315,6 @@ class _Template:
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
     """An answer ends with its end of turn, also where the template marks the words alone, or the line break behind."""
-    if text.endswith(ends, 0, stop):
-        return stop
     inside = text[:stop].rstrip()
     if inside.endswith(ends):
         return len(inside)

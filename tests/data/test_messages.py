@@ -105,9 +105,9 @@ def test_an_answer_that_is_not_to_be_learned_says_so(key):
         assert read({"content": "a", key: off}) == ([{"role": "assistant", "content": "a", "label": False}], [])
     for on in (1, 1.0, True, None):
         assert read({"content": "a", key: on}) == ([{"role": "assistant", "content": "a"}], [])
-    assert read({"content": "a", key: 0.5}) == ([{"role": "assistant", "content": "a"}], [f"turn.{key}=0.5"])
+    assert read({"content": "a", key: 0.5}) == ([{"role": "assistant", "content": "a"}], [f"turn.{key}"])
     assert read({"content": "q", key: 0}, "user") == ([{"role": "user", "content": "q"}], [])
-    assert read({"content": "q", key: 1}, "user")[1] == [f"turn.{key}=1"]
+    assert read({"content": "q", key: 1}, "user")[1] == [f"turn.{key}"]
 
 
 def test_results_of_tools_are_text():
