@@ -15,6 +15,7 @@ import os
 import resource
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +28,7 @@ from ctcdraft.data.generated import TOY
 from ctcdraft.data.records import conversation_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
-from ctcdraft.data.template import render_all
+from ctcdraft.data.template import render
 from ctcdraft.eval.report import markdown_table
 
 SHARD = 2048
@@ -69,8 +70,10 @@ def engine(path, tokenizer, folder):
     """Read, check, drop equal rows, render, tokenise, mask, write, join, pack. The tokens, and the padding."""
     parts = []
     for number, batch in enumerate(shards(conversations_of(path))):
-        found = (rendering for rendering in render_all(tokenizer, batch) if not isinstance(rendering, RowError))
-        examples = [Example(ids, mask, ids) for rendering in found for ids, mask in rendering.sequences]
+        examples = []
+        for conversation in batch:
+            with suppress(RowError):
+                examples += (Example(ids, mask, ids) for ids, mask in render(tokenizer, conversation).sequences)
         parts.append(folder / f"{number}.safetensors")
         save_corpus(parts[-1], examples)
     join_corpora(folder / "train.safetensors", parts)

@@ -8,7 +8,7 @@ rendered before the answer must be a prefix, and the answer must follow it word 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -163,38 +163,16 @@ def answer_message(
 
 
 def render(
-    tokenizer: Any, messages: Messages, tools: list[Any] | None = None, template_args: TemplateArgs = NO_ARGS
-) -> Rendered:
-    """Tokens and loss mask of the last of a conversation's sequences, which is the only one in most templates.
+    tokenizer: Any, conversation: Conversation, *, turns: str = "each", template_args: TemplateArgs = NO_ARGS
+) -> Rendering:
+    """The conversation's sequences, with `each` of its answers or the `last` alone as labels.
 
-    Raises as `render_all` does, RowError included.
+    Raises RowError where it has none, and ValueError, with advice, for a template that does not mark its answers and is
+    of no known family.
     """
-    (found,) = render_all(tokenizer, [Conversation("", tuple(messages), tools)], template_args=template_args)
-    if isinstance(found, RowError):
-        raise found
-    return found.sequences[-1]
-
-
-def render_all(
-    tokenizer: Any,
-    conversations: Iterable[Conversation],
-    *,
-    turns: str = "each",
-    template_args: TemplateArgs = NO_ARGS,
-) -> Iterator[Rendering | RowError]:
-    """Each conversation's sequences, with `each` of its answers or the `last` alone as labels, or why it has none.
-
-    Raises ValueError, with advice, for a template that does not mark its answers and is of no known family.
-    """
-    for conversation in conversations:
-        template = _Template(tokenizer, conversation.tools, template_args)
-        try:
-            texts, unread = template.texts(conversation.messages, turns)
-        except RowError as error:
-            yield error
-        else:
-            encodings = _encoded(tokenizer, [text.text for text in texts])
-            yield Rendering([_masked(*pair) for pair in zip(encodings, texts, strict=True)], unread)
+    texts, unread = _Template(tokenizer, conversation.tools, template_args).texts(conversation.messages, turns)
+    encodings = _encoded(tokenizer, [text.text for text in texts])
+    return Rendering([_masked(*pair) for pair in zip(encodings, texts, strict=True)], unread)
 
 
 def family_of(template: str) -> Family | None:

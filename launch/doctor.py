@@ -184,13 +184,14 @@ def _template(report: Report, config: TrainEntry, base: Base) -> None:
         report.errors.append(f"the chat template cannot be used: {unreadable}")
     answer = {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}
     try:
-        ids, mask = render(tokenizer, [*HELLO, answer], None, base.template_args)
+        found = render(tokenizer, Conversation("hello", (*HELLO, answer)), template_args=base.template_args)
     except ValueError:
         if config.data.labels != "rewrite":
             raise
         report.add("template", "does not mark answers; with data.labels=rewrite none is needed")
         report.pieces = [(tokenizer.decode(prompt), False), ("<the base's own answer and its end>", True)]
         return
+    ids, mask = found.sequences[-1]
     ended = [i for i, token in enumerate(ids) if token in base.eos_ids and i >= len(prompt)]
     report.add("template", "plain: the tokenizer has none of its own" if base.plain_template else "marks its answers")
     supervised = bool(ended) and bool(mask[ended[0]])

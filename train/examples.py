@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from ctcdraft.data.prompts import cut_prompts, prompt_lengths
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import Rendered, Rendering, render_all, unread_in_prompt
+from ctcdraft.data.template import Rendered, Rendering, render, unread_in_prompt
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued
 
@@ -59,7 +59,7 @@ class ExampleMaker:
             for row in tokens:
                 self.account.reject(row.id, TOKENS_STAY)
         else:
-            found = self._kept(chats, tokens)
+            found = self._kept([*chats, *tokens])
         found |= self._continued([r for r in records if isinstance(r, Text)])
         return [example for record in records for example in found.get(record.id, [])]
 
@@ -80,28 +80,29 @@ class ExampleMaker:
                 self.account.reject(dialogue.conversation.id, dialogue.reason)
         return found
 
-    def _kept(self, chats: list[Conversation], tokens: list[Tokens]) -> dict[str, list[Example]]:
+    def _kept(self, records: list[Conversation | Tokens]) -> dict[str, list[Example]]:
         """The given answers as they are, of those records of which the base can read every sequence."""
-        args = self.base.template_args
-        rendered = render_all(self.base.tokenizer, chats, turns=self.config.turns, template_args=args)
-        as_they_are = (Rendering([Rendered(row.ids, row.mask)], []) for row in tokens)
-        given: dict[str, list[Rendered]] = {}
-        for record, found in zip([*chats, *tokens], chain(rendered, as_they_are), strict=True):
-            if isinstance(found, RowError):
-                self.account.reject(record.id, found)
-            elif problem := next(filter(None, map(self._misfit, found.sequences)), None):
-                self.account.reject(record.id, problem)
+        base, given = self.base, dict[str, list[Rendered]]()
+        for record in records:
+            try:
+                if isinstance(record, Tokens):
+                    found = Rendering([Rendered(record.ids, record.mask)], [])
+                else:
+                    args = base.template_args
+                    found = render(base.tokenizer, record, turns=self.config.turns, template_args=args)
+                for ids, mask in found.sequences:
+                    if len(ids) > base.context_length:
+                        raise RowError(f"{len(ids)} tokens, more than the context holds")
+                    if problem := base.unreadable(ids) or (None if any(mask) else "no token of an answer"):
+                        raise RowError(problem)
+            except RowError as error:
+                self.account.reject(record.id, error)
             else:
                 given[record.id] = found.sequences
                 self.account.unread.update(found.unread)
         every = [sequence.ids for sequences in given.values() for sequence in sequences]
         labels = iter(self._choices(every) if self.config.labels == "argmax" else every)
         return {name: [Example(*one, next(labels)) for one in sequences] for name, sequences in given.items()}
-
-    def _misfit(self, found: Rendered) -> str | None:
-        if len(found.ids) > self.base.context_length:
-            return f"{len(found.ids)} tokens, more than the context holds"
-        return self.base.unreadable(found.ids) or (None if any(found.mask) else "no token of an answer")
 
     @torch.no_grad()
     def _choices(self, sequences: list[list[int]]) -> list[list[int]]:

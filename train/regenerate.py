@@ -19,7 +19,7 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import NO_LABEL, answer_message, prompt_ids, render_all
+from ctcdraft.data.template import NO_LABEL, answer_message, prompt_ids, render
 from ctcdraft.data.unshown import shows
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued, work_key
@@ -144,10 +144,7 @@ class Dialogue:
         conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
         self.unread += (f"answer.{name.removeprefix('turn.')}" for name in answer.unread)
         args = self.base.template_args
-        (found,) = render_all(self.base.tokenizer, [conversation], turns="last", template_args=args)
-        if isinstance(found, RowError):
-            raise found
-        rendered = found.sequences[-1]
+        rendered = render(self.base.tokenizer, conversation, turns="last", template_args=args).sequences[-1]
         problem = self.base.unreadable(rendered.ids) if any(rendered.mask) else "the answer has no tokens"
         if problem:
             raise RowError(problem)

@@ -28,7 +28,7 @@ from transformers import (
 
 from ctcdraft.data.generated import TOY
 from ctcdraft.data.records import Conversation, conversation_of
-from ctcdraft.data.template import Rendering, render_all
+from ctcdraft.data.template import render
 from ctcdraft.model.folders import new_folder
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
@@ -150,8 +150,8 @@ def _train_tokenizer(texts: list[str], config: ToyBaseConfig) -> PreTrainedToken
 
 
 def _documents(chats: list[Conversation], tokenizer: PreTrainedTokenizerFast) -> list[Document]:
-    rendered = [found for found in render_all(tokenizer, chats) if isinstance(found, Rendering)]
-    return [(torch.tensor(ids), torch.tensor([*mask]).bool()) for found in rendered for ids, mask in found.sequences]
+    sequences = (sequence for chat in chats for sequence in render(tokenizer, chat).sequences)
+    return [(torch.tensor(ids), torch.tensor([*mask]).bool()) for ids, mask in sequences]
 
 
 def _train(model: LlamaForCausalLM, documents: list[Document], config: ToyBaseConfig) -> None:

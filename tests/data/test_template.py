@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import templates
 from bases import TEMPLATE, tiny_tokenizer
-from templates import shown
+from templates import rendered, shown
 
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import family_of, prompt_ids, render, render_all, unread_in_prompt
+from ctcdraft.data.template import family_of, prompt_ids, render, unread_in_prompt
 from ctcdraft.model.load.pretrained import TEMPLATES
 
 CHAT = [
@@ -20,14 +20,14 @@ CHAT = [
 
 def test_the_mask_covers_answers_with_their_end_and_nothing_else():
     tokenizer = tiny_tokenizer()
-    ids, mask = render(tokenizer, CHAT)
+    ids, mask = rendered(tokenizer, CHAT)
     masked = [token for token, m in zip(tokenizer.convert_ids_to_tokens(ids), mask, strict=True) if m]
     assert masked == ["c", "d", "</s>", "f", "</s>"]
 
 
 def test_a_prompt_ends_where_the_answer_starts():
     tokenizer = tiny_tokenizer()
-    ids, _ = render(tokenizer, CHAT)
+    ids, _ = rendered(tokenizer, CHAT)
     prompt = prompt_ids(tokenizer, CHAT[:3])
     assert ids[: len(prompt)] == prompt
     assert tokenizer.convert_ids_to_tokens(ids[len(prompt) :]) == ["f", "</s>"]
@@ -36,7 +36,7 @@ def test_a_prompt_ends_where_the_answer_starts():
 def test_a_template_without_generation_marks_is_refused_with_advice():
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(ValueError, match=r"wrap its answers in \{% generation %\}"):
-        render(tiny_tokenizer(unmarked), CHAT)
+        rendered(tiny_tokenizer(unmarked), CHAT)
 
 
 def known(name):
@@ -47,8 +47,8 @@ def known(name):
 @pytest.mark.parametrize("name", templates.KNOWN)
 def test_the_mask_of_every_known_template_is_what_a_person_reads_out_of_it(name):
     tokenizer, chat, want = known(name)
-    assert shown(tokenizer, render(tokenizer, chat)) == want
-    (last,) = next(render_all(tokenizer, [Conversation("", tuple(chat))], turns="last")).sequences
+    assert shown(tokenizer, rendered(tokenizer, chat)) == want
+    (last,) = render(tokenizer, Conversation("", tuple(chat)), turns="last").sequences
     head, tail = want.split("[[", 1)[0], want.rsplit("[[", 1)[1]
     middle = want[len(head) : len(want) - len(tail) - 2].replace("[[", "").replace("]]", "")
     assert shown(tokenizer, last) == f"{head}{middle}[[{tail}"
@@ -57,7 +57,7 @@ def test_the_mask_of_every_known_template_is_what_a_person_reads_out_of_it(name)
 @pytest.mark.parametrize("name", templates.KNOWN)
 def test_what_precedes_a_masked_answer_is_the_prompt_that_serving_sends(name):
     tokenizer, chat, _ = known(name)
-    ids, mask = render(tokenizer, chat[:-2])
+    ids, mask = rendered(tokenizer, chat[:-2])
     start = mask.index(1)
     assert ids[:start] == prompt_ids(tokenizer, chat[:-3])
 
@@ -84,25 +84,25 @@ def test_marks_in_the_template_and_the_search_give_the_same_mask(name):
     _, chat, want = known(name)
     tokenizer = marked(name)
     assert "{% generation %}" in tokenizer.chat_template
-    assert shown(tokenizer, render(tokenizer, chat)) == want
+    assert shown(tokenizer, rendered(tokenizer, chat)) == want
 
 
 def test_the_built_in_vicuna_template_and_the_public_one_mask_alike():
     tokenizer = tiny_tokenizer(TEMPLATES["vicuna"])
-    assert shown(tokenizer, render(tokenizer, templates.CHAT)) == templates.KNOWN["vicuna"][3]
+    assert shown(tokenizer, rendered(tokenizer, templates.CHAT)) == templates.KNOWN["vicuna"][3]
 
 
 def test_thoughts_survive_into_the_template_and_the_mask():
     tokenizer, chat, _ = known("qwen-3")
     chat = [*chat[:-1], {**chat[-1], "reasoning_content": "They leave."}]
-    assert "[[<think>\nThey leave.\n</think>\n\nSo long.<|im_end|>]]" in shown(tokenizer, render(tokenizer, chat))
+    assert "[[<think>\nThey leave.\n</think>\n\nSo long.<|im_end|>]]" in shown(tokenizer, rendered(tokenizer, chat))
 
 
 def test_tools_survive_into_the_template():
     template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + TEMPLATE
     tokenizer = tiny_tokenizer(template)
     tools = [{"type": "function", "function": {"name": "clock"}}]
-    assert tokenizer.decode(render(tokenizer, CHAT, tools).ids).startswith("clock;<u>ab")
+    assert tokenizer.decode(rendered(tokenizer, CHAT, tools).ids).startswith("clock;<u>ab")
     assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:1], tools)) == "clock;<u>ab<a>"
 
 
@@ -112,30 +112,28 @@ def test_tools_survive_into_the_template():
 def test_an_answer_that_imitates_the_template_is_one_answer(name, answer):
     tokenizer, chat, _ = known(name)
     chat = [*chat[:-1], {"role": "assistant", "content": answer}]
-    assert answer in shown(tokenizer, render(tokenizer, chat)).rsplit("[[", 1)[1]
+    assert answer in shown(tokenizer, rendered(tokenizer, chat)).rsplit("[[", 1)[1]
 
 
-def test_a_template_that_changes_an_answer_rejects_the_conversation_and_no_other():
+def test_a_template_that_changes_an_answer_rejects_the_conversation():
     shout = templates.CHATML.replace("message['content'] +", "message['content'].replace('x', 'y') +")
     tokenizer = tiny_tokenizer(shout, ("<|im_start|>", "<|im_end|>"))
     ask = {"role": "user", "content": "q"}
-    chats = [Conversation(str(i), (ask, {"role": "assistant", "content": c})) for i, c in enumerate(("ab", "ax", "b"))]
-    good, bad, other = render_all(tokenizer, chats)
-    assert isinstance(bad, RowError)
-    assert "does not show turn 1 as it is" in str(bad)
-    assert [sum(found.sequences[0].mask) for found in (good, other)] == [3, 2]
+    with pytest.raises(RowError, match="does not show turn 1 as it is"):
+        rendered(tokenizer, [ask, {"role": "assistant", "content": "ax"}])
+    assert sum(rendered(tokenizer, [ask, {"role": "assistant", "content": "ab"}]).mask) == 3
 
 
 def test_a_refusal_by_the_template_is_the_rows_own():
     tokenizer, _, _ = known("gemma")
     with pytest.raises(RowError, match="System role not supported"):
-        render(tokenizer, templates.CHAT)
+        rendered(tokenizer, templates.CHAT)
 
 
 def test_a_system_turn_that_is_gone_once_its_question_was_answered_rejects_the_row():
     tokenizer, chat, _ = known("mistral-nemo")
     with pytest.raises(RowError, match="before turn 2 otherwise when it goes on"):
-        render(tokenizer, [templates.CHAT[0], *chat])
+        rendered(tokenizer, [templates.CHAT[0], *chat])
 
 
 def test_marks_that_cover_everything_or_nothing_are_refused():
@@ -143,7 +141,7 @@ def test_marks_that_cover_everything_or_nothing_are_refused():
     nothing = templates.CHATML + "{% generation %}{% endgeneration %}"
     for template, words in ((everything, "cover all"), (nothing, "cover nothing")):
         with pytest.raises(ValueError, match=words):
-            render(tiny_tokenizer(template), CHAT)
+            rendered(tiny_tokenizer(template), CHAT)
 
 
 def test_an_unknown_template_is_of_no_family():
@@ -157,7 +155,7 @@ def test_an_unknown_template_is_of_no_family():
 
 def test_the_plain_template_masks_and_prompts_alike():
     tokenizer = tiny_tokenizer(TEMPLATES["plain"])
-    ids, mask = render(tokenizer, CHAT)
+    ids, mask = rendered(tokenizer, CHAT)
     prompt = prompt_ids(tokenizer, CHAT[:1])
     assert ids[: len(prompt)] == prompt
     assert not any(mask[: len(prompt)])
@@ -195,37 +193,37 @@ IM = ("<|im_start|>", "<|im_end|>")
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thought"])
 def test_a_thought_is_shown_under_the_key_that_the_template_reads(key):
     tokenizer = tiny_tokenizer(templates.thinking(key), IM)
-    (found,) = render_all(tokenizer, [Conversation("", tuple(THOUGHTFUL), [CALL])])
+    found = render(tokenizer, Conversation("", tuple(THOUGHTFUL), [CALL]))
     assert found.unread == unread_in_prompt(tokenizer, Conversation("", tuple(THOUGHTFUL), [CALL])) == []
     want = (
         "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n[[<think>hm</think><call>"
         '{"name": "clock", "arguments": {"zone": "UTC"}}</call><|im_end|>]]\n<|im_start|>tool\nnoon<|im_end|>\n'
         "<|im_start|>assistant\n[[<think>so</think>cd<|im_end|>]]\n"
     )
-    assert shown(tokenizer, render(tokenizer, THOUGHTFUL)) == want
+    assert shown(tokenizer, rendered(tokenizer, THOUGHTFUL)) == want
 
 
 def test_what_a_template_does_not_show_is_named_and_calls_are_refused():
     tokenizer = tiny_tokenizer(templates.CHATML, IM)
     spoken = Conversation("", (THOUGHTFUL[0], THOUGHTFUL[3]), [CALL])
     none = "tools (the template shows none)", "turn.reasoning_content (the template does not show it)"
-    assert next(render_all(tokenizer, [spoken])).unread == [none[1], none[0]]
+    assert render(tokenizer, spoken).unread == [none[1], none[0]]
     assert unread_in_prompt(tokenizer, spoken) == [none[0]]
-    assert next(render_all(tokenizer, [Conversation("", tuple(CHAT))])).unread == []
+    assert render(tokenizer, Conversation("", tuple(CHAT))).unread == []
     with pytest.raises(RowError, match="the chat template shows no tool calls"):
-        render(tokenizer, THOUGHTFUL)
+        rendered(tokenizer, THOUGHTFUL)
 
 
 @pytest.mark.parametrize("template", [templates.CHATML, templates.thinking("thinking"), TEMPLATE])
 def test_an_answer_that_is_not_to_be_learned_is_read_and_has_no_label(template):
     tokenizer = tiny_tokenizer(template, IM)
-    whole = shown(tokenizer, render(tokenizer, CHAT))
+    whole = shown(tokenizer, rendered(tokenizer, CHAT))
     end = "</s>" if template is TEMPLATE else "<|im_end|>"
     for off, gone in ((1, f"cd{end}"), (3, f"f{end}")):
         chat = [message | ({"label": False} if i == off else {}) for i, message in enumerate(CHAT)]
-        assert shown(tokenizer, render(tokenizer, chat)) == whole.replace(f"[[{gone}]]", gone)
-    (last,) = render_all(tokenizer, [Conversation("", tuple(chat))], turns="last")
-    assert "none of its answers is to be learned" in str(last)
+        assert shown(tokenizer, rendered(tokenizer, chat)) == whole.replace(f"[[{gone}]]", gone)
+    with pytest.raises(RowError, match="none of its answers is to be learned"):
+        render(tokenizer, Conversation("", tuple(chat)), turns="last")
     none = [message | ({"label": False} if message["role"] == "assistant" else {}) for message in CHAT]
     with pytest.raises(RowError, match="none of its answers is to be learned"):
-        render(tokenizer, none)
+        rendered(tokenizer, none)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from bases import TEMPLATE, tiny_tokenizer
-from templates import SWITCHED, SWITCHED_SPECIALS, shown
+from templates import SWITCHED, SWITCHED_SPECIALS, rendered, shown
 
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import answer_message, prompt_ids, render, with_template_args
+from ctcdraft.data.template import answer_message, prompt_ids, with_template_args
 from ctcdraft.model.base.llm import Base
 
 ASK = [{"role": "user", "content": "q"}]
@@ -23,8 +23,8 @@ def test_they_reach_the_prompt_and_the_mask():
     off = {"enable_thinking": False}
     assert tokenizer.decode(prompt_ids(tokenizer, ASK)).endswith("assistant\n<think>")
     assert tokenizer.decode(prompt_ids(tokenizer, ASK, None, off)).endswith("assistant\n<think></think>")
-    assert shown(tokenizer, render(tokenizer, SAID)).endswith("<think>[[</think>ab<|im_end|>]]\n")
-    assert shown(tokenizer, render(tokenizer, SAID, None, off)).endswith("<think></think>[[ab<|im_end|>]]\n")
+    assert shown(tokenizer, rendered(tokenizer, SAID)).endswith("<think>[[</think>ab<|im_end|>]]\n")
+    assert shown(tokenizer, rendered(tokenizer, SAID, None, off)).endswith("<think></think>[[ab<|im_end|>]]\n")
     answer = tokenizer.encode("ab<|im_end|>", add_special_tokens=False)
     assert answer_message(tokenizer, answer[-1:], ASK, answer, None, off) == SAID[1]
 
@@ -34,7 +34,7 @@ def test_a_thought_where_the_prompt_has_an_empty_one_is_refused_with_the_reason(
     with pytest.raises(
         RowError, match=r'before turn 1 otherwise .* with data.template_args=\{"enable_thinking": false\}'
     ):
-        render(base().tokenizer, thoughtful, None, {"enable_thinking": False})
+        rendered(base().tokenizer, thoughtful, None, {"enable_thinking": False})
 
 
 def test_any_json_value_is_passed_on_as_it_is():
@@ -78,6 +78,6 @@ def test_of_several_templates_any_may_read_it():
 
 def test_what_is_no_template_is_a_sentence():
     broken = base("{% for m in messages %}{% generation %}")
-    for work in (lambda: render(broken.tokenizer, SAID), lambda: with_template_args(broken, {"style": 1})):
+    for work in (lambda: rendered(broken.tokenizer, SAID), lambda: with_template_args(broken, {"style": 1})):
         with pytest.raises(ValueError, match="the chat template cannot be read: "):
             work()

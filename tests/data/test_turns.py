@@ -9,7 +9,7 @@ from templates import shown
 
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import LOST_TURN, prompt_ids, render_all
+from ctcdraft.data.template import LOST_TURN, prompt_ids, render
 
 IM = ("<|im_start|>", "<|im_end|>")
 LOST_THOUGHT = "turn.reasoning_content (the template does not show it)"
@@ -87,9 +87,7 @@ CALLS = [user("q"), answer("", "hm", "clock"), {"role": "tool", "content": "noon
 def found(name, messages, turns="each"):
     """(the sequences as text with their labels in [[ ]], what none of them shows)"""
     tokenizer = TOKENIZERS[name]
-    (rendering,) = render_all(tokenizer, [Conversation("", tuple(messages))], turns=turns)
-    if isinstance(rendering, RowError):
-        raise rendering
+    rendering = render(tokenizer, Conversation("", tuple(messages)), turns=turns)
     return [shown(tokenizer, sequence) for sequence in rendering.sequences], rendering.unread
 
 
@@ -225,9 +223,10 @@ def test_each_label_follows_its_prompt_as_the_last_turn_would(name, answers, tur
     messages = [m for i, a in enumerate(answers) for m in (user(f"q{i}"), a)]
     learned = [i for i in range(1, len(messages), 2) if messages[i]["label"]]
     learned = [i for i in learned if turns == "each" or i == len(messages) - 1]
-    (rendering,) = render_all(tokenizer, [Conversation("", tuple(messages))], turns=turns)
     if not learned:
-        assert isinstance(rendering, RowError)
+        with pytest.raises(RowError):
+            render(tokenizer, Conversation("", tuple(messages)), turns=turns)
         return
+    rendering = render(tokenizer, Conversation("", tuple(messages)), turns=turns)
     want = [served(tokenizer, messages, i) for i in learned]
     assert sorted(found for sequence in rendering.sequences for found in labelled(sequence)) == sorted(want)

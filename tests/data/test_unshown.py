@@ -6,7 +6,7 @@ import pytest
 from bases import tiny_tokenizer
 
 from ctcdraft.data.records import Conversation, conversation_of
-from ctcdraft.data.template import render_all, unread_in_prompt
+from ctcdraft.data.template import render, unread_in_prompt
 from ctcdraft.data.unshown import unshown
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": {"zone": ["UTC", "CET"]}}}
@@ -64,7 +64,7 @@ def test_a_template_that_drops_the_system_turn_is_told_of_in_both_ways_of_prepar
     template += "{{ m.content }}</s>{% endgeneration %}{% else %}<u>{{ m.content }}{% endif %}{% endfor %}"
     tokenizer = tiny_tokenizer(template)
     chat = Conversation("", (CHAT[0], {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
-    assert next(render_all(tokenizer, [chat])).unread == [name("content")]
+    assert render(tokenizer, chat).unread == [name("content")]
     assert unread_in_prompt(tokenizer, chat) == [name("content")]
 
 

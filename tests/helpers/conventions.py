@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ctcdraft.data.messages import ARGUMENT_KEYS, LABEL_KEYS, THOUGHT_KEYS, without_nulls
 from ctcdraft.data.records import ANSWERS, LISTS, QUESTIONS, SYSTEM, TOOLS, Conversation, record_of
 from ctcdraft.data.sources import RowError, read_rows
-from ctcdraft.data.template import LOST_TURN, prompt_ids, render_all, unread_in_prompt
+from ctcdraft.data.template import LOST_TURN, prompt_ids, render, unread_in_prompt
 
 WORD = re.compile(r"zq\d+z")
 BATCH = 40  # rows to a file
@@ -272,11 +272,12 @@ def judged(row, kinds, tokenizer):
         gone = _lost_in_prompt(chat, kinds, tokenizer)
         if not any(message["role"] == "assistant" for message in chat.messages):
             return "questions alone", gone
-        (found,) = render_all(tokenizer, [chat])
     except ValueError as error:
         return str(error), []
-    if isinstance(found, RowError):
-        return str(found), gone
+    try:
+        found = render(tokenizer, chat)
+    except ValueError as error:
+        return str(error), gone
     seen = words_of([tokenizer.decode(sequence.ids) for sequence in found.sequences])
     missing = sorted(words_of(without_nulls(row)) - seen)
     if found.unread and not missing:

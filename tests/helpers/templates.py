@@ -5,6 +5,9 @@ Compared with public copies of the originals: each renders what its original doe
 format is FastChat's `vicuna_v1.1`.
 """
 
+from ctcdraft.data.records import Conversation
+from ctcdraft.data.template import NO_ARGS, render
+
 CHAT = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "Hi!"},
@@ -290,6 +293,11 @@ def thinking(key):
         "{% for call in message.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
         "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ).replace("KEY", key)
+
+
+def rendered(tokenizer, messages, tools=None, template_args=NO_ARGS):
+    """Tokens and loss mask of the last of a conversation's sequences, which is the only one in most templates."""
+    return render(tokenizer, Conversation("", tuple(messages), tools), template_args=template_args).sequences[-1]
 
 
 def shown(tokenizer, rendered):

@@ -120,7 +120,7 @@ def test_real_conversations_parse_and_are_masked(stories_base, shared):
     for name, count in (("sharegpt_vicuna_805.json", 805), ("gsm8k_train.jsonl", 7473)):
         rows = [conversation_of(row, i) for i, row in enumerate(read_rows(str(shared / "data" / name)))]
         assert len(rows) == count
-        ids, mask = render(stories_base.tokenizer, rows[0].messages)
+        ids, mask = render(stories_base.tokenizer, rows[0]).sequences[-1]
         answer = [token for token, m in zip(ids, mask, strict=True) if m]
         text = stories_base.tokenizer.decode(answer, skip_special_tokens=True)
         assert text.strip() == rows[0].messages[1]["content"].strip()
