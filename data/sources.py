@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from io import BufferedReader, FileIO, TextIOWrapper
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
     Never more than the longest row is held. Behind what is no JSON the next line is read that begins a row; within a
     list nothing says where that is.
     """
-    text = TextIOWrapper(stream, "utf-8", "surrogateescape")
+    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
     buffer, at, number, more = "", 0, 0, True
     while True:
         at = GAP.match(buffer, at).end()  # type: ignore[union-attr]
@@ -211,12 +211,14 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
             break
         try:
             value, behind = DECODER.raw_decode(buffer, at)
+            if behind > at + LONGEST_ROW:
+                raise ValueError("it is longer")
         except (ValueError, RecursionError) as error:
             reason = f"row {number + 1} is no JSON of at most {LONGEST_ROW >> 20} MiB"
             value, behind = RowError(f"{reason} ({getattr(error, 'msg', error)})"), len(buffer)
         if more and GAP.match(buffer, behind).end() == len(buffer) <= at + LONGEST_ROW:  # type: ignore[union-attr]
-            read = text.read(CHUNK)  # it may go on
-            buffer, at, more = buffer[at:] + read, 0, bool(read)
+            read = stream.read(CHUNK)  # it may go on
+            buffer, at, more = buffer[at:] + decode(read, not read), 0, bool(read)
             continue
         if at == len(buffer) and not end:
             return
@@ -231,12 +233,12 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
         else:
             yield value
             while not (found := NEXT_LINE.search(buffer, at)) and more:
-                read = text.read(CHUNK)
-                buffer, at, more = buffer[-1:] + read, 0, bool(read)
+                read = stream.read(CHUNK)
+                buffer, at, more = buffer[-1:] + decode(read, not read), 0, bool(read)
             at = found.end() if found else len(buffer)
     if not number:
         yield RowError("the list is empty")
-    if (buffer[at + 1 :] + text.read(CHUNK)).strip(" \t\r\n}"):
+    if (buffer[at + 1 :] + decode(stream.read(CHUNK))).strip(" \t\r\n}"):
         yield RowError("more follows the end of the list, and is not read")
 
 
