@@ -167,8 +167,8 @@ class Step:
         batch = self.batch
         with self.timed("base"):
             if self.features:
-                values, scale = self.features.rows([[row] for row in range(len(batch.ids_BL))], batch.ids_BL.shape[1])
-                batch = batch._replace(stored_BLX=values, stored_scale_BL=scale).to(torch.device(DEVICE))
+                stored = self.features.rows([[row] for row in range(len(batch.ids_BL))], batch.ids_BL.shape[1])
+                batch = batch._replace(stored_BLX=stored).to(torch.device(DEVICE))
             hidden, root = base_features(self.base, batch, self.dtype, self.head)
         with self.timed("head"):
             slots = self.head(hidden, root, anchors_of(batch))

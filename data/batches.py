@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
     Where a row holds several documents, document_BL says which (from 0; -1 on padding), and place_BL counts
     each document's positions from 0. Both are None where a row is one document. stored_BLX: the base's hidden states
-    with the attended layers' keys and values behind them, and stored_scale_BL their scale, where they were stored.
+    with the attended layers' keys and values behind them, as they were encoded, where they were stored.
     """
 
     ids_BL: Tensor
@@ -36,7 +36,6 @@ class Batch(NamedTuple):
     document_BL: Tensor | None = None
     place_BL: Tensor | None = None
     stored_BLX: Tensor | None = None
-    stored_scale_BL: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         return Batch._make(None if tensor is None else tensor.to(device) for tensor in self)
@@ -133,8 +132,7 @@ class Sampler:
         arrays = [np.concatenate(column) for column in zip(*anchors, strict=True)]
         batch = Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
         if self.features:
-            stored = self.features.rows(rows, self.max_length)
-            batch = batch._replace(stored_BLX=stored.values, stored_scale_BL=stored.scale)
+            batch = batch._replace(stored_BLX=self.features.rows(rows, self.max_length))
         if not self.pack:
             return batch
         return batch._replace(document_BL=torch.from_numpy(document_BL), place_BL=torch.from_numpy(place_BL))

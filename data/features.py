@@ -2,9 +2,10 @@
 once per (base, layers, sequences, format), at all positions of the training sequences.
 
 A folder holds shards `NNNNN.safetensors` of whole sequences and manifest.json, which is written last and says what
-they belong to. A shard has `hidden` [P, X] of its P positions in bfloat16, or in float8-e4m3 with a power of two
-`scale` [P] per position, and a `checksum` per sequence that every reading is held against. X: a hidden state, and
-behind it the keys and values of the layers that the head attends to (`Base.hidden(attended=...)`).
+they belong to. A shard has `hidden` of its P positions, bfloat16 [P, X], or bytes [P, X + 4]: float8-e4m3 and behind it
+a power of two, the position's scale, as float32; and a `checksum` per sequence that every reading is held against.
+X: a hidden state, and behind it the keys and values of the layers that the head attends to
+(`Base.hidden(attended=...)`).
 
 Shards are shared out among processes like those of preparing. Each is a function of base and sequences alone, so
 whoever dies leaves nothing but its claim.
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,42 +36,36 @@ from ctcdraft.model.folders import MANIFEST, free_bytes, share_out, write_atomic
 
 from .store import Column, load_corpus, read_object
 
-VERSION = 3
-FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+VERSION = 4
+FORMATS = {"bf16": torch.bfloat16, "fp8": torch.uint8}  # what the numbers are kept as
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SCALE = 4  # bytes
 SHARD_POSITIONS = 32768
 BATCH = 8  # sequences per forward: part of what decides the bits
 
 
-class Hidden(NamedTuple):
-    """Hidden states [..., X] as they are stored; fp8 ones with the scale [...] that their positions are divided by."""
-
-    values: Tensor
-    scale: Tensor | None = None
-
-    def cpu(self) -> "Hidden":
-        return Hidden(self.values.cpu(), None if self.scale is None else self.scale.cpu())
-
-
-def encoded(hidden: Tensor, kind: str) -> Hidden:
-    """Hidden states rounded to `bf16`, or to `fp8` with a scale per position.
+def encoded(hidden: Tensor, kind: str) -> Tensor:
+    """Hidden states [..., X] rounded to `bf16`, or as bytes [..., X + 4] to `fp8` with a scale per position.
 
     The relative error per number is at most 2^-8 and 2^-4; the scale is a power of two, so that what fp8 can say comes
     back exactly, and as bfloat16. A position that holds a number that is not finite is NaN in fp8.
     """
     if kind == "bf16":
-        return Hidden(hidden.to(torch.bfloat16))
+        return hidden.to(torch.bfloat16)
     wide = hidden.float()
-    largest = wide.abs().amax(dim=-1)
+    largest = wide.abs().amax(dim=-1, keepdim=True)
     scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST).exponent)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return Hidden((wide / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale)
+    return torch.cat([(wide / scale).to(FP8).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
-def decoded(stored: Hidden) -> Tensor:
+def decoded(stored: Tensor) -> Tensor:
     """Hidden states in bfloat16, which holds whatever `encoded` kept."""
-    values = stored.values.to(torch.bfloat16)
-    return values if stored.scale is None else values * stored.scale.to(torch.bfloat16).unsqueeze(-1)
+    if stored.dtype == torch.bfloat16:
+        return stored
+    scale = stored[..., -SCALE:].contiguous().view(torch.float32)
+    return stored[..., :-SCALE].view(FP8).to(torch.bfloat16) * scale.to(torch.bfloat16)
 
 
 def shards_of(lengths: NDArray[np.int64], positions: int = SHARD_POSITIONS) -> list[range]:
@@ -88,18 +83,15 @@ def shard_name(number: int) -> str:
     return f"{number:05}.safetensors"
 
 
-def shard_tensors(sequences: Sequence[Hidden]) -> dict[str, Tensor]:
+def shard_tensors(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     """What the file of a shard holds."""
-    tensors = {"hidden": torch.cat([s.values for s in sequences])}
-    if sequences[0].scale is not None:
-        tensors["scale"] = torch.cat([s.scale for s in sequences if s.scale is not None])
-    return tensors | {"checksum": torch.tensor([_checksum(s) for s in sequences], dtype=torch.int64)}
+    checksums = torch.tensor([_checksum(sequence) for sequence in sequences], dtype=torch.int64)
+    return {"hidden": torch.cat([*sequences]), "checksum": checksums}
 
 
 def bytes_of(lengths: NDArray[np.int64], size: int, kind: str) -> int:
     """What sequences of these lengths take on a disk, `size` numbers per position."""
-    per_position = size * FORMATS[kind].itemsize + (4 if kind == "fp8" else 0)
-    return int(lengths.sum()) * per_position + 8 * len(lengths)
+    return int(lengths.sum()) * (2 * size if kind == "bf16" else size + SCALE) + 8 * len(lengths)
 
 
 def hidden_states(
@@ -121,7 +113,7 @@ class Features:
     """
 
     def __init__(self, folder: Path, lengths: NDArray[np.int64], facts: dict[str, Any]) -> None:
-        self.folder, self.kind, self.size = folder, facts["kind"], facts["size"]
+        self.folder, self.kind = folder, facts["kind"]
         manifest = read_object(folder / "manifest.json", "shards")
         for key, wanted in facts.items():
             if manifest.get(key) != wanted:
@@ -135,33 +127,26 @@ class Features:
                 raise self._damage(number, "is missing, or has another size than its manifest says")
         self.bytes = sum(sizes.values())  # what they take on the disk
 
-    def __getitem__(self, sequence: int) -> Hidden:
-        """All positions of one sequence. Raises ValueError when they are not what was stored."""
+    def __getitem__(self, sequence: int) -> Tensor:
+        """All positions of one sequence, as they were encoded. Raises ValueError when they are not what was stored."""
         number = bisect.bisect_right(self._firsts, sequence) - 1
         first = self._firsts[number]
         start, end = (int(self._starts[i] - self._starts[first]) for i in (sequence, sequence + 1))
         try:
             if number not in self._open:
                 self._open[number] = safe_open(self.folder / shard_name(number), "pt")
-            shard = self._open[number]
-            scale = shard.get_slice("scale")[start:end] if self.kind == "fp8" else None
-            found = Hidden(shard.get_slice("hidden")[start:end], scale)
-            known = int(shard.get_slice("checksum")[sequence - first])
+            found = self._open[number].get_slice("hidden")[start:end]
+            known = int(self._open[number].get_slice("checksum")[sequence - first])
         except (SafetensorError, OSError, IndexError) as error:
             raise self._damage(number, f"cannot be read ({error})") from error
-        if found.values.dtype != FORMATS[self.kind] or _checksum(found) != known:
+        if found.dtype != FORMATS[self.kind] or _checksum(found) != known:
             raise self._damage(number, f"is damaged in sequence {sequence} (its checksum differs)")
         return found
 
-    def rows(self, rows: Sequence[Sequence[int]], longest: int) -> Hidden:
-        """Sequences end to end in their rows, each cut after `longest` positions: [B, L, X], 0 on padding."""
-        pieces = [[self[number] for number in row] for row in rows]
-        values, scales = ([[piece[i] for piece in row] for row in pieces] for i in range(2))
-
-        def padded(parts: list[list[Any]]) -> Tensor:
-            return pad_sequence([torch.cat([part[:longest] for part in row]) for row in parts], batch_first=True)
-
-        return Hidden(padded(values), padded(scales) if self.kind == "fp8" else None)
+    def rows(self, rows: Sequence[Sequence[int]], longest: int) -> Tensor:
+        """Sequences end to end in their rows, each cut after `longest` positions, as encoded; 0 on padding."""
+        pieces = [torch.cat([self[number][:longest] for number in row]) for row in rows]
+        return pad_sequence(pieces, batch_first=True)
 
     def _damage(self, number: int, what: str) -> ValueError:
         return ValueError(f"{self.folder / shard_name(number)} {what}: delete {self.folder} and run the command again")
@@ -246,7 +231,7 @@ class FeatureStore:
         if path.is_file():
             bar.update(int(self.corpus.lengths[shard].sum()))
             return
-        found: dict[int, Hidden] = {}
+        found: dict[int, Tensor] = {}
         for i, hidden_LX in hidden_states(self.base, [self.corpus[n].ids for n in shard], BATCH, self.attended):
             found[i] = encoded(hidden_LX, self.kind).cpu()
             bar.update(len(hidden_LX))
@@ -260,12 +245,8 @@ class FeatureStore:
         write_atomically(self.folder / MANIFEST, json.dumps({**self.facts, "shards": shards}, indent=1).encode())
 
 
-def _checksum(stored: Hidden) -> int:
-    found = 0
-    for part in stored:
-        if part is not None:
-            found = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, found)
-    return found
+def _checksum(stored: Tensor) -> int:
+    return zlib.crc32(stored.contiguous().view(torch.uint8).numpy().data)
 
 
 def _gigabytes(count: int) -> str:

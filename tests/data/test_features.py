@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ctcdraft.data.features import Features, Hidden, bytes_of, decoded, encoded, shard_name, shard_tensors, shards_of
+from ctcdraft.data.features import Features, bytes_of, decoded, encoded, shard_name, shard_tensors, shards_of
 
 SIZE, LENGTHS = 24, np.array([5, 1, 9, 3, 7, 2])
 FACTS = {"kind": "bf16", "size": SIZE, "base": "llama", "tokenizer": "t", "data": "d"}
@@ -74,13 +74,11 @@ def test_every_sequence_is_found_in_its_shard(tmp_path, kind):
 
 def test_rows_hold_sequences_end_to_end_cut_and_padded(tmp_path):
     features = opened(stored(tmp_path / "f"))
-    values, scale = features.rows([[2, 1], [4]], longest=6)
-    assert scale is None
+    values = features.rows([[2, 1], [4]], longest=6)
     assert values.shape == (2, 7, SIZE)
-    assert torch.equal(values[0], torch.cat([features[2].values[:6], features[1].values]))
-    assert torch.equal(values[1, :6], features[4].values[:6])
+    assert torch.equal(values[0], torch.cat([features[2][:6], features[1]]))
+    assert torch.equal(values[1, :6], features[4][:6])
     assert not values[1, 6:].any()
-    assert isinstance(features.rows([[0]], 3), Hidden)
 
 
 def test_shards_are_whole_sequences_in_order():
