@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .sources import RowError
@@ -61,14 +61,16 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
         left["function_call"], content = content, None
     if role == "tool":
         content = _result_text(content)
-    found = _Parts(content, where, unread)
-    message: Message = {"role": role, "content": found.text}
+    found: dict[str, list[Any]] = {kind: [] for kind in PARTS.values()}
+    for kind, value in _parts(content, where, unread):
+        found[kind].append(value)
+    message: Message = {"role": role, "content": "".join(found["text"])}
     if role == "assistant":
-        thought = found.thought or _Parts(taken(left, THOUGHT_KEYS), f"the thought of {where}", unread).text
-        calls = [*found.calls, *_read_calls(taken(left, CALL_KEYS), where, unread)]
-        message |= {"reasoning_content": thought} if thought.strip() else {}
+        thoughts = found["thought"] or [_text(taken(left, THOUGHT_KEYS), f"the thought of {where}", unread)]
+        calls = [*found["call"], *_read_calls(taken(left, CALL_KEYS), where, unread)]
+        message |= {"reasoning_content": "".join(thoughts)} if "".join(thoughts).strip() else {}
         message |= {"tool_calls": calls} if calls else {}
-    if (found.thought or found.calls) if role != "assistant" else found.results:
+    if (found["thought"] or found["call"]) if role != "assistant" else found["result"]:
         raise RowError(f"{where} is from the {role} and holds parts of another's turn")
     for key in LABEL_KEYS:  # one between 0 and 1, or of a turn that is learned and no answer, is unread
         if left.get(key) == 0 or (left.get(key) == 1 and role == "assistant"):
@@ -77,8 +79,8 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
         if isinstance(left.get(key), str):
             message[key] = left.pop(key)
     unread += [f"turn.{key}" for key in left]
-    messages = [*found.results, message]
-    if found.results and not found.text:  # a turn of tools' results alone
+    messages = [*found["result"], message]
+    if found["result"] and not message["content"]:  # a turn of tools' results alone
         unread += [f"turn.{key}" for key in messages.pop() if key not in ("role", "content")]
     for each in messages:
         encodable(each["content"] if len(each) == 2 else json.dumps(each, ensure_ascii=False), where)
@@ -90,8 +92,8 @@ def read_tools(tools: Any) -> list[Any] | None:
     tools = from_json(tools.strip() or "null", "'tools'") if isinstance(tools, str) else without_nulls(tools)
     if not tools:
         return None
-    tools = tools if isinstance(tools, list) else [tools]
-    tools = [from_json(tool, "'tools'") if isinstance(tool, str) else tool for tool in tools]
+    listed = tools if isinstance(tools, list) else [tools]
+    tools = [from_json(tool, "'tools'") if isinstance(tool, str) else tool for tool in listed]
     if not all(isinstance(tool, dict) for tool in tools):
         raise RowError("'tools' is no list of objects")
     encodable(json.dumps(tools, ensure_ascii=False), "'tools'")
@@ -156,40 +158,36 @@ def encodable(text: str, where: str) -> str:
     return text
 
 
-class _Parts:
-    """A content: text, or a list of parts, as chat APIs have them."""
+def _parts(content: Any, where: str, unread: list[str]) -> Iterator[tuple[str, Any]]:
+    """(kind, what it holds) of each part of a content: text, or a list of parts, as chat APIs have them."""
+    for part in content if isinstance(content, list) else [] if content is None else [content]:
+        if isinstance(part, str):
+            yield "text", part
+            continue
+        if not isinstance(part, dict):
+            raise RowError(f"{where} holds no text but a {type(part).__name__}")
+        left = dict(part)
+        name = left.pop("type", "text")
+        kind = PARTS.get(name) if isinstance(name, str) else None
+        if kind == "call":
+            yield from ((kind, call) for call in _read_calls(part, where, unread))
+            continue
+        value = taken(left, PART_KEYS)
+        if kind == "result":
+            identity = taken(left, ("tool_use_id", "tool_call_id"))
+            result = {"role": "tool", "content": _text(_result_text(value), where, unread)}
+            yield kind, result | ({"tool_call_id": identity} if identity else {})
+        elif kind is None or value is None:
+            raise RowError(f"{where} holds a part that is no text ({name if 'type' in part else 'no text'})")
+        elif kind == "text" and not isinstance(value, str):
+            raise RowError(f"{where} holds no text but a {type(value).__name__}")
+        else:
+            yield kind, _text(value, where, unread)
+        unread += [f"turn.content.{key}" for key in filled(left)]
 
-    def __init__(self, content: Any, where: str, unread: list[str]) -> None:
-        self.text = self.thought = ""
-        self.calls: list[Any] = []
-        self.results: list[Message] = []
-        if isinstance(content, str):
-            self.text = content
-            return
-        for part in content if isinstance(content, list) else [] if content is None else [content]:
-            part = {"text": part} if isinstance(part, str) else part
-            if not isinstance(part, dict):
-                raise RowError(f"{where} holds no text but a {type(part).__name__}")
-            left = dict(part)
-            name = left.pop("type", "text")
-            kind = PARTS.get(name) if isinstance(name, str) else None
-            if kind == "call":
-                self.calls += _read_calls(part, where, unread)
-                continue
-            value = taken(left, PART_KEYS)
-            if kind == "result":
-                identity = taken(left, ("tool_use_id", "tool_call_id"))
-                result = {"role": "tool", "content": _Parts(_result_text(value), where, unread).text}
-                self.results.append(result | ({"tool_call_id": identity} if identity else {}))
-            elif kind is None or value is None:
-                raise RowError(f"{where} holds a part that is no text ({name if 'type' in part else 'no text'})")
-            elif kind == "thought":
-                self.thought += _Parts(value, where, unread).text
-            elif isinstance(value, str):
-                self.text += value
-            else:
-                raise RowError(f"{where} holds no text but a {type(value).__name__}")
-            unread += [f"turn.content.{key}" for key in filled(left)]
+
+def _text(content: Any, where: str, unread: list[str]) -> str:
+    return "".join(value for kind, value in _parts(content, where, unread) if kind == "text")
 
 
 def _result_text(content: Any) -> Any:

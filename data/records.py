@@ -107,14 +107,13 @@ def conversation_of(row: Any, name: str | int) -> Conversation:
     left = _columns(row)
     unread: list[str] = []
     messages = [m for i, turn in enumerate(_turns(left)) for m in read_turn(turn, f"turn {i}", unread)]
-    for i, message in enumerate(messages):
-        if message["role"] != "tool" and not message["content"].strip() and "tool_calls" not in message:
-            raise RowError(f"turn {i} (from the {message['role']}) is empty")
     questions_alone = row.get("turns") and "turns" not in left and all(m["role"] == "user" for m in messages)
     before = ""
-    for i, message in enumerate(messages if not questions_alone else ()):
+    for i, message in enumerate(messages):
         role, due = message["role"], FOLLOWERS[before]
-        if role == "system" and i == 0:
+        if role != "tool" and not message["content"].strip() and "tool_calls" not in message:
+            raise RowError(f"turn {i} (from the {role}) is empty")
+        if questions_alone or (role == "system" and i == 0):
             continue
         if role not in due:
             where = f"turn {i} is from" if before else "starts with"
@@ -213,11 +212,7 @@ def _turns(left: dict[str, Any]) -> list[Any]:
     pairs = left.pop("history", [])  # LLaMA-Factory's earlier turns: pairs of question and answer
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise RowError("'history' is no list of pairs")
-    earlier = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    earlier = [turn for asked, said in pairs for turn in (*_as_turns(asked, "user"), *_as_turns(said, "assistant"))]
     return [*earlier, *prompt, *answers]
 
 
