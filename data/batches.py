@@ -129,8 +129,9 @@ class Sampler:
                 labels_NU = padded[positions[:, None] + 2 + np.arange(self.labels)]
                 anchors.append((np.full(len(positions), b), positions + start, labels_NU, lengths))
                 start = span.stop
-        arrays = [np.concatenate(column) for column in zip(*anchors, strict=True)]
-        batch = Batch(torch.from_numpy(ids_BL), *(torch.from_numpy(a.astype(np.int64)) for a in arrays))
+        arrays = (np.concatenate(column).astype(np.int64) for column in zip(*anchors, strict=True))
+        batch_N, position_N, labels_NU, lengths_N = map(torch.from_numpy, arrays)
+        batch = Batch(torch.from_numpy(ids_BL), batch_N, position_N, labels_NU, lengths_N)
         if self.features:
             batch = batch._replace(stored_BLX=self.features.rows(rows, self.max_length))
         if not self.pack:
@@ -139,7 +140,7 @@ class Sampler:
 
     def _document(self, number: int) -> tuple[Example, NDArray[np.int64], NDArray[np.int64]]:
         """A sequence, cut, with its anchors and how many labels each has."""
-        example = Example(*(column[: self.max_length] for column in self.corpus[number]))
+        example = Example._make(column[: self.max_length] for column in self.corpus[number])
         return example, *anchor_positions(np.asarray(example.mask), self.labels)
 
 

@@ -172,7 +172,7 @@ def render(
     """
     texts, unread = _Template(tokenizer, conversation.tools, template_args).texts(conversation.messages, turns)
     encodings = _encoded(tokenizer, [text.text for text in texts])
-    return Rendering([_masked(*pair) for pair in zip(encodings, texts, strict=True)], unread)
+    return Rendering([_masked(encoding, text) for encoding, text in zip(encodings, texts, strict=True)], unread)
 
 
 def family_of(template: str) -> Family | None:

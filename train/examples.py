@@ -102,7 +102,7 @@ class ExampleMaker:
                 self.account.unread.update(found.unread)
         every = [sequence.ids for sequences in given.values() for sequence in sequences]
         labels = iter(self._choices(every) if self.config.labels == "argmax" else every)
-        return {name: [Example(*one, next(labels)) for one in sequences] for name, sequences in given.items()}
+        return {name: [Example(ids, mask, next(labels)) for ids, mask in found] for name, found in given.items()}
 
     @torch.no_grad()
     def _choices(self, sequences: list[list[int]]) -> list[list[int]]:
