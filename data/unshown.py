@@ -13,32 +13,27 @@ SOME_TOOLS = "tools (the template shows a part of them)"
 def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequence[str]) -> list[str]:
     """A name for each value of the messages that none of the texts shows; and one for the tools."""
     found = [
-        f"turn.{name} (the template does not show it)"
+        f"{name} (the template does not show it)"
         for message in messages
-        for name, value in _values(message)
-        if not any(value.strip() in text or (name != "reasoning_content" and shows(text, value)) for text in texts)
+        for name, value in _values(message, "turn")
+        if not any(value.strip() in text or ("reasoning" not in name and shows(text, value)) for text in texts)
     ]
     schemas = [any(shows(text, value) for text in texts) for value in _words_of(tools or [])]
     return found + ([] if all(schemas) else [SOME_TOOLS if any(schemas) else NO_TOOLS])
 
 
-def _values(message: Message) -> Iterator[tuple[str, str]]:
-    for name in ("content", "reasoning_content", "name", "tool_call_id"):
-        if name in message:
-            yield name, message[name]
-    for call in message.get("tool_calls", ()):
-        yield "tool_calls.id", call.get("id", "")
-        yield "tool_calls.function.name", call["function"]["name"]
-        for word in _strings(call["function"]["arguments"]):
-            yield "tool_calls.function.arguments", word
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in it, keys too."""
-    if isinstance(value, str):
-        yield value
-    for inner in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _strings(inner)
+def _values(found: Any, name: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of every text in a message; what a call gives to its tool has one name, its keys included."""
+    if isinstance(found, str):
+        yield name, found
+    elif isinstance(found, list):
+        for inner in found:
+            yield from _values(inner, name)
+    elif isinstance(found, dict) and name.endswith("arguments"):
+        yield from _values([*found, *found.values()], name)
+    elif isinstance(found, dict):
+        for key, inner in found.items():
+            yield from () if key in ("role", "type") else _values(inner, f"{name}.{key}")
 
 
 def _words_of(schema: Any) -> Iterator[str]:
