@@ -134,15 +134,13 @@ def text_of(row: Any, name: str | int) -> Text:
     """The text in a row. Raises RowError when there is none."""
     if isinstance(row, RowError):
         raise row
-    left: dict[str, Any] = {}
-    if isinstance(row, dict):
-        left = filled(row)
-        name, row = left.get("id", name), taken(left, TEXTS)
-    if not isinstance(row, str):
+    left = filled(row) if isinstance(row, dict) else {"text": row}
+    name, text = left.get("id", name), taken(left, TEXTS)
+    if not isinstance(text, str):
         raise RowError(f"neither a string nor an object with one of {', '.join(TEXTS)}")
-    if not row.strip():
+    if not text.strip():
         raise RowError("empty text")
-    return Text(encodable(str(name), "its id"), encodable(row, "the text"), unread=_unread(left))
+    return Text(encodable(str(name), "its id"), encodable(text, "the text"), unread=_unread(left))
 
 
 def tokens_of(row: Any, name: str | int) -> Tokens:
