@@ -204,7 +204,7 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
     list nothing says where that is.
     """
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-    buffer, at, number, more = "", 0, 0, True
+    buffer, at, empty, more = "", 0, True, True
     while True:
         at = GAP.match(buffer, at).end()  # type: ignore[union-attr]
         if end and buffer.startswith(end, at):
@@ -214,19 +214,18 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
             if behind > at + LONGEST_ROW:
                 raise ValueError("it is longer")
         except (ValueError, RecursionError) as error:
-            reason = f"row {number + 1} is no JSON of at most {LONGEST_ROW >> 20} MiB"
-            value, behind = RowError(f"{reason} ({getattr(error, 'msg', error)})"), len(buffer)
+            reason = getattr(error, "msg", error)
+            value, behind = RowError(f"no JSON of at most {LONGEST_ROW >> 20} MiB ({reason})"), len(buffer)
         if more and GAP.match(buffer, behind).end() == len(buffer) <= at + LONGEST_ROW:  # type: ignore[union-attr]
             read = stream.read(CHUNK)  # it may go on
             buffer, at, more = buffer[at:] + decode(read, not read), 0, bool(read)
             continue
         if at == len(buffer) and not end:
             return
-        number += 1
+        empty = False
         if not isinstance(value, RowError):
-            element = buffer[at:behind]
-            yield value if element.isascii() else _in_utf8(value, element, f"row {number}")
-            at = behind
+            element, at = buffer[at:behind], behind
+            yield value if element.isascii() else _in_utf8(value, element)
         elif end:
             yield RowError(f"{value}; nothing behind it is read")
             return
@@ -236,13 +235,13 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
                 read = stream.read(CHUNK)
                 buffer, at, more = buffer[-1:] + decode(read, not read), 0, bool(read)
             at = found.end() if found else len(buffer)
-    if not number:
+    if empty:
         yield RowError("the list is empty")
     if (buffer[at + 1 :] + decode(stream.read(CHUNK))).strip(" \t\r\n}"):
         yield RowError("more follows the end of the list, and is not read")
 
 
-def _in_utf8(value: Any, text: str, where: str) -> Any:
+def _in_utf8(value: Any, text: str) -> Any:
     """The value, unless its text has bytes that are no UTF-8."""
     data = text.encode(errors="surrogateescape")
     try:
@@ -252,7 +251,7 @@ def _in_utf8(value: Any, text: str, where: str) -> Any:
         near, reads = data[max(0, error.start - 8) : error.start + 8], ""
         with suppress(UnicodeDecodeError):
             reads = f" (in Windows-1252 it reads {near.decode('cp1252')!r}: iconv -f WINDOWS-1252 -t UTF-8)"
-        return RowError(f"{where} is not UTF-8 at byte {error.start}{reads}")
+        return RowError(f"not UTF-8 at byte {error.start}{reads}")
 
 
 def _looks_like_hub(path: str) -> bool:

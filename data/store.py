@@ -52,30 +52,27 @@ class Corpus:
         return np.diff(self.offsets)
 
 
-class Journal:
-    """Answers that were paid for: a file of `[key, value]` lines, each on disk before it counts.
+class Journal(dict[str, Any]):
+    """Answers that were paid for, by what was asked: a file of `[key, value]` lines, each on disk before it counts.
 
     The half line that a killed process leaves is cut off when the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._known = path, dict[str, Any]()
+        super().__init__()
+        self.path = path
         if path.is_file():
             good = 0
             with path.open("rb") as stream, suppress(ValueError):  # of a line that is half, or none
                 for line in stream:
                     key, value = json.loads(line[: line.rindex(b"\n")])
-                    self._known[key] = value
+                    self[key] = value
                     good += len(line)
             os.truncate(path, good)
         self._stream = path.open("a", encoding="utf-8")
 
-    def get(self, key: str) -> Any:
-        """What was put under the key, in this or an earlier process; None if nothing was."""
-        return self._known.get(key)
-
     def put(self, key: str, value: Any) -> None:
-        self._known[key] = value
+        self[key] = value
         self._stream.write(json.dumps([key, value]) + "\n")
         self._stream.flush()
 

@@ -307,7 +307,7 @@ def test_texts_give_prompts_of_the_asked_lengths(chat_base, tmp_path):
         ('{"question": "x"}', "row 0: no text under 'turns' or 'prompt'"),
         ('{"turns": []}', "row 0: no text under 'turns' or 'prompt'"),
         ('{"turns": ["a", 5]}', "row 0: no text under 'turns' or 'prompt'"),
-        ("not json", "row 0: line 1 is no JSON"),
+        ("not json", "row 0: no JSON"),
         ("", "is empty"),
     ],
 )
