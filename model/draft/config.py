@@ -39,7 +39,7 @@ class DraftConfig:
     k: list[int] = field(default_factory=lambda: [4, 2, 2, 1, 1, 1])  # of ranked: children of every node, by depth
     # above temperature 0, best: the likeliest | shared: as the base will draw, by its own noise | sampled: drawn
     proposal: str = "best"
-    trust: float = 1.2  # of shared noise: the temperature of what it makes the head believe
+    trust: float = 0.8  # of shared noise: the temperature of what it makes the head believe
     stop: str = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
     graft: list[str] = field(default_factory=list)  # of phrases, shared_phrases, siblings: hung into the tree beside
 

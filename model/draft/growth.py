@@ -23,6 +23,7 @@ from .config import DraftConfig
 from .tree import Tree
 
 BINS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.1, 2))  # of CaPE: below so much confidence, so many candidates in all
+DOUBT = 0.3  # of shared noise: the share of belief that does not look at it, since a head is unsure of a sure base
 GAMMA = 0.2  # of AdaEDL: a draft is accepted with at least 1 - sqrt(gamma * entropy)
 
 
@@ -146,8 +147,8 @@ class Rule:
         log_q = tempered(row.q, self.sampling)
         if self.config.proposal == "shared":
             score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
-            share = np.exp(score - score.max())
-            share *= row.q.sum() / share.sum()
+            drawn, own = np.exp(score - score.max()), np.exp(log_q - log_q.max())
+            share = row.q.sum() * ((1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum())
             return _largest(share, *self._layout(share, depth))
         q = np.exp(log_q - np.logaddexp.reduce(log_q))
         score = log_q + gumbel_of(row.tokens, self.seed, self.position + depth, PROPOSAL)

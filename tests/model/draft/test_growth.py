@@ -12,7 +12,17 @@ from lattices import TOPOLOGIES, brute_psi, prefixes, random_lattice
 
 from ctcdraft.model.base.sampling import Sampling, gumbel_of
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.draft.growth import BINS, LatticePrefix, Row, Rule, ScoredPrefix, acceptance_bound, grow, tempered
+from ctcdraft.model.draft.growth import (
+    BINS,
+    DOUBT,
+    LatticePrefix,
+    Row,
+    Rule,
+    ScoredPrefix,
+    acceptance_bound,
+    grow,
+    tempered,
+)
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.lattice.topology import CTC
 
@@ -61,8 +71,10 @@ def test_shared_noise_ranks_by_belief_and_the_noise_of_the_position(seed, trust,
                 continue
             noise = gumbel_of(np.arange(4), seed, 10 + length - 1)
             score = {c: (np.log(q) / temperature + noise[c]) / trust for c, q in row.items()}
-            total = sum(map(np.exp, score.values()))
-            worth[prefix] = worth[prefix[:-1]] * sum(row.values()) * np.exp(score[prefix[-1]]) / total
+            drawn = np.exp(score[prefix[-1]]) / sum(map(np.exp, score.values()))
+            own = row[prefix[-1]] ** (1 / temperature) / sum(q ** (1 / temperature) for q in row.values())
+            share = (1 - DOUBT) * drawn + DOUBT * own
+            worth[prefix] = worth[prefix[:-1]] * sum(row.values()) * share
     config = DraftConfig(proposal="shared", trust=trust)
     tree = grown(lattice, config, Sampling(temperature), 10, seed=seed)
     best = sorted((value for prefix, value in worth.items() if prefix), reverse=True)[:10]
@@ -76,7 +88,7 @@ def test_a_sure_base_that_is_the_head_is_followed_to_the_end():
     lattice, logits, _ = random_lattice(4, 6, 3, with_blank=False)
     log_p = logits.log_softmax(1).numpy()
     for seed in range(20):
-        chain = grown(lattice, DraftConfig("chain", proposal="shared"), SAMPLED, 4, seed=seed)
+        chain = grown(lattice, DraftConfig("chain", proposal="shared", trust=0.05), SAMPLED, 4, seed=seed)
         noise = np.stack([gumbel_of(np.arange(6), seed, 10 + depth) for depth in range(4)])
         assert chain.tokens.tolist() == (log_p + noise).argmax(axis=1).tolist()
 
