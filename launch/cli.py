@@ -12,13 +12,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from importlib import resources
 from typing import Any, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -28,9 +29,6 @@ from ctcdraft.data.secrets import masked
 from .schema import store_defaults
 
 CONF = "ctcdraft.conf"
-TOKENS = "base.eos"  # its values are tokens, which are full of syntax: base.eos=<|im_end|>
-SYNTAX = re.compile(r"[^\w./-]")  # characters of a value that may mean something in Hydra's grammar
-RENAMED = {"data.last_turn": "data.turns=last"}  # options of earlier versions, and what does the same now
 RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
@@ -113,17 +111,23 @@ def options_in(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _quoted(word: str) -> str:
-    """`zero=2` names a choice of a group, where Hydra would read a number; the name of a file that is there is no
-    syntax: `data.path=chats (1).jsonl`; neither is a token's."""
-    key, _, value = word.partition("=")
-    if key == TOKENS and not re.search("['\"]", value):
-        listed = value.startswith("[") and value.endswith("]")
-        tokens = [_in_quotes(t) if SYNTAX.search(t) else t for t in (value[1:-1].split(",") if listed else [value])]
-        return f"{key}=[{','.join(tokens)}]" if listed else f"{key}={tokens[0]}"
+    """A word as Hydra's grammar wants it: `zero=2` names a choice of a group, where Hydra would read a number; the name
+    of a file that is there is no syntax: `data.path=chats (1).jsonl`; nor is what has none: `base.eos=<|im_end|>`."""
+    key, equals, value = word.partition("=")
     choice = value.isdecimal() and key.isidentifier() and resources.files(CONF).joinpath(key).is_dir()
-    if choice or (SYNTAX.search(value) and os.path.exists(os.path.expanduser(value))):
+    if choice or os.path.exists(os.path.expanduser(value)):
         return f"{key}={_in_quotes(value)}"
-    return word
+    if not equals or _parses(word):
+        return word
+    if value.startswith("[") and value.endswith("]"):
+        return f"{key}=[{','.join(_quoted(f'{key}={part}')[len(key) + 1 :] for part in value[1:-1].split(','))}]"
+    return f"{key}={_in_quotes(value)}"
+
+
+def _parses(word: str) -> bool:
+    with suppress(HydraException):
+        return bool(OverridesParser.create().parse_override(word))
+    return False
 
 
 def _in_quotes(value: str) -> str:
@@ -148,18 +152,8 @@ def _guarded(task: Callable[[], int | None]) -> int:
 
 def _override_sentence(config_name: str, error: Exception) -> str:
     text = str(error)
-    commas = re.match(r"Ambiguous value for argument '(.+)'$", text.split("\n")[0])
-    word = commas[1] if commas else error.override if isinstance(error, OverrideParseException) else ""
-    option, equals, value = word.partition("=")
-    if equals:
-        return (
-            f"{_short(word)} cannot be read: no file has that name, so brackets, commas, quotes and the like are "
-            f'syntax there; with quotes of its own it is a name: "{option}={_short(_in_quotes(value))}"'
-        )
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
-        if key[1] in RENAMED:
-            return f"{key[1]}: there is no such option any more; use {RENAMED[key[1]]}"
         default: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
         known = dict(options_in(default))
         if key[1] in known:
