@@ -30,7 +30,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, attended_on, head_on
 from ctcdraft.model.load.precision import cpu_has_bf16
 from ctcdraft.train import task
-from ctcdraft.train.task import ObjectiveConfig, anchors_of, base_features, draft_losses
+from ctcdraft.train.task import base_features
 
 PARTS = ("base", "head", "loss", "backward", "optimizer")
 LABELS = CtcConfig().slots
@@ -156,10 +156,10 @@ class Step:
         self.base, self.batch, self.features = base, random_batch(shape, anchors), features
         labels_NU, lengths_N = self.batch.labels_NU[:, :slots], self.batch.lengths_N.clamp(max=slots)
         self.batch = self.batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
-        self.objective, self.mixed = ObjectiveConfig(labels=slots), mixed
+        self.mixed = mixed
         self.dtype = torch.float32 if DEVICE == "cpu" else getattr(torch, shape.dtype)
         self.head = random_head(base, transition, slots).to(self.dtype)
-        self.vocabulary = self.head.draft_vocabulary(base)
+        self.task = task.DraftTask(self.head, task.ObjectiveConfig(labels=slots), base)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), 1e-4)
         self.seconds = {part: [] for part in PARTS}
 
@@ -171,9 +171,9 @@ class Step:
                 batch = batch._replace(stored_BLX=stored).to(torch.device(DEVICE))
             hidden, root = base_features(self.base, batch, self.dtype, self.head)
         with self.timed("head"):
-            slots = self.head(hidden, root, anchors_of(batch))
+            slots = self.task.slots(hidden, root, batch)
         with self.timed("loss"), mock.patch.object(task, "cpu_has_bf16", cpu_has_bf16 if self.mixed else bool):
-            out = draft_losses(self.head, self.objective, self.vocabulary, slots, hidden, batch=batch)
+            out = self.task.losses(slots, hidden, batch)
         with self.timed("backward"):
             (out.loss_N.sum() / len(batch.lengths_N)).backward()
         with self.timed("optimizer"):

@@ -1,13 +1,11 @@
 """What one training step computes: base hidden states, the head's slots, the loss, and its figures."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
@@ -18,7 +16,7 @@ from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
 from ctcdraft.model.heads.head import OnePassHead, Slots
-from ctcdraft.model.heads.vocabulary import DraftVocabulary, most_frequent
+from ctcdraft.model.heads.vocabulary import most_frequent
 from ctcdraft.model.load.precision import cpu_has_bf16
 from ctcdraft.model.loss.linear_lse import multiplies_in_bfloat16
 from ctcdraft.model.loss.negatives import Negatives
@@ -108,85 +106,59 @@ class DraftTask(nn.Module):
         self.head, self.objective, self.negatives = head, objective, negatives
         self.vocabulary = head.draft_vocabulary(base)  # no module: none of its weights is a parameter of this one
 
-    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, StepMetrics]:
+    def forward(self, hidden_BLX: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, StepMetrics]:
         """The summed loss of the batch's anchors (with gradient), and the metrics to log (without)."""
-        slots = self.slots(hidden_BLD, root_BLD, batch)
-        batch = draftable(batch, self.vocabulary)
-        out = draft_losses(
-            self.head,
-            self.objective,
-            self.vocabulary,
-            slots,
-            hidden_BLD,
-            batch=batch,
-            negatives=self.negatives,
-        )
+        out = self.losses(self.slots(hidden_BLX, root_BLD, batch), hidden_BLX, batch)
         with torch.no_grad():
-            columns = torch.arange(out.log_psi_NU.shape[1], device=batch.lengths_N.device)
-            reached_NU = (columns < batch.lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
-            psi_U = (out.log_psi_NU.exp() * reached_NU).sum(dim=0)
+            _, lengths_N = self.vocabulary.cut(batch.labels_NU, batch.lengths_N)
+            columns = torch.arange(out.log_psi_NU.shape[1], device=lengths_N.device)
+            reached_NU = (columns < lengths_N.unsqueeze(1)) & out.feasible_N.unsqueeze(1)
             feasible = out.feasible_N.sum()
             metrics = StepMetrics(
-                out.loss_N.sum(),
-                torch.tensor(float(len(batch.lengths_N)), device=feasible.device),
-                feasible.float(),
-                psi_U,
-                out.blank_rate_T.float() * feasible,
+                loss=out.loss_N.sum(),
+                anchors=torch.tensor(float(len(lengths_N)), device=feasible.device),
+                feasible=feasible.float(),
+                psi_U=(out.log_psi_NU.exp() * reached_NU).sum(dim=0),
+                blank_T=out.blank_rate_T.float() * feasible,
             )
         return out.loss_N.sum(), metrics
 
-    def slots(self, hidden_BLD: Tensor, root_BLD: Tensor, batch: Batch) -> Slots:
+    def slots(self, hidden_BLX: Tensor, root_BLD: Tensor, batch: Batch) -> Slots:
         """What the head puts forward at the batch's anchors."""
         labels_NUD = None  # for a head that is trained along them, as the base's first layer gets them
         if not isinstance(self.head, OnePassHead):
             labels_NUD = self.vocabulary.base.embed(batch.labels_NU).to(root_BLD.dtype)
-        return self.head(hidden_BLD, root_BLD, anchors_of(batch), labels_NUD)
+        return self.head(hidden_BLX, root_BLD, anchors_of(batch), labels_NUD)
 
-
-def draftable(batch: Batch, vocabulary: DraftVocabulary) -> Batch:
-    """The batch with its labels as numbers of the draft vocabulary, up to the first that is none."""
-    labels_NU, lengths_N = vocabulary.cut(batch.labels_NU, batch.lengths_N)
-    return batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
-
-
-def draft_losses(
-    head: Head,
-    objective: ObjectiveConfig,
-    vocabulary: DraftVocabulary,
-    slots: Slots,
-    hidden_BLX: Tensor,
-    *,
-    batch: Batch,
-    negatives: Negatives | None = None,
-) -> AnchorLoss:
-    """The loss of a `draftable` batch's anchors from their slots; hidden: the base's states of all positions, to distil
-    from; negatives: None: over the whole draft vocabulary."""
-    lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
-    labels_NU, lengths_N = batch.labels_NU, batch.lengths_N
-    if head.transition is not None and slots.slot_NTR is not None:
-        root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
-        token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
-        states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
-    if negatives is not None and bool((lengths_N > 0).any()):
-        tokens_S, bias, labels_NU = negatives.draw(labels_NU, lengths_N)
-        lm_weight = lm_weight[tokens_S]
-    soft_NUD = None
-    if objective.distill:
-        share = objective.distill
-        soft_NUD = soft_labels(vocabulary.base, hidden_BLX, batch, labels_NU, lm_weight, bias_S=bias, share=share)
-    return anchor_losses(
-        states,
-        lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
-        blank,
-        labels_NU,
-        lengths_N,
-        objective=objective.kind,
-        weight_U=torch.tensor(objective.weights, device=states.device),
-        bias_V=bias,
-        topology=head.topology,
-        blank_is_odds=True,
-        soft_NUD=soft_NUD,
-    )
+    def losses(self, slots: Slots, hidden_BLX: Tensor, batch: Batch) -> AnchorLoss:
+        """The loss of every anchor from its slots, up to the first label that is no token of the draft vocabulary;
+        hidden: the base's states of all positions, to distil from."""
+        head, objective, vocabulary = self.head, self.objective, self.vocabulary
+        lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
+        labels_NU, lengths_N = vocabulary.cut(batch.labels_NU, batch.lengths_N)
+        if head.transition is not None and slots.slot_NTR is not None:
+            root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
+            token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
+            states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
+        if self.negatives is not None and bool((lengths_N > 0).any()):
+            tokens_S, bias, labels_NU = self.negatives.draw(labels_NU, lengths_N)
+            lm_weight = lm_weight[tokens_S]
+        soft_NUD = None
+        if share := objective.distill:
+            soft_NUD = soft_labels(vocabulary.base, hidden_BLX, batch, labels_NU, lm_weight, bias_S=bias, share=share)
+        return anchor_losses(
+            states,
+            lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
+            blank,
+            labels_NU,
+            lengths_N,
+            objective=objective.kind,
+            weight_U=torch.tensor(objective.weights, device=states.device),
+            bias_V=bias,
+            topology=head.topology,
+            blank_is_odds=True,
+            soft_NUD=soft_NUD,
+        )
 
 
 @torch.no_grad()
@@ -233,14 +205,6 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLX.to(dtype), root_BLD.to(dtype)
-
-
-def read_at(batch: Batch) -> Iterator[NDArray[np.int64]]:
-    """The tokens of each anchor's document up to its root, on the host."""
-    ids_BL, row, position = (part.cpu().numpy() for part in (batch.ids_BL, batch.batch_N, batch.position_N))
-    place = position if batch.place_BL is None else batch.place_BL.cpu().numpy()[row, position]
-    for number, start, end in zip(row, position - place, position + 2, strict=True):
-        yield ids_BL[number, start:end]
 
 
 def roots_of(batch: Batch) -> Tensor:

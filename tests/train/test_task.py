@@ -9,8 +9,7 @@ from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import CtcConfig, MedusaConfig, build_head, head_on
-from ctcdraft.model.heads.vocabulary import DraftVocabulary
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, anchors_of, base_features, draft_losses, soft_labels
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, anchors_of, base_features, soft_labels
 
 LONGEST = 64
 
@@ -92,7 +91,7 @@ def test_later_prefixes_weigh_less(tmp_path, corpus):
     features = base_features(base, batch, torch.float64, head)
     found, _ = task(*features, batch)
     slots = head(*features, anchors_of(batch))
-    out = draft_losses(head, task.objective, DraftVocabulary(base), slots, features[0], batch=batch)
+    out = task.losses(slots, features[0], batch)
     weight_NU = 0.3 ** torch.arange(4).expand(len(out.loss_N), -1) * (torch.arange(4) < batch.lengths_N.unsqueeze(1))
     want_N = -(weight_NU * out.log_psi_NU.where(weight_NU > 0, 0.0)).sum(dim=1) / weight_NU.sum(dim=1)
     assert torch.allclose(found, want_N.sum(), rtol=1e-6)  # weights are float32
