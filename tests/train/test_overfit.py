@@ -10,17 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from ctcdraft.data import batches
 from ctcdraft.model import load_base
 from ctcdraft.model.decode.step import EagerStep
-from ctcdraft.model.draft import tree as trees
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.draft.drafter import Drafter
-from ctcdraft.model.heads import head as heads
 from ctcdraft.model.heads import head_config
-from ctcdraft.train import overfit, task
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
-from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.regenerate import Dialogue
+from ctcdraft.train.step import Plan, TrainConfig
 from ctcdraft.train.task import ObjectiveConfig
 from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
 
@@ -37,7 +33,7 @@ SMALL = ToyBaseConfig(
     steps=400,
 )
 MESSAGES = [{"role": "user", "content": "Pretend that you are a gardener in London. Mia asks you about your day."}]
-STAGES = ["tokenizer", "mask", "features", "positions", "labels", "attention", "blank", "loss", "tree", "verification"]
+STAGES = ["tokenizer", "mask", "labels", "loss", "verification"]
 
 
 @pytest.fixture(scope="module")
@@ -130,25 +126,6 @@ def test_a_wrong_mask_is_named(trained_base, monkeypatch, fault):
     assert (found.stage, found.seen[:10]) == ("mask", "wrong mask")
 
 
-@pytest.mark.parametrize("fault", ["everything seen", "a sibling seen", "the root hidden"])
-def test_a_wrong_tree_mask_is_named(trained_base, monkeypatch, fault):
-    true = trees.Tree.ancestors
-
-    def wrong(self):
-        seen = true(self)
-        if fault == "everything seen":
-            seen[:] = True
-        elif fault == "a sibling seen":
-            seen[3, 2] = True
-        else:
-            seen[1:, 0] = False
-        return seen
-
-    monkeypatch.setattr(trees.Tree, "ancestors", wrong)
-    found = first_disagreement(trained_base)
-    assert (found.stage, found.seen[:10]) == ("attention", "wrong mask")
-
-
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_shifted_labels_are_named(trained_base, monkeypatch, shift):
     true = batches.Sampler.collate
@@ -164,74 +141,9 @@ def test_shifted_labels_are_named(trained_base, monkeypatch, shift):
     assert (found.stage, found.seen[:14]) == ("labels", "shifted labels")
 
 
-def test_features_of_the_wrong_layer_are_named(trained_base, monkeypatch):
-    features = overfit.base_features
-
-    def before_last(base, ids):
-        return base.model.get_decoder()(input_ids=ids, output_hidden_states=True).hidden_states[-2].detach()
-
-    def shallow(base, batch, dtype, head=None):
-        return before_last(base, batch.ids_BL).to(dtype), features(base, batch, dtype)[1]
-
-    monkeypatch.setattr(overfit, "base_features", shallow)
-    found = first_disagreement(trained_base)
-    assert (found.stage, found.seen[:27]) == ("features", "features of the wrong layer")
-
-
-@pytest.mark.parametrize("where", ["anchors", "nodes"])
-def test_positions_off_by_one_are_named(trained_base, monkeypatch, where):
-    if where == "anchors":
-        true = batches.anchor_positions
-        monkeypatch.setattr(batches, "anchor_positions", lambda m, labels: (true(m, labels)[0] - 1, true(m, labels)[1]))
-    else:
-
-        def shifted(*given):
-            mask = trees.tree_mask(*given)
-            return mask._replace(positions_BL=mask.positions_BL + 1)
-
-        monkeypatch.setattr(overfit, "tree_mask", shifted)
-    found = first_disagreement(trained_base)
-    assert (found.stage, found.seen[:13]) == ("positions", "positions off")
-
-
-@pytest.mark.parametrize("where", ["lattice", "loss"])
-def test_a_swapped_blank_is_named(trained_base, monkeypatch, where):
-    if where == "lattice":
-        true = heads.candidates_of
-
-        def swapped(logits_NTV, blank_NT, *rest):
-            logits_NTV = logits_NTV.clone()
-            logits_NTV[..., 0], blank_NT = blank_NT, logits_NTV[..., 0].clone()
-            return true(logits_NTV, blank_NT, *rest)
-
-        monkeypatch.setattr(heads, "candidates_of", swapped)
-    else:
-        loss = task.anchor_losses
-
-        def other(states, weight, blank, *rest, **options):
-            return loss(states, weight, (states @ weight[0]), *rest, **options)
-
-        monkeypatch.setattr(task, "anchor_losses", other)
-    found = first_disagreement(trained_base)
-    assert (found.stage, found.seen[:13]) == ("blank", "blank swapped")
-
-
 def test_a_head_that_cannot_learn_is_named(trained_base):
     found = findings(trained_base, steps=2)[-1]
     assert (found.stage, found.agrees) == ("loss", False)
-
-
-def test_a_tree_with_other_beliefs_is_named(trained_base, monkeypatch):
-    true = Drafter.tree
-
-    def doubtful(self, *given):
-        tree = true(self, *given)
-        return dataclasses.replace(tree, psi=0.95 * tree.psi)
-
-    monkeypatch.setattr(Drafter, "tree", doubtful)
-    found = findings(trained_base)[-1]
-    assert (found.stage, found.agrees) == ("tree", False)
-    assert "psi is off by 0.0" in found.seen
 
 
 def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch):
@@ -239,10 +151,8 @@ def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch
 
     def trusting(self, drafts, hidden):
         found = walks(self, drafts, hidden)
-        return [
-            (path, (bonus + 1) % 300) if len(tree) else (path, bonus)
-            for tree, (path, bonus) in zip(drafts, found, strict=True)
-        ]
+        wrong = [dataclasses.replace(one, bonus=(one.bonus + 1) % 300) for one in found]
+        return [other if len(tree) else one for tree, one, other in zip(drafts, found, wrong, strict=True)]
 
     monkeypatch.setattr(EagerStep, "_walks", trusting)
     found = findings(trained_base)[-1]
