@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -64,22 +63,14 @@ def _configured_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
         file = Path(config.path).expanduser()
         if not is_gguf(config.path):
             return config.path, ""
-        return str(_rank_zero_first(convert_gguf, file, cache)), f"dequantised from {file}; "
+        return str(ds.from_rank_zero(lambda: convert_gguf(file, cache))), f"dequantised from {file}; "
     if config.kind == "smollm2":
-        folder = _rank_zero_first(smollm2_folder, cache)
+        folder = ds.from_rank_zero(lambda: smollm2_folder(cache))
         return str(folder), f"{describe_smollm2(folder)}; "
     made = "reused" if toy_folder(cache, config.training).exists() else "trained"
-    folder = _rank_zero_first(toy_base, cache, config.training)
+    folder = ds.from_rank_zero(lambda: toy_base(cache, config.training))
     figures = json.loads((folder / "training.json").read_text())["held_out"]
     return str(folder), f"{made}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token; "
-
-
-def _rank_zero_first(make: Callable[..., Path], *options: Any) -> Path:
-    """Rank 0 makes what is not there, the others wait and then find it."""
-    if ds.rank() == 0:
-        make(*options)
-    ds.barrier()
-    return make(*options)
 
 
 def get_data(config: TrainEntry, base: Base) -> Path:

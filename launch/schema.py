@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, with_config
+from pydantic import ConfigDict, Field, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
@@ -17,9 +17,9 @@ from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
-from ctcdraft.train.loop import Plan
 from ctcdraft.train.options import MayDiffer
 from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.step import Plan
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
@@ -62,23 +62,13 @@ class BaseConfig(BasePath):
             raise ValueError("base=local needs base.path=<folder of a transformers model, Hub name, or .gguf file>")
 
 
-def check_regenerate(data: Any) -> Any:
-    """Raises ValueError where data.regenerate is a switch: it says how, and data.labels whether."""
-    if isinstance(data, dict) and isinstance(data.get("regenerate"), bool):
-        word = str(data["regenerate"]).lower()
-        raise ValueError(
-            f"data.regenerate={word}: it says how, not whether: use data.labels=argmax to keep the answers"
-        )
-    return data
-
-
 @with_config(NO_OTHERS)
 @dataclass(frozen=True, kw_only=True)
 class TrainEntry(Plan):
     """launch/train.py and launch/prepare.py (conf/train.yaml)."""
 
     base: BaseConfig
-    data: Annotated[DataConfig, BeforeValidator(check_regenerate)]
+    data: DataConfig
     bench: MayDiffer[BenchConfig]
     logger: MayDiffer[LoggerConfig]
     name: MayDiffer[str | None] = None  # run folder runs/<name>; null: named after base, head, objective and a hash

@@ -26,7 +26,6 @@ def main(config: TrainEntry) -> int:
     folder = runs.check_inputs(config)
     if config.train.deterministic:
         ds.make_deterministic(config.seed)
-    log = None
     with ExitStack() as held:
         with ds.together() as watchdog:
             base = pipeline.get_base(config)
@@ -36,13 +35,13 @@ def main(config: TrainEntry) -> int:
             measurement.questions()  # a bench that cannot be run ends it here
             runs.open_run(folder, config, base, data_folder)
             held.enter_context(runs.held(folder))
-            state = runs.already_trained(folder, config)
+            state, log = runs.already_trained(folder, config), None
             if state:
                 say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
             else:
                 features = pipeline.get_features(config, base, data_folder)
-                trainer = Trainer(config, base, data_folder, folder, features, watchdog)
-                say(trainer.rows())
+                trainer = Trainer(config, base, data_folder, folder, features=features, watchdog=watchdog)
+                say(trainer.step.rows())
                 log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
                 state = trainer.run(log)
                 if not trainer.finished():
@@ -64,11 +63,6 @@ def main(config: TrainEntry) -> int:
             log.summary(media_of(found))
             log.close()
         say(found.table)
-        say(
-            'next: `make eval ARGS="draft=chain"`, `make train ARGS="head.layers=3"`, the report in '
-            f"{found.folder}/report.md, or your own model: base=local base.path=<folder> data=sharegpt "
-            "data.path=<file>"
-        )
         return found.exit_code
 
 

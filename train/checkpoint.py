@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.model.folders import free_bytes, read_manifest, seal, unsealed, write_atomically
+from ctcdraft.model.folders import read_manifest, seal, unsealed, write_atomically
 
 from .engine import from_rank_zero, rank, world_size
 from .zero import restore_state, shapes_of, whole_state
@@ -24,7 +24,6 @@ from .zero import restore_state, shapes_of, whole_state
 FORMAT = 5
 STATE = "state.safetensors"
 BEST = "best/"  # begins the names of the best head's weights in it
-SPARE_BYTES = 32 << 20
 
 
 @dataclass
@@ -125,10 +124,7 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
     folder.mkdir(parents=True, exist_ok=True)
     for dead in folder.glob("tmp_step_*"):  # a save that was killed
         shutil.rmtree(dead, ignore_errors=True)
-    needed, free = sum(value.nbytes for value in tensors.values()) + SPARE_BYTES, free_bytes(folder)
     try:
-        if free < needed:
-            raise OSError(f"it needs {needed / 2**30:.2f} GB and the disk has {free / 2**30:.2f} GB left")
         fresh.mkdir()
         save_file(tensors, fresh / STATE)
         seal(fresh, folder / tag, facts)

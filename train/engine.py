@@ -4,6 +4,7 @@ import importlib
 import logging
 import math
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class OptimConfig:
+    """AdamW, whose rate rises at first and then falls."""
+
     lr: Positive = 1e-3  # highest learning rate of AdamW
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01  # of all trained parameters
     # decay of its two moments
@@ -47,6 +50,8 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
+    """What the ranks share out among them."""
+
     # ZeRO: 0: none; shared out over ranks: 1: optimizer, 2: and gradients, 3: and parameters
     stage: Literal[0, 1, 2, 3] = 0
     offload: bool = False  # optimizer (and at 3 parameters) to the CPU
@@ -104,8 +109,15 @@ def _shared_store() -> dist.Store:
         return dist.HashStore()
     host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=DEAD_SECONDS)
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
-    port = agreed(mine.port if mine else None)
+    port = from_rank_zero(lambda: cast(dist.TCPStore, mine).port)
     return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most: on its GPU, or without one at all."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
 
 
 def rank() -> int:
@@ -139,11 +151,9 @@ def build_engine(
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": optim.clip if stage else 0.0,  # at stage 0 `step_with_norm` clips
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},  # else NaN would be stepped on
-        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_of(parameters_of(task))},
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
+        # a buffer that every rank keeps; DeepSpeed's own is 2 GB, whatever it trains
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters_of(task))},
     }
     if zero.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -152,11 +162,6 @@ def build_engine(
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, config=config)
     start_moments(engine)
     return engine
-
-
-def bucket_of(parameters: int) -> int:
-    """Gradients in the buffer that every rank keeps for ZeRO's sums; DeepSpeed's own is 2 GB, whatever it trains."""
-    return min(BUCKET, parameters)
 
 
 def set_rate(engine: Any, optim: OptimConfig, step: int, steps: int) -> float:
@@ -183,11 +188,8 @@ def step_with_norm(engine: Any, clip: float) -> float:
     them decide alike.
     """
     if engine.zero_optimization_stage() == 0:  # DeepSpeed clips without a word on the norm, and steps whatever it is
-        trained = [p for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
-        if norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(trained, clip, norm)
-        else:
+        norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), clip)
+        if not norm.isfinite():
             engine.zero_grad()  # a step without gradients changes nothing
         engine.step()
         return float(norm)
@@ -195,27 +197,19 @@ def step_with_norm(engine: Any, clip: float) -> float:
     return math.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm())
 
 
-def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank. Collective."""
-    if world_size() == 1:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
-
-
 def from_rank_zero(make: Callable[[], Made]) -> Made:
     """What `make` gives on rank 0, or the ValueError that it raises there, on every rank. Collective."""
-    found, error = None, None
+    outcome: list[Any] = [None]
     if rank() == 0:
         try:
-            found = make()
-        except ValueError as raised:
-            error = raised
-    found, error = agreed((found, error))
-    if error is not None:
-        raise error
-    return cast(Made, found)
+            outcome = [make()]
+        except ValueError as error:
+            outcome = [error]
+    if world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], ValueError):
+        raise outcome[0]
+    return cast(Made, outcome[0])
 
 
 def make_deterministic(seed: int) -> None:

@@ -48,10 +48,6 @@ class RunLog:
         self._file.flush()
         self._tell(lambda run: run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"]))
 
-    def sync(self) -> None:
-        """Have what was written on the disk when this returns."""
-        os.fsync(self._file.fileno())
-
     def summary(self, media: Media) -> None:
         """The end of a run."""
         self._tell(lambda run: _summarise(run, media))

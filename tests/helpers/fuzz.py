@@ -160,10 +160,10 @@ class Edges:
         for _ in range(2):
             for _ in range(2):
                 self.trainer._one_step()
-            best = self.trainer.task.head.state_dict()
-            save_checkpoint(self.trainer.engine, work / "checkpoints", self.trainer.state, best=best)
+            best = self.trainer.step.task.head.state_dict()
+            save_checkpoint(self.trainer.step.engine, work / "checkpoints", self.trainer.state, best=best)
             (work / f"whole-{self.trainer.state.step}").mkdir()
-        self.states = {4: zero.whole_state(self.trainer.engine)}
+        self.states = {4: zero.whole_state(self.trainer.step.engine)}
         shutil.rmtree(work / "whole-2")
         torch.manual_seed(0)
         config = CtcConfig(slots=4, transition="full")
@@ -255,8 +255,8 @@ class Edges:
         for _ in range(rng.randint(1, 2)):
             files = [path for path in there.rglob("*") if path.is_file()]
             break_file(rng.choice(files), rng)
-        state, _ = load_checkpoint(self.trainer.engine, there)
-        found = zero.whole_state(self.trainer.engine)
+        state, _ = load_checkpoint(self.trainer.step.engine, there)
+        found = zero.whole_state(self.trainer.step.engine)
         with safe_open(self.work / "checkpoints" / f"step_{state.step:06d}" / "state.safetensors", "pt") as stream:
             if any(not torch.equal(stream.get_tensor(name), value) for name, value in found.items()):
                 raise Wrong(f"not the state of step {state.step}")

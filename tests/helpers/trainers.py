@@ -32,12 +32,9 @@ class Rows(list):
     write = list.append
     __bool__ = lambda self: True  # noqa: E731
 
-    def sync(self):
-        """Nothing is on a disk here."""
-
 
 def head_weights(trainer):
-    return ds.head_state(trainer.engine, trainer.task.head)
+    return ds.head_state(trainer.step.engine, trainer.step.task.head)
 
 
 def write_inputs(work):
@@ -64,7 +61,7 @@ class Trainers:
             store = FeatureStore(self.base, data, config.data.features, self.work / "cache", attended)
             store.fill()
             features = store.open()
-        return Trainer(config, self.base, data, folder, features)
+        return Trainer(config, self.base, data, folder, features=features)
 
 
 def sit(work, last, runs):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def weights_and_moments(trainer):
     """Everything that a step may change, in whatever form the ZeRO stage keeps it."""
-    return held([trainer.engine.optimizer.state_dict(), head_weights(trainer)])
+    return held([trainer.step.engine.optimizer.state_dict(), head_weights(trainer)])
 
 
 def held(value):
@@ -70,7 +70,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_learning_rate(
     row = trainer._one_step()
     good._one_step()
     assert same(before, weights_and_moments(trainer))
-    assert trainer.engine.get_lr() == good.engine.get_lr()
+    assert trainer.step.engine.get_lr() == good.step.engine.get_lr()
     assert (trainer.state.skipped, trainer.state.in_a_row, row["train/skipped"]) == (1, 1, 1)
     assert ("train/loss" in row) == (where == "gradient")
     assert "optim/grad_norm" not in row
@@ -87,7 +87,7 @@ def test_accumulation_with_one_bad_micro_batch_skips_the_whole_step(small, tmp_p
     poisoned(monkeypatch, "loss")
     trainer._one_step()
     assert same(before, weights_and_moments(trainer))
-    assert len(load_skipped(next((tmp_path / "skipped").iterdir()))) == trainer.accumulate == 4
+    assert len(load_skipped(next((tmp_path / "skipped").iterdir()))) == trainer.step.accumulate == 4
 
 
 def load_skipped(path):
@@ -103,11 +103,11 @@ def test_the_batch_of_a_skipped_step_can_be_replayed(small, tmp_path, monkeypatc
         poisoned(spoilt, "loss")
         trainer._one_step()
     (batch,) = load_skipped(tmp_path / "skipped" / "step_000001_rank0.safetensors")
-    want = trainer.sampler.collate(0, slice(0, 4))
+    want = trainer.step.sampler.collate(0, slice(0, 4))
     pairs = list(zip(batch, want, strict=True))
     assert all(a is b if b is None else torch.equal(a, b) for a, b in pairs)
     assert any(b is not None for _, b in pairs)
-    loss, _ = trainer.task(*base_features(trainer.base, batch, torch.float32, trainer.task.head), batch)
+    loss, _ = trainer.step.task(*base_features(trainer.base, batch, torch.float32, trainer.step.task.head), batch)
     assert torch.isfinite(loss)
 
 
@@ -170,7 +170,7 @@ def test_a_head_that_collapses_to_blanks_is_told_once_with_advice():
 def test_warnings_reach_the_screen(small, tmp_path, capsys):
     trainer = small(tmp_path, "train.steps=2", "head.band=null")
     with torch.no_grad():
-        trainer.task.head.blank.bias.fill_(50.0)
+        trainer.step.task.head.blank.bias.fill_(50.0)
     trainer.run(None)
     assert "warning: the head writes blanks into 100% of its slots at step 1" in capsys.readouterr().err
 

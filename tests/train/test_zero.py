@@ -7,7 +7,7 @@ from ctcdraft.train.checkpoint import load_checkpoint, save_checkpoint
 
 
 def state_of(trainer):
-    return zero.whole_state(trainer.engine)
+    return zero.whole_state(trainer.step.engine)
 
 
 def stepped(trainer, steps):
@@ -30,23 +30,23 @@ def stepped(trainer, steps):
 )
 def test_what_is_restored_is_what_was_saved_and_the_next_steps_are_the_same_bits(small, tmp_path, options):
     trainer = stepped(small(tmp_path, *options), 3)
-    save_checkpoint(trainer.engine, trainer.checkpoints, trainer.state)
+    save_checkpoint(trainer.step.engine, trainer.checkpoints, trainer.state)
     again = small(tmp_path, *options)
     before, after = state_of(trainer), state_of(again)
-    assert before.keys() == after.keys() == zero.shapes_of(again.engine).keys()
+    assert before.keys() == after.keys() == zero.shapes_of(again.step.engine).keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert before["updates"] == 3
-    assert all(before[f"exp_avg/{name}"].any() for name, _ in trainer.task.named_parameters())
+    assert all(before[f"exp_avg/{name}"].any() for name, _ in trainer.step.task.named_parameters())
     stepped(trainer, 2)
     stepped(again, 2)
-    assert again.engine.get_lr() == trainer.engine.get_lr()
+    assert again.step.engine.get_lr() == trainer.step.engine.get_lr()
     assert all(torch.equal(value, state_of(again)[name]) for name, value in state_of(trainer).items())
 
 
 @pytest.mark.parametrize(("old", "new"), [(0, 3), (3, 0), (1, 2), (2, 3)])
 def test_another_zero_stage_goes_on_with_the_same_state(small, tmp_path, old, new):
     trainer = stepped(small(tmp_path, f"zero={old}"), 3)
-    save_checkpoint(trainer.engine, trainer.checkpoints, trainer.state)
+    save_checkpoint(trainer.step.engine, trainer.checkpoints, trainer.state)
     again = small(tmp_path, f"zero={new}")
     assert all(torch.equal(value, state_of(again)[name]) for name, value in state_of(trainer).items())
     stepped(trainer, 2)
@@ -58,9 +58,9 @@ def test_another_zero_stage_goes_on_with_the_same_state(small, tmp_path, old, ne
 def test_without_its_moments_a_run_goes_on_elsewhere(small, tmp_path):
     """The control of the tests above, and of those over ranks: weights alone are not the state."""
     trainer = stepped(small(tmp_path, "optim.lr=0.02"), 3)
-    save_checkpoint(trainer.engine, trainer.checkpoints, trainer.state)
+    save_checkpoint(trainer.step.engine, trainer.checkpoints, trainer.state)
     again = small(tmp_path, "optim.lr=0.02")
-    for state in zero.optimizer_of(again.engine).state.values():
+    for state in zero.optimizer_of(again.step.engine).state.values():
         for name in state.keys() - {"step"}:
             state[name].zero_()
     rows = [(trainer._one_step(), again._one_step()) for _ in range(2)]
@@ -72,5 +72,5 @@ def test_without_its_moments_a_run_goes_on_elsewhere(small, tmp_path):
 def test_a_skipped_first_step_leaves_state_that_can_be_saved(small, tmp_path):
     for stage in (0, 1, 3):
         trainer = small(tmp_path / str(stage), f"zero={stage}")
-        save_checkpoint(trainer.engine, trainer.checkpoints, trainer.state)
-        assert load_checkpoint(small(tmp_path / "fresh", f"zero={stage}").engine, trainer.checkpoints)[0].step == 0
+        save_checkpoint(trainer.step.engine, trainer.checkpoints, trainer.state)
+        assert load_checkpoint(small(tmp_path / "fresh", f"zero={stage}").step.engine, trainer.checkpoints)[0].step == 0
