@@ -4,274 +4,38 @@ python launch/doctor.py [--json] [options as launch/train.py takes them]
 """
 
 import json
-import os
-import socket
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from dataclasses import asdict
+from functools import partial
 
-import psutil
-import torch
-
-from ctcdraft.data.end_of_turn import missing_end
-from ctcdraft.data.generated import GENERATED
-from ctcdraft.data.records import Conversation, record_of
-from ctcdraft.data.sources import RowError, read_rows
-from ctcdraft.data.store import read_manifest
-from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.eval.report import markdown_table
+from ctcdraft.launch.checks import Report, examine
 from ctcdraft.launch.cli import enter
-from ctcdraft.launch.pipeline import configured_base, with_resolved_dtype
 from ctcdraft.launch.schema import TrainEntry
-from ctcdraft.model.base.llm import Base
-from ctcdraft.model.folders import free_bytes
-from ctcdraft.model.heads import head_on, parameters_of
-from ctcdraft.train import engine as ds
-from ctcdraft.train.log import has_key
-from ctcdraft.train.loop import Trainer
-from ctcdraft.train.memory import memory_per_rank
-from ctcdraft.train.overfit import OverfitCheck
-from ctcdraft.train.prepare import prepared_folder
-from ctcdraft.train.toy_base import toy_folder
 
-PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "numba", "numpy")
-NEEDED_GB = 5
-PROBE_STEPS = 20
-REACH_SECONDS = 5
 GREEN, PLAIN = "\033[32m", "\033[0m"
-HELLO = [{"role": "user", "content": "Name three rivers of Europe and say where each of them ends."}]
-
-
-@dataclass
-class Report:
-    """Rows (what, found), warnings, errors, and the conversation as (text, supervised) pieces."""
-
-    rows: list[tuple[str, str]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    pieces: list[tuple[str, bool]] = field(default_factory=list)
-
-    def add(self, what: str, found: str) -> None:
-        self.rows.append((what, found))
-
-    @contextmanager
-    def trying(self, what: str) -> Iterator[None]:
-        """What fails inside is an error of the report, and the rest of it goes on."""
-        try:
-            yield
-        except (ValueError, OSError, RuntimeError) as error:
-            self.add(what, "failed")
-            self.errors.append(f"{what}: {' '.join(str(error).split())[:400]}")
 
 
 def main(config: TrainEntry, as_json: bool) -> int:
-    config, report = with_resolved_dtype(config), Report()
-    _machine(report, config)
-    _wandb(report, config)
-    if config.base.kind == "toy" and not toy_folder(Path(config.cache_dir), config.base.training).exists():
-        report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
-    elif not report.errors:
-        ds.init_distributed()
-        with report.trying("base"):
-            base, note = configured_base(config)
-            sizes = f"{parameters_of(base.model):,} parameters, {base.vocab_size:,} tokens"
-            report.add("base", f"{base.name}: {sizes}, {note}{base.dtype} on {base.device}")
-            for check in (_tokenizer, _template, _memory, _time, _gate):
-                with report.trying(check.__name__.strip("_")):
-                    check(report, config, base)
+    report = examine(config)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
         print(markdown_table(("what", "found"), report.rows))
-        how, before, behind = ("in green", GREEN, PLAIN) if sys.stdout.isatty() else ("in brackets", "[", "]")
-        if report.pieces:
-            text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
-            print(f"\ntemplate, what is supervised {how}:\n{text}")
+        show_template(report)
     for sentence in [*(f"warning: {w}" for w in report.warnings), *(f"error: {e}" for e in report.errors)]:
         print(sentence, file=sys.stderr)
     return 1 if report.errors else 0
 
 
-# -- the machine --------------------------------------------------------------------------------------------
-
-
-def _machine(report: Report, config: TrainEntry) -> None:
-    report.add("python", sys.version.split()[0])
-    for package in PACKAGES:
-        try:
-            report.add(package, version(package))
-        except PackageNotFoundError:
-            report.add(package, "missing")
-            report.errors.append(f"{package} is not installed: run `make setup`")
-    for i in range(torch.cuda.device_count()):
-        memory = torch.cuda.get_device_properties(i).total_memory / 2**30
-        report.add(f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {memory:.0f} GB")
-    memory = psutil.virtual_memory()
-    report.add("cpu cores", str(psutil.cpu_count()))
-    report.add("memory", f"{memory.total / 2**30:.0f} GB, {memory.available / 2**30:.0f} GB free")
-    for what in ("runs_dir", "cache_dir"):
-        folder = Path(getattr(config, what)).absolute()
-        there = next(path for path in (folder, *folder.parents) if path.is_dir())
-        free = free_bytes(there) / 2**30
-        report.add(f"disk of {what}", f"{free:.0f} GB free")
-        if free < NEEDED_GB:
-            report.warnings.append(f"{what}={getattr(config, what)}: less than {NEEDED_GB} GB of disk free")
-        if not os.access(there, os.W_OK):
-            report.errors.append(f"{what}={getattr(config, what)}: {there} cannot be written to")
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    locks = sorted(folder.rglob("lock"))  # of DeepSpeed's operators: of a compile that was killed
-    with report.trying("DeepSpeed operators"):
-        ds.skip_shm_build()
-        report.add("DeepSpeed operators", f"none is compiled at start; {len(locks)} stale locks in {folder}")
-    if locks:
-        report.warnings.append(
-            f"a compile that was killed left {locks[0]}: delete it, or a run may wait for it for ever"
-        )
-
-
-def _wandb(report: Report, config: TrainEntry) -> None:
-    if config.logger.mode != "wandb" or os.environ.get("WANDB_MODE") == "offline":
-        report.add("W&B", "not used" if config.logger.mode == "none" else "offline")
-        return
-    server = urlsplit("//" + os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1])
-    try:
-        socket.create_connection((server.hostname, server.port or 443), REACH_SECONDS).close()
-        reached = "reached"
-    except (OSError, ValueError) as error:
-        reached = f"cannot be reached ({error})"
-    report.add("W&B", f"{server.netloc} {reached}; {'a key is there' if has_key() else 'no key'}")
-    if reached != "reached" or not has_key():
-        report.warnings.append("W&B will log offline; `wandb sync` uploads it later, `wandb login` stores a key")
-
-
-# -- the base and its template ------------------------------------------------------------------------------
-
-
-def _tokenizer(report: Report, config: TrainEntry, base: Base) -> None:
-    """Has the base an embedding for each of its tokens, and which of them end a sequence?"""
-    tokenizer = base.tokenizer
-    more = sorted(number for number in tokenizer.get_vocab().values() if number >= base.token_count)
-    if more:
-        words = ", ".join(repr(tokenizer.convert_ids_to_tokens(number)) for number in more[:3])
-        report.warnings.append(
-            f"the tokenizer has {len(more)} tokens beyond the base's {base.token_count} embeddings ({words}"
-            f"{', ...' if len(more) > 3 else ''}): rows and questions that hold them are rejected"
-        )
-    report.add("tokens", f"{len(tokenizer)} in the tokenizer, {base.token_count} embeddings")
-    report.add(
-        "ends of sequence", ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in base.eos_ids) or "none"
-    )
-    if base.date:
-        report.add("date in the template", f"{base.date}, whatever the day (base.date)")
-
-
-def _template(report: Report, config: TrainEntry, base: Base) -> None:
-    tokenizer = base.tokenizer
-    never = missing_end(tokenizer, base.eos_ids, base.name)
-    if never:
-        report.warnings.append(never)
-    prompt = prompt_ids(tokenizer, HELLO, None, base.template_args)
-    unreadable = base.unreadable(prompt)
-    if unreadable:
-        report.errors.append(f"the chat template cannot be used: {unreadable}")
-    answer = {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}
-    try:
-        found = render(tokenizer, Conversation("hello", (*HELLO, answer)), template_args=base.template_args)
-    except ValueError:
-        if config.data.labels != "rewrite":
-            raise
-        report.add("template", "does not mark answers; with data.labels=rewrite none is needed")
-        report.pieces = [(tokenizer.decode(prompt), False), ("<the base's own answer and its end>", True)]
-        return
-    ids, mask = found.sequences[-1]
-    ended = [i for i, token in enumerate(ids) if token in base.eos_ids and i >= len(prompt)]
-    report.add("template", "plain: the tokenizer has none of its own" if base.plain_template else "marks its answers")
-    supervised = bool(ended) and bool(mask[ended[0]])
-    stops = "decoding does NOT stop there" if never else "supervised" if supervised else "NOT supervised"
-    report.add("end of answer", stops)
-    if not supervised and not never:
-        report.warnings.append(
-            "the template's answers end without a supervised end-of-sequence token: put eos_token inside "
-            "{% generation %}, or keep data.labels=rewrite"
-        )
-    for marked, tokens in groupby(zip(ids, mask, strict=True), lambda pair: bool(pair[1])):
-        report.pieces.append((tokenizer.decode([token for token, _ in tokens]), marked))
-
-
-# -- what the run will take ---------------------------------------------------------------------------------
-
-
-def _memory(report: Report, config: TrainEntry, base: Base) -> None:
-    ranks = max(1, torch.cuda.device_count())
-    parts = memory_per_rank(base, head_on(base, config.head), config, ranks)
-    whole = sum(parts.values())
-    for part, size in parts.items():
-        report.add(f"memory: {part}", _size(size))
-    report.add("memory of a rank", f"about {_size(whole)}, estimated; {ranks} rank{'s' * (ranks > 1)}")
-    cuda = torch.cuda.is_available()
-    room = torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().available
-    if whole > 0.9 * room:
-        report.warnings.append(
-            f"a rank may need {_size(whole)} and has {_size(room)}: lower train.micro_batch or "
-            "train.anchors, or raise zero"
-        )
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.1f} MB"
-
-
-def _time(report: Report, config: TrainEntry, base: Base) -> None:
-    data = prepared_folder(base, config.data, config.seed, Path(config.cache_dir))
-    if read_manifest(data) is None:
-        report.add("time to finish", "not probed: the data is not prepared yet (`python launch/prepare.py` does it)")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, base, data, Path(folder))
-        seconds = trainer.probe(PROBE_STEPS)
-    report.add(
-        "time to finish",
-        f"about {timedelta(seconds=round(seconds * config.train.steps))} for {config.train.steps} steps of "
-        f"{1000 * seconds:.0f} ms on one process ({PROBE_STEPS} steps probed; evaluations come on top)",
-    )
-
-
-def _gate(report: Report, config: TrainEntry, base: Base) -> None:
-    """Train on one conversation until whole drafts are accepted."""
-    messages = _conversation(config)
-    data = config.data if messages else replace(config.data, labels="rewrite")
-    check = OverfitCheck(base, messages or HELLO, config, data, answer_tokens=min(config.data.max_new_tokens, 48))
-    found = check.findings()
-    for stage, agrees, seen in found:
-        report.add(f"one conversation: {stage}", seen if agrees else f"DISAGREES: {seen}")
-    if not found[-1].agrees:
-        report.errors.append(f"one conversation is not learnt; the first stage that disagrees is {found[-1].stage}")
-
-
-def _conversation(config: TrainEntry) -> list[dict[str, str]] | None:
-    """The first of the configured conversations that can be used; None where the data is texts or tokens."""
-    if config.data.kind == "text":
-        return None
-    paths = config.data.paths
-    made = GENERATED[config.data.kind].conversations(1, config.seed) if not paths else ()
-    rows = (row for path in paths for row in read_rows(path)) if paths else made
-    for index, row in enumerate(rows):
-        with suppress(RowError):
-            record = record_of(row, str(index), "sharegpt")
-            return list(record.messages) if isinstance(record, Conversation) else None
-    raise ValueError(f"data.path={config.data.path} holds no conversation")
+def show_template(report: Report) -> None:
+    how, before, behind = ("in green", GREEN, PLAIN) if sys.stdout.isatty() else ("in brackets", "[", "]")
+    if report.pieces:
+        text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
+        print(f"\ntemplate, what is supervised {how}:\n{text}")
 
 
 if __name__ == "__main__":
     as_json = "--json" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--json"]
-    run: Callable[[Any], int] = lambda config: main(config, as_json)  # noqa: E731
-    enter("train", TrainEntry, run)
+    enter("train", TrainEntry, partial(main, as_json=as_json))

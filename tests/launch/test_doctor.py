@@ -8,8 +8,8 @@ import pytest
 from bases import TEMPLATE, tiny_tokenizer, write_base
 from templates import CHATML
 
+from ctcdraft.launch.checks import Report, _template, _tokenizer
 from ctcdraft.launch.cli import compose, typed
-from ctcdraft.launch.doctor import Report, _template, _tokenizer
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 
@@ -30,15 +30,13 @@ def folder(tmp_path_factory):
 
 
 def test_a_machine_with_nothing_on_it_yet_is_told_what_comes(folder):
-    (folder / "torch" / "py311_cpu" / "op").mkdir(parents=True)
-    (folder / "torch" / "py311_cpu" / "op" / "lock").touch()
-    done = doctor(folder, "--json", "experiment=toy", "logger=none", TORCH_EXTENSIONS_DIR=str(folder / "torch"))
+    done = doctor(folder, "--json", "experiment=toy", "logger=none")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = dict(found["rows"])
     assert rows["torch"].startswith("2.")
     assert "`make train` makes it" in rows["base"]
-    assert "delete it, or a run may wait for it for ever" in found["warnings"][0]
+    assert found["errors"] == []
 
 
 def test_an_untrained_base_is_an_error_that_names_the_stage(folder):
@@ -49,7 +47,7 @@ def test_an_untrained_base_is_an_error_that_names_the_stage(folder):
     rows = dict(found["rows"])
     assert rows["end of answer"] == "supervised"
     assert ["The Rhine, the Danube and the Elbe.</s>", True] in found["pieces"]
-    assert rows["memory: head weights"].endswith("MB")
+    assert "not prepared yet" in rows["time to finish"]
     assert "another tokenizer, or a base that is not trained" in rows["one conversation: tokenizer"]
     assert found["errors"] == ["one conversation is not learnt; the first stage that disagrees is tokenizer"]
 
