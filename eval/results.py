@@ -88,13 +88,13 @@ def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
         same_shape = {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
     seconds = sum(turn.seconds for turn in turns)
     shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in PARTS}
-    nodes = of_steps(turns, "nodes")
+    steps = sum(turn.drafted.steps for turn in turns)
     return {
         "skipped": [{"question": question.id, "reason": reason} for question, reason in skipped.items()],
         "tokens": sum(len(turn.drafted.tokens) for turn in turns),
-        "steps": sum(turn.drafted.steps for turn in turns),
+        "steps": steps,
         **rates(turns, seed),
-        "nodes_per_step": float(nodes.mean()) if len(nodes) else 0.0,
+        "nodes_per_step": float(of_steps(turns, "nodes").sum()) / max(1, steps),
         "seeds": {"each": each, "std": std},
         "identical": {
             "compared": sum(turn.compared for turn in turns),
