@@ -22,6 +22,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.generate import continued, noise_seed
+from ctcdraft.model.export import load_head
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
 from .evaluate import Evaluated, Measurement, existing, latest, write_results
@@ -39,34 +40,34 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
 
     Raises ValueError as loading heads and questions does, and where a benchmark samples; nothing is written then.
     """
-    measurement = replace(measurement, draft=replace(measurement.draft, budget="fixed"))
+    draft = replace(measurement.draft, budget="fixed")
+    measurement = replace(measurement, draft=draft)
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
     if len(bench.temperatures) > 1:
         raise ValueError(f"count=true counts at one temperature: give one, not {bench.temperatures}")
-    if learning := measurement.draft.learns:
+    if learning := draft.learns:
         raise ValueError(
             f"count=true does not decode, and {learning} goes by what was decoded: leave out one of the two"
         )
     setting = {**measurement.setting(head_folders), "counted": True}
-    found = existing(folder, setting)
-    if found:
-        return found
-    decoders: dict[str, Decoder] = {}
-    bare = replace(measurement.draft, prompt_lookup=0)
-    for name, head_folder in head_folders.items():
-        decoders[name] = decoder = measurement.decoder(head_folder)
-        if decoder.draft.prompt_lookup:
-            decoders[f"{name}, no lookup"] = Decoder(base, decoder.head, bare)
-        if decoder.draft.kind == "tree":
-            decoders[f"{name}, no lookup, chain"] = Decoder(base, decoder.head, replace(bare, kind="chain"))
+    before = existing(folder, setting)
+    if before:
+        return before
+    drafts, bare = {"": draft}, replace(draft, prompt_lookup=0)
+    if draft.prompt_lookup:
+        drafts[", no lookup"] = bare
+    if draft.kind == "tree":
+        drafts[", no lookup, chain"] = replace(bare, kind="chain")
+    heads = {name: load_head(head_folder, base) for name, head_folder in head_folders.items()}
+    decoders = {f"{name}{way}": Decoder(base, heads[name], drafts[way]) for name in heads for way in drafts}
     decoders[LOOKUP_ALONE] = measurement.lookup_alone()
     questions = measurement.questions()
     answers = own_answers(base, questions, bench.max_new_tokens, cache, bench.temperatures[0])
     replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
     owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
-    drafts = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
+    found = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
     with latest(folder) as fresh:
-        results = write_results(fresh, setting, {"questions": len(questions), "drafts": drafts})
+        results = write_results(fresh, setting, {"questions": len(questions), "drafts": found})
         (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
     return Evaluated(results, folder)
 

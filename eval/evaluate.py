@@ -45,9 +45,6 @@ class Measurement:
         """Raises ValueError as `load_questions` does."""
         return load_questions(self.bench, self.base, self.data_folder, self.seed)
 
-    def decoder(self, head_folder: Path) -> Decoder:
-        return Decoder(self.base, load_head(head_folder, self.base), self.draft)
-
     def lookup_alone(self) -> Decoder:
         """The control that needs no head, under the same draft settings."""
         draft, copied = self.draft, self.draft.prompt_lookup or DraftConfig.prompt_lookup
@@ -114,15 +111,16 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     if found:
         return found
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
-    decoders = {label: measurement.decoder(head) for label, head in head_folders.items()}
+    heads = {label: load_head(head, base) for label, head in head_folders.items()}
+    decoders = {label: Decoder(base, head, measurement.draft) for label, head in heads.items()}
     questions = measurement.questions()
     turns = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
     rate = generate_rate(base, questions, bench)
     blocks = measured(turns, seed)
-    for heads in blocks.values():
-        for block in heads.values():
+    for several in blocks.values():
+        for block in several.values():
             block["tokens_per_second"]["generate"] = rate
-    figures: dict[str, Any] = {"temperatures": [{"temperature": t, "heads": heads} for t, heads in blocks.items()]}
+    figures: dict[str, Any] = {"temperatures": [{"temperature": t, "heads": several} for t, several in blocks.items()]}
     if "" in head_folders:
         figures = of_one_head(blocks, "")
     with latest(folder) as fresh:

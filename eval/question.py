@@ -59,12 +59,10 @@ class Question:
     def problem(self, base: Base) -> str | None:
         """Why it cannot be asked."""
         try:
-            if self.prompt:
-                return base.unreadable(self.prompt)
-            ids = question_ids(base.tokenizer, self.turns, self.system, self.tools, base.template_args)
-            return base.unreadable(ids)
+            ids = self.prompt or question_ids(base.tokenizer, self.turns, self.system, self.tools, base.template_args)
         except RowError as error:
             return str(error)
+        return base.unreadable(ids)
 
 
 def question_of(kind: str, row: Any, number: int) -> Question:

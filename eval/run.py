@@ -120,18 +120,15 @@ def balanced_orders(sides: Sequence[Side]) -> list[list[Side]]:
 def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig) -> float:
     """Tokens per second of transformers' own `generate`, greedy, on the first few questions' first turns."""
     tokens, seconds = 0, 0.0
-    few = [questions[0], *questions[:GENERATE_TURNS]]
-    for number, question in enumerate(tqdm(few, "transformers' generate", unit="question", mininterval=1)):
-        prompt = question.prompt_after(base)
-        room = min(config.max_new_tokens, base.context_length - len(prompt))
-        if room < 1:
-            continue
-        ids = torch.tensor([prompt], device=base.device)
-        start = time.perf_counter()
-        out = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
-        if number:  # the very first is a warm-up
-            seconds += time.perf_counter() - start
-            tokens += out.shape[1] - len(prompt)
+    for number, question in enumerate([questions[0], *questions[:GENERATE_TURNS]]):
+        ids = torch.tensor([question.prompt_after(base)], device=base.device)
+        room = min(config.max_new_tokens, base.context_length - ids.shape[1])
+        if room > 0:
+            start = time.perf_counter()
+            out = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
+            if number:  # the very first is a warm-up
+                seconds += time.perf_counter() - start
+                tokens += out.shape[1] - ids.shape[1]
     return tokens / seconds if seconds else 0.0
 
 
