@@ -211,7 +211,7 @@ def answered(tokens, steps, fast, plain, accepted, expected, *, nodes=(), questi
     drafted = Generation([0] * tokens, steps=steps, accepted=accepted, expected=expected, nodes=list(nodes))
     drafted.seconds["verify"] = fast / 2
     question = question or Question("q", "a", ("x",))
-    return Turn(question, setting or Setting(), drafted=drafted, seconds=fast, plain_seconds=plain)
+    return Turn(question, setting or Setting(), drafted=drafted, seconds=fast, plain_seconds=plain, plain_tokens=tokens)
 
 
 def test_figures_are_what_their_names_say():
