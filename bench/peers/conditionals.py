@@ -11,6 +11,7 @@ Shape suffixes: B batch, L positions, F hidden states of several layers side by 
 import heapq
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Protocol
 
 import numpy as np
@@ -73,6 +74,7 @@ class PeerHead:
     def __init__(self, drafter: Drafter, base: Base, nodes: int) -> None:
         self.drafter, self.nodes, self.ends = drafter, nodes, frozenset(base.eos_ids)
         self.attended, self.hidden_size = drafter.layers, drafter.hidden_size
+        self.config = SimpleNamespace(slots=drafter.depth)
 
     def parameters(self) -> Iterator[Tensor]:
         """One, in the precision in which it is given hidden states."""
@@ -82,7 +84,7 @@ class PeerHead:
         """It has its own."""
 
     @torch.no_grad()
-    def drafts(self, hidden_BLF: Tensor, root_BL: Tensor, anchors: Anchors, vocabulary: None) -> list[Tree]:
+    def drafts(self, hidden_BLF: Tensor, root_BL: Tensor, anchors: Anchors, *_: None) -> list[Tree]:
         """Of each anchor all nodes that the largest tree and chain need."""
         drafted = []
         for row in anchors.batch_N.unique_consecutive():
