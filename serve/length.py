@@ -2,8 +2,9 @@
 
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
 grows along a chain, so the likeliest n tokens of all chains are beginnings of them, and the n with the most tokens per
-second is the best. Large batches make rows dear: there chains get short, and where even the draft itself costs more
-than it brings, the head rests, and copies, which cost nothing, are all that is drafted.
+second is the best. psi counts as much as it was seen to be worth in batches of that size. Large batches make rows dear:
+there chains get short, and where even the draft itself costs more than it brings, the head rests, and copies, which cost
+nothing, are all that is drafted.
 
 `draft.budget=measured` does this for one sequence of our own decoder (model/draft/budget.py).
 """
@@ -19,20 +20,25 @@ WEIGHT = 0.15  # of a new observation
 OUTLIER = 3.0  # times the average: what the machine does besides
 TRIES = (0.0, 1.0, 0.5, 0.25)  # shares of the longest chains with which a batch size begins
 ROUNDS = 3  # of these
-AGAIN = 64  # steps from one such try to the next
-REST = 32  # steps that a head rests for
-MARGIN = 1.02  # that drafting must be faster by: psi is an estimate
+AGAIN = 128  # steps from one such try to the next
+REST, LONGEST_REST = 32, 512  # steps that a head rests for, twice as many each time
+MARGIN = 1.02  # that drafting must be faster by
 
 
 class StepTimes:
-    """Seconds of steps of one batch size by their rows, and of a head's drafts. Averages, in buckets of an eighth."""
+    """Seconds of steps of one batch size by their rows, in buckets of an eighth, and of a head's drafts; and how many
+    drafted tokens were accepted, beside the psi that they had. All of it averages."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[float, float]] = {}  # bucket -> rows, seconds
         self.draft: float | None = None
         self.steps = 0
+        self.hope = self.hoped = self.accepted = 0.0
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, accepted: int) -> None:
+        """A step whose drafts were accepted to that extent."""
+        self.hoped += WEIGHT * (self.hope - self.hoped)
+        self.accepted += WEIGHT * (accepted - self.accepted)
         bucket = round(8 * np.log2(rows))
         old_rows, old = self.known.get(bucket, (float(rows), seconds))
         self.known[bucket] = _averaged(old_rows, rows), _averaged(old, seconds)
@@ -61,7 +67,7 @@ class Lengths:
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, StepTimes] = {}
-        self._resting = 0
+        self._resting, self._rest = 0, REST
 
     def times(self, requests: int) -> StepTimes:
         """Batches of like sizes share theirs."""
@@ -77,17 +83,21 @@ class Lengths:
         times, B = self.times(len(chains)), len(chains)
         tried = self._tried(times)
         times.steps += 1
-        if tried is not None:
-            return [chain.first(tried) for chain in chains]
-        if not times.known:  # prompts were read in every step so far
-            return list(chains)
+        if tried is not None or not times.known:  # nothing is known while prompts are read in every step
+            cut = [chain.first(self.most if tried is None else tried) for chain in chains]
+            times.hope = float(sum(chain.psi.sum() for chain in cut))
+            return cut
         psi_N = np.concatenate([chain.psi for chain in chains])
         order_N = np.argsort(-psi_N, kind="stable")
-        tokens = B + np.concatenate([[0.0], np.cumsum(psi_N[order_N], dtype=np.float64)])
+        hope = np.concatenate([[0.0], np.cumsum(psi_N[order_N], dtype=np.float64)])
+        tokens = B + hope * (times.accepted / times.hoped if times.hoped else 1.0)
         seconds = times.of(B + np.arange(len(psi_N) + 1))
         best = int(np.argmax(tokens / seconds))
-        if by_head and tokens[best] / (seconds[best] + (times.draft or 0.0)) * seconds[0] < MARGIN * B:
-            self._resting = REST
+        if by_head:
+            pays = tokens[best] / (seconds[best] + (times.draft or 0.0)) * seconds[0] >= MARGIN * B
+            self._resting = 0 if pays else self._rest
+            self._rest = REST if pays else min(2 * self._rest, LONGEST_REST)
+        times.hope = hope[best]
         of_chain_N = np.repeat(np.arange(B), [len(chain) for chain in chains])
         counts = np.bincount(of_chain_N[order_N[:best]], minlength=B)
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]

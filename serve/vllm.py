@@ -190,7 +190,8 @@ class Proposer:
             return chains
         lengths = self.lengths
         if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
-            lengths.times(len(requests)).observe(begins[len(requests)], came - left)
+            accepted = sum(map(len, sampled_token_ids)) - len(requests)
+            lengths.times(len(requests)).observe(begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
         table_BM = step.attention.block_table_tensor[asked]
         trees = self.drafter.chains(step.hidden_NX[rows], read, table_BM, rooms, by_head)

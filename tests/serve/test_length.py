@@ -8,7 +8,7 @@ MOST = 8
 LEARN = ROUNDS * len(TRIES)
 
 
-def serve(lengths, requests, psi, seconds, draft, steps):
+def serve(lengths, requests, psi, seconds, draft, steps, worth=1.0):
     """Steps of a batch whose chains have psi, on an engine of that time per rows; the lengths that were chosen."""
     chosen = []
     for _ in range(steps):
@@ -17,7 +17,8 @@ def serve(lengths, requests, psi, seconds, draft, steps):
         times = lengths.times(requests)
         times.observe_draft(draft)
         chains = lengths.cut(drafted, by_head)
-        times.observe(requests + sum(map(len, chains)), seconds(requests + sum(map(len, chains))))
+        rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
+        times.observe(rows, seconds(rows), accepted)
         chosen.append(([len(chain) for chain in chains], by_head))
     return chosen
 
@@ -54,6 +55,13 @@ def test_a_head_whose_drafts_cost_more_than_they_bring_rests_and_is_tried_again(
     assert 0 < sum(later) <= len(later) / 10
     seconds = sum(1 + 0.1 * (16 + sum(lengths)) + 2.0 * by_head for lengths, by_head in chosen[LEARN + 1 :])
     assert seconds < 1.1 * (1 + 0.1 * 16) * len(later)
+
+
+def test_psi_that_promises_too_much_counts_for_what_it_is_worth():
+    cost = lambda rows: 1.0 + 0.2 * rows  # noqa: E731
+    honest = serve(Lengths(MOST), 1, 0.7, cost, 0.0, LEARN + 30)[-1][0]
+    boasting = serve(Lengths(MOST), 1, 0.7, cost, 0.0, LEARN + 30, worth=0.5)[-1][0]
+    assert boasting[0] < honest[0]
 
 
 def test_lengths_are_tried_again_now_and_then():
