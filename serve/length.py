@@ -3,7 +3,7 @@
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
 grows along a chain, so the likeliest n tokens of all chains are beginnings of them, and the n with the most tokens per
 second is the best. psi counts as much as it was seen to be worth in batches of that size. Large batches make rows dear:
-there chains get short, and where even the draft itself costs more than it brings, the head rests, and copies, which cost
+there chains get short. Where even the draft itself costs more than it brings, the head rests, and copies, which cost
 nothing, are all that is drafted.
 
 `draft.budget=measured` does this for one sequence of our own decoder (model/draft/budget.py).
