@@ -75,7 +75,7 @@ class Study:
     def train(self, variant):
         """Steps and seconds of its run. Those that time a step are of a run of their own."""
         name, steps = self.name(variant), self.steps(variant)
-        self.run("train.py", variant, f"name={name}", f"train.steps={steps}", "bench.questions=1")
+        self.run(variant, [f"name={name}", f"train.steps={steps}"])
         return self.rows(name)[-1]
 
     def steps(self, variant):
@@ -83,7 +83,7 @@ class Study:
         kept = self.runs / f"{self.name(variant)}-steps.json"
         if not kept.is_file():
             probe = f"{self.name(variant)}-probe"
-            self.run("train.py", variant, f"name={probe}", f"train.steps={2 * SETTLED}", "bench.questions=1")
+            self.run(variant, [f"name={probe}", f"train.steps={2 * SETTLED}"])
             seconds = [row["perf/step_seconds"] for row in self.rows(probe) if row["step"] > SETTLED]
             kept.write_text(json.dumps(max(1, round(60 * self.minutes / (sum(seconds) / len(seconds))))))
         return json.loads(kept.read_text())
@@ -96,30 +96,32 @@ class Study:
         heads = f"heads=[{','.join(map(self.name, self.variants))}]"
         bench = ["bench=heldout", f"bench.questions={self.given.questions}", f"draft.nodes={NODES}"]
         words = [heads, "count=true", *bench, f"runs_dir={self.runs}"]
-        self.call("eval.py", *words)
+        self.call("eval.py", words)
         folder = self.runs / self.name(self.variants[0]) / "eval" / "heldout-count"
         results = json.loads((folder / "results.json").read_text())
         return results["drafts"], results["questions"]
 
-    def run(self, entry, variant, *more):
-        self.call(entry, *self.words(variant), "train.log_every=1", "bench.max_new_tokens=8", *more)
+    def run(self, variant, options):
+        words = [*self.words(variant), "train.log_every=1", "bench.max_new_tokens=8", "bench.questions=1", *options]
+        self.call("train.py", words)
 
-    def call(self, entry, *words):
+    def call(self, entry, words):
         done = subprocess.run([sys.executable, ROOT / "launch" / entry, *words], capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{entry} {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
 
 
-def row(variant, trained, chain, tree, both):
-    """One line of the table: each of the drafts with its interval."""
+def row(variant, steps, drafts):
+    """One line of the table: chain, tree, and that beside lookup, each with its interval."""
 
     def tau(one):
         low, high = one["tokens_per_step_ci95"]
         return f"{one['tokens_per_step']:.2f} [{low:.2f}, {high:.2f}]"
 
+    chain, tree, both = drafts
     first = f"{chain['right_at_depth'][0]:.3f}"
     believed = f"{tree['expected']:.2f} / {tree['accepted']:.2f}"
-    return variant, trained["step"], first, tau(chain), tau(tree), tau(both), believed
+    return variant, steps, first, tau(chain), tau(tree), tau(both), believed
 
 
 def main():
@@ -143,7 +145,7 @@ def main():
     for variant in study.variants:
         name = study.name(variant)
         kinds = [found[f"{name}, no lookup, chain"], found[f"{name}, no lookup"], found[name]]
-        table.append(row(variant, trained[variant], *kinds))
+        table.append(row(variant, trained[variant]["step"], kinds))
     header = ("variant", "steps", "slot 1 right", "chain", f"N={NODES}", f"N={NODES}, lookup", "psi / accepted")
     command = " ".join(["python bench/ablation.py", *sys.argv[1:]])
     lookup = next(one for label, one in found.items() if not label.startswith(f"{given.name}-"))

@@ -65,8 +65,8 @@ class Draft:
 
     def __call__(self):
         newest, decoder = self.cache.newest([ACCEPTED], ACCEPTED, self.root.device), self.decoder
-        read = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED], newest
-        (drafted,) = self.head.drafts(*read, decoder.vocabulary, self.cache)
+        hidden, root = self.hidden[:, :ACCEPTED], self.root[:, :ACCEPTED]
+        (drafted,) = self.head.drafts(hidden, root, newest, decoder.vocabulary, self.cache)
         decoder.drafter.tree(drafted, Frontier(self.read, ()))
 
 

@@ -24,7 +24,7 @@ child.wait()
 """
 
 
-def start(*options):
+def start(options):
     environment, command = {**os.environ, "PYTHON": sys.executable}, [gpu.ROOT / "bench" / "gpu.sh", *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
@@ -34,7 +34,7 @@ def parts_of(folder):
 
 
 def test_a_dry_run_does_every_part(tmp_path):
-    done = start("--dry", "--out", tmp_path)
+    done = start(["--dry", "--out", tmp_path])
     assert {row["part"]: row["outcome"] for row in parts_of(tmp_path)} == {part.name: "done" for part in gpu.PARTS}
     assert done.returncode == 0
     table = (tmp_path / "gpu.md").read_text()
@@ -48,13 +48,13 @@ def test_a_dry_run_does_every_part(tmp_path):
 
 
 def test_what_is_missing_and_what_has_no_time_left_is_skipped_with_the_reason(tmp_path):
-    done = start("--only", "train", "mt_bench", "--smollm2", tmp_path / "none", "--out", tmp_path)
+    done = start(["--only", "train", "mt_bench", "--smollm2", tmp_path / "none", "--out", tmp_path])
     assert done.returncode == 0
     reasons = [f"skipped: {tmp_path}/none is not there", "skipped: --mt-bench is not given"]
     assert [row["outcome"] for row in parts_of(tmp_path)] == reasons
-    assert start("--dry", "--only", "decode", "--minutes", "0", "--out", tmp_path).returncode == 0
+    assert start(["--dry", "--only", "decode", "--minutes", "0", "--out", tmp_path]).returncode == 0
     assert [row["outcome"] for row in parts_of(tmp_path)] == ["skipped: no time is left"]
-    assert start("--only", "drafts").returncode == 2
+    assert start(["--only", "drafts"]).returncode == 2
 
 
 def test_a_part_that_is_late_is_ended_with_all_that_it_began(tmp_path):
