@@ -4,18 +4,19 @@ python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [-
 
 Base and head (of the default's shape) have random weights, which timing does not mind; acceptance is then set by a
 script: the head drafts and the tree is searched as always, and then some of its nodes are replaced by what the base is
-known to say next. Plain and speculative decoding alternate. "overhead" is what is neither base nor head forward. On a
-GPU both replay CUDA graphs; --eager measures them without.
+known to say next. Plain and speculative decoding alternate. On a GPU both replay CUDA graphs, of one sequence; --eager
+measures them without graphs as well.
 """
 
 import argparse
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from measure import interleaved, spread, told
+from measure import interleaved, keep, spread, told
 from tqdm import tqdm
 from train_step import SHAPES as STEP_SHAPES
 from train_step import random_base, random_head
@@ -52,18 +53,22 @@ class Scripted(Decoder):
         return Tree(tokens, parents, depths, tree.psi)
 
 
-def measured(name, batch, given):
-    """One row per number of nodes: a batch of equal prompts, drafted and plainly."""
-    shape = SHAPES[name]
-    base = random_base(shape)
+@cache
+def random_model(name):
+    base = random_base(SHAPES[name])
     torch.manual_seed(0)
-    head = random_head(base, "full").to(base.dtype).eval()
+    return base, random_head(base, "full").to(base.dtype).eval()
+
+
+def measured(name, batch, eager, given):
+    """One row per number of nodes: a batch of equal prompts, drafted and plainly."""
+    shape, (base, head) = SHAPES[name], random_model(name)
     prompts = [np.random.default_rng(0).integers(3, shape.vocab, shape.length).tolist()] * batch
     plain = Decoder(base)
     drafts = {n: DraftConfig(nodes=n, budget="fixed") for n in given.nodes}
     decoders = {n: Scripted(base, head, draft, given.accept) for n, draft in drafts.items()}
     for decoder in (plain, *decoders.values()):
-        decoder.graphs &= not given.eager
+        decoder.graphs &= not eager and batch == 1
     truth = plain.generate(prompts, given.tokens, eos=[])[0].tokens
     outs = {}
 
@@ -84,6 +89,7 @@ def measured(name, batch, given):
             {
                 "shape": name,
                 "batch": batch,
+                "graphs": plain.graphs,
                 "nodes": n,
                 "tokens_per_step": out.tokens_per_step,
                 "speedup": speedup,
@@ -102,6 +108,7 @@ def table(rows):
         (
             row["shape"],
             row["batch"],
+            "yes" if row["graphs"] else "no",
             row["nodes"],
             f"{row['tokens_per_step']:.2f}",
             f"{row['speedup']:.2f}",
@@ -113,7 +120,7 @@ def table(rows):
         )
         for row in rows
     ]
-    header = ("shape", "batch", "N", "tokens/step", "speedup", "conversion", "plain ms", "step ms")
+    header = ("shape", "batch", "graphs", "N", "tokens/step", "speedup", "conversion", "plain ms", "step ms")
     return markdown_table((*header, "verify", "draft", "tree", "other", "identical"), lines)
 
 
@@ -125,12 +132,14 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences together")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs as well")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    work = tqdm([*product(options.shape, options.batch)], desc="decode", leave=False)
-    rows = [row for name, batch in work for row in measured(name, batch, options)]
-    told(f"; scripted acceptance of {options.accept} draft tokens", table(rows), rows, options.out)
+    rows, eager = [], [False, True] if options.eager else [False]
+    for name, batch, without in tqdm([*product(options.shape, options.batch, eager)], desc="decode", leave=False):
+        rows += measured(name, batch, without, options)
+        keep(rows, options.out)  # a process that is ended leaves what it has
+    told(f"; scripted acceptance of {options.accept} draft tokens", table(rows))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ PARTS = [
         what="their errors on the shapes of a 7B base",
         minutes=4,
         command="bench/fused_ctc.py --grid errors --out {out}/errors",
-        dry="bench/fused_ctc.py --grid dry --out {out}/errors",
+        dry="bench/fused_ctc.py --grid 'dry errors' --out {out}/errors",
     ),
     Part(
         name="graphs",
@@ -70,16 +70,9 @@ PARTS = [
     Part(
         name="decode",
         what="decoding of a 7B-shaped base with scripted drafts",
-        minutes=8,
-        command="bench/decode.py --shape vicuna_7b --rounds 3 --nodes 8 16 32 64 --out {out}/decode.json",
-        dry="bench/decode.py --shape tiny --rounds 1 --tokens 16 --nodes 8 --out {out}/decode.json",
-    ),
-    Part(
-        name="eager",
-        what="the same without CUDA graphs",
-        minutes=5,
-        command="bench/decode.py --shape vicuna_7b --rounds 3 --nodes 32 --eager --out {out}/eager.json",
-        dry="bench/decode.py --shape tiny --rounds 1 --tokens 16 --nodes 8 --eager --out {out}/eager.json",
+        minutes=12,
+        command="bench/decode.py --shape vicuna_7b --rounds 3 --nodes 8 16 32 64 --eager --out {out}/decode.json",
+        dry="bench/decode.py --shape tiny --rounds 1 --tokens 16 --nodes 8 --eager --out {out}/decode.json",
     ),
     Part(
         name="batches",
@@ -110,7 +103,7 @@ PARTS = [
         what="time and memory of the loss beside its rivals",
         minutes=15,
         command="bench/fused_ctc.py --grid gpu --out {out}/loss",
-        dry="bench/fused_ctc.py --grid dry --out {out}/loss",
+        dry="bench/fused_ctc.py --grid dry --rounds 1 --skip-memory --out {out}/loss",
     ),
     Part(
         name="step",

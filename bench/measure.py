@@ -87,8 +87,12 @@ def _peak_kilobytes():
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1])
 
 
-def told(title, table, rows, out):
-    """Print what was measured, and keep the figures in the file `out` if one is given."""
+def told(title, table):
+    """Print what was measured."""
     print(f"Machine: {machine()}. Median of interleaved rounds{title}.\n\n{table}")
+
+
+def keep(rows, out):
+    """The figures so far in the file `out`, if one is given."""
     if out:
         out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

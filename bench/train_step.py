@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from measure import DEVICE, interleaved, spread, told, wait
+from measure import DEVICE, interleaved, keep, spread, told, wait
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -285,7 +285,8 @@ def main():
     if options.whole:
         return print(whole_steps(options.dtype, options.rounds))
     rows = [row for name in options.shape for row in measured(name, options.anchors, options.rounds)]
-    told("", table(rows), rows, options.out)
+    keep(rows, options.out)
+    told("", table(rows))
 
 
 if __name__ == "__main__":
