@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 HEAVY = (  # files that take longest, longest first (`make test ARGS=--durations=0`)
     "train/test_training.py",
-    "model/test_replay.py",
     "train/test_watchdog.py",
+    "bench/test_gpu.py",
     "train/test_regenerate_server.py",
     "train/test_ranks.py",
     "model/decode/test_decoder.py",
     "train/test_overfit.py",
     "model/load/test_architectures.py",
+    "model/test_replay.py",
     "train/test_regenerate.py",
     "model/draft/test_prompt_lookup.py",
     "launch/test_safety.py",
