@@ -143,7 +143,7 @@ def run(words, seconds, log, environment):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return outcome, lines[-1].strip()[:100] if lines else ""
+    return outcome, " ".join(lines[-1].replace("|", " ").split())[:100] if lines else ""
 
 
 def write(rows, out):
