@@ -37,7 +37,7 @@ VARIANTS = {
     "no transition": ("head.transition=none",),
     "weights 0.9^k": ("objective.decay=0.9",),
     "chosen tokens": ("objective.distill=0.0",),
-    "4 labels": ("head.slots=5", "objective.labels=4"),
+    "6 labels": ("head.slots=7", "objective.labels=6"),
     "8 labels": ("head.slots=9", "objective.labels=8"),
     "8k draft tokens": ("head.draft_vocab_size=8192",),
     "whole vocabulary": ("head.draft_vocab_size=null",),

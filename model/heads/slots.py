@@ -31,7 +31,7 @@ class ParallelConfig(HeadConfig):
     other. transition, rank: see transition.py."""
 
     kind: Literal["parallel"] = "parallel"
-    slots: Size = 7  # tokens or blanks per draft; a real base accepts 2 to 4 at a time
+    slots: Size = 5  # tokens or blanks per draft; a real base accepts 2 to 4 at a time
     layers: Layers = 2  # of the base's last ones, copied: the body, which sees the base's own keys and values
     transition: Literal["none", "full"] = "none"  # on the token collapsed before: none | full
     rank: Size = 128  # of the transition's matrices
