@@ -79,7 +79,7 @@ def answers(server, prompts, batch, options):
 
 
 def measured(servers, prompts, batch, options):
-    groups = np.array_split(np.arange(len(prompts)), max(2, len(prompts) // max(batch, options.group)))
+    groups = np.array_split(np.arange(len(prompts)), max(1, len(prompts) // max(batch, options.group)))
     seconds, tokens, counts = defaultdict(list), defaultdict(list), defaultdict(float)
     orders = balanced_orders([*servers])
     for server in servers.values():  # compiles, and fills the head's step times
