@@ -41,7 +41,7 @@ def interval(block, name, ends):
 
 
 def decoded(base, decoders, options):
-    bench = {"max_new_tokens": options.tokens, "questions": options.count, "warmups": 1}
+    bench = {"max_new_tokens": options.tokens, "questions": options.count, "warmups": 1, "seeds": 1}
     config = BenchConfig(options.bench, path=options.questions, temperatures=options.temperatures, **bench)
     turns = run(base, decoders, load_questions(config, base, None, 0), config)
     header = ("draft", "tokens per step", "beside the first", "speedup", "drafted", "accepted", "from", "identical")
