@@ -94,7 +94,7 @@ class OverfitCheck:
     @cached_property
     def noise(self) -> float:
         """What rounding may do to a logit of the answer in the width of a decoding step."""
-        return shape_noise(self.base, self.prompt, self.ids[len(self.prompt) :], self.draft.nodes + 1).logit
+        return shape_noise(self.base, self.prompt, self.ids[len(self.prompt) :], self.draft.most_nodes + 1)
 
     @cached_property
     def _inputs(self) -> tuple[Tensor, Tensor]:

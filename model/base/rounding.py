@@ -10,7 +10,6 @@ Shape suffixes: V vocabulary, Q rows of a forward, K cached and new entries, R r
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,33 +22,11 @@ TIE_GAP = 1e-5
 SPACINGS = 8
 
 
-@dataclass(frozen=True)
-class ShapeNoise:
-    """The most that another shape moved, over some tokens. nats: a next token's distribution, as a Kullback-Leibler
-    divergence; logit: a single logit."""
-
-    nats: float
-    logit: float
-
-
-def shape_noise(base: Base, prompt: Sequence[int], tokens: Sequence[int], width: int) -> ShapeNoise:
-    """Between one row at a time and `width`, before each of the tokens behind the prompt."""
-    nats = logit = 0.0
+def shape_noise(base: Base, prompt: Sequence[int], tokens: Sequence[int], width: int) -> float:
+    """The most that a logit differs between one row at a time and `width`, before each of the tokens behind the
+    prompt."""
     both = (forced_logits(base, prompt, tokens, rows) for rows in (width, 1))
-    for wide_V, narrow_V in zip(*both, strict=True):
-        nats = max(nats, float(divergence(wide_V, narrow_V)))
-        logit = max(logit, float((wide_V.double() - narrow_V.double()).abs().max()))
-    return ShapeNoise(nats, logit)
-
-
-def divergence(got_RV: Tensor, want_RV: Tensor) -> Tensor:
-    """KL(softmax(want) || softmax(got)) of logits, [R] in nats.
-
-    It weighs a logit by its probability, so what rounding does to tens of thousands of unlikely tokens adds up to next
-    to nothing, where the largest of their differences is as large as that of a fault.
-    """
-    got_RV, want_RV = got_RV.double().log_softmax(-1), want_RV.double().log_softmax(-1)
-    return (want_RV.exp() * (want_RV - got_RV)).sum(-1)
+    return max(float((wide_V.double() - narrow_V.double()).abs().max()) for wide_V, narrow_V in zip(*both, strict=True))
 
 
 def bound_of(logits_V: Tensor) -> float:

@@ -111,15 +111,6 @@ def _prefixes(count, T, columns):
 
 
 @njit(cache=True)
-def first_emissions(lattice):
-    """What slots emit before anything is collapsed: p_t(y) [T, Y] and p_t(blank) [T]."""
-    p, blank = np.empty_like(lattice.log_p), np.empty_like(lattice.log_blank)
-    for t in range(len(p)):
-        blank[t] = _emit(p[t], lattice, t, False, -1)
-    return p, blank
-
-
-@njit(cache=True)
 def _hand_on(children, pb, pn, t, p, p_blank, stay):
     """What slot t adds to psi of a prefix followed by each column, of which the one that repeats its last token needs a
     blank before it; and how likely the prefix still is all that was written after that slot."""

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattices import TOPOLOGIES, brute_psi, lattice_from_logits, prefixes, random_lattice
 
+from ctcdraft.model.draft.growth import LatticePrefix
 from ctcdraft.model.draft.tree import search
-from ctcdraft.model.lattice.best_first import first_emissions
 from ctcdraft.model.lattice.candidates import Tables, candidates_of
 from ctcdraft.model.lattice.topology import CTC, Topology
 
@@ -200,7 +200,9 @@ def test_top_k_keeps_the_full_normaliser():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(7))
     lattice = lattice_from_logits(logits, torch.zeros(3), 4)
     full = torch.cat([logits, torch.zeros(3, 1)], 1).softmax(1)
-    assert np.allclose(first_emissions(lattice)[0], full[:, lattice.tokens], atol=1e-6)
+    prefix = LatticePrefix(lattice)
+    prefix.row()
+    assert np.allclose(prefix.emitted, full[:, lattice.tokens], atol=1e-6)
     assert len(lattice.tokens) == 4
     peak = full[:, :50].amax(dim=0)
     assert set(lattice.tokens) == set(peak.topk(4).indices.tolist())
