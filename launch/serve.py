@@ -50,7 +50,8 @@ def main(config: ServeEntry) -> int:
     with log.open("wb") as out:
         # in a session of its own: Ctrl-C is for us, who ask it how it went before it ends
         engine = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # a shell that starts us in the background has SIGINT ignored
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     address = f"http://{'127.0.0.1' if config.host == '0.0.0.0' else config.host}:{config.port}"
     try:
         wait_until_healthy(engine, address, log, config.wait)
@@ -61,7 +62,8 @@ def main(config: ServeEntry) -> int:
         print(f"\n{acceptance(address)}", flush=True)
     finally:
         end(engine)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 

@@ -3,9 +3,9 @@
 from ctcdraft.model import DraftConfig, export_head, load_base
 from ctcdraft.model.heads import CtcConfig
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
-from ctcdraft.train.loop import Plan, TrainConfig
 from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import DataConfig
+from ctcdraft.train.step import Plan, TrainConfig
 from ctcdraft.train.task import ObjectiveConfig
 from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
 

@@ -155,7 +155,7 @@ def test_a_whole_checkpoint_that_is_not_ours_is_one_sentence(small, copy, what):
     manifest = copy / "checkpoints" / "step_000006" / "manifest.json"
     facts = change(json.loads(manifest.read_text()))
     facts.pop("sha256")
-    manifest.write_text(json.dumps({**facts, "sha256": folders._digest(facts)}))
+    manifest.write_text(json.dumps({**facts, "sha256": folders.digest_of(facts)}))
     with pytest.raises(ValueError, match=rf"step_000006 cannot be used, though it is whole .*{reason}.*: delete it"):
         small(copy)
 

@@ -30,8 +30,8 @@ bits += [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), h
 context, token, blank = (torch.randn(*shape, generator=g).numpy() / 8 for shape in ((V, R), (V, R), (R,)))
 blank_NT, logits_NTV = torch.randn(N, T, generator=g), torch.randn(N, T, V, generator=g)
 moved = torch.randn(N, T, R, generator=g), torch.arange(N), Tables(context, token, blank)
-given = [(logits_NTV, blank_NT, K, topology, None, moved) for topology in (CTC, Topology(merge=False, band=1))]
-trees = [search(one, 64) for both in given for one in candidates_of(*both).lattices()]
+both = [candidates_of(logits_NTV, blank_NT, K, topology, moved=moved) for topology in (CTC, Topology(False, 1))]
+trees = [search(lattice, 64) for one in both for lattice in one.lattices()]
 bits += [torch.from_numpy(part) for tree in trees for part in (tree.tokens, tree.psi)]
 print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1).sum()) for part in bits])
 """
