@@ -138,6 +138,7 @@ def _drawn(decoder, prompt, settings):
     return counts, tokens, accepted
 
 
+@pytest.mark.slow
 def test_candidates_that_are_drawn_keep_the_joint_distribution(six):
     torch.manual_seed(0)
     head = head_on(six, CtcConfig(slots=4)).double().eval()
@@ -148,6 +149,7 @@ def test_candidates_that_are_drawn_keep_the_joint_distribution(six):
     assert _chi_square(_pooled(counts, p), _pooled(p, p)) > 1e-3
 
 
+@pytest.mark.slow
 def test_shared_noise_accepts_more_than_that_of_another_position_and_changes_no_token(six, monkeypatch):
     torch.manual_seed(0)
     head = head_on(six, CtcConfig(slots=4)).double().eval()

@@ -12,6 +12,8 @@ from ctcdraft.model.decode.accept import accept_drawn
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.draft.growth import Row, Rule, grow
 
+pytestmark = pytest.mark.slow
+
 P = torch.tensor([[0.1, 0.35, 0.3, 0.05, 0.2]], dtype=torch.float64).log()
 Q = np.array([0.45, 0.1, 0.2, 0.2, 0.05])
 DRAWS = 20000
