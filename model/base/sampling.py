@@ -49,7 +49,7 @@ class Sampling:
             logits_RV = self.penalised(logits_RV, seen_RV)
         if self.temperature == 0.0 or noise_RV is None:
             return logits_RV.argmax(dim=-1)
-        return (self._warped(logits_RV).double() + noise_RV).argmax(dim=-1)
+        return (self.warped(logits_RV).double() + noise_RV).argmax(dim=-1)
 
     def penalised(self, logits_RV: Tensor, seen_RV: Tensor) -> Tensor:
         """Logits of the tokens that were seen, less likely by the repetition penalty."""
@@ -58,9 +58,9 @@ class Sampling:
 
     def probabilities(self, logits_RV: Tensor) -> Tensor:
         """What `choose` draws from at a temperature above 0, without a penalty: [R, V]."""
-        return self._warped(logits_RV).softmax(dim=-1)
+        return self.warped(logits_RV).softmax(dim=-1)
 
-    def _warped(self, logits_RV: Tensor) -> Tensor:
+    def warped(self, logits_RV: Tensor) -> Tensor:
         """Logits over the temperature, the largest at 0: over 1e-45 they would all be infinite, and alike. -inf where
         top_k and top_p leave a token out."""
         logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)

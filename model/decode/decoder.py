@@ -20,7 +20,6 @@ from ..draft import tree as trees
 from ..draft.budget import SIZES, Budget, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
-from ..draft.prompt_lookup import BUILT_IN
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Lattice
@@ -49,9 +48,8 @@ class Decoder:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
         self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
-        self.drafter = Drafter(self.draft)
-        if head is not None:
-            self.drafter = Drafter(self.draft, head.calibration, head.copy_rates or BUILT_IN)
+        fitted = (None, None) if head is None else (head.calibration, head.copy_rates)
+        self.drafter = Drafter(self.draft, calibration=fitted[0], copy_rates=fitted[1])
         one_pass = self.head is None or isinstance(self.head, OnePassHead)
         self.graphs = base.device.type == "cuda" and one_pass and self.draft.proposal != "sampled"
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
@@ -186,9 +184,9 @@ class Decoder:
         drafts = [trees.EMPTY] * len(step.active)
         if not self.drafts:
             return drafts
-        frontiers = [request.frontier for request in step.active]
 
         def noise() -> Tensor | None:
+            frontiers = [request.frontier for request in step.active]
             return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
 
         drafted: Sequence[Lattice | Tree] = drafts if self.head is None else step.draft(noise)

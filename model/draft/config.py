@@ -70,8 +70,8 @@ class DraftConfig:
         return sum(accumulate(self.k, mul)) if self.kind == "ranked" else self.nodes
 
     @property
-    def learns(self) -> str:
-        """The option by which drafts depend on what was decoded before, if there is one."""
+    def needs_decoding(self) -> str:
+        """The option whose drafts, or what becomes of them, decoding alone can tell; empty where there is none."""
         phrases = [source for source in self.graft if "phrases" in source]
         if self.proposal == "sampled":
             return "draft.proposal=sampled"

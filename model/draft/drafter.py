@@ -60,20 +60,21 @@ class Stop:
             return
         self.accepted = 0.5 * self.accepted + 0.5 * len(path) / deepest
         step = self.EPSILON if self.accepted < self.ALPHA else 0.0 if deepest >= longest else -self.EPSILON
-        self.least += 0.1 * step
+        self.least = min(max(self.least + 0.1 * step, 0.0), 1.0)  # beyond these nothing changes, but the way back
 
 
 @dataclass
 class Drafter:
     """Makes drafts as `config` says. calibration, copy_rates: what psi of the head and copied tokens are worth, where
-    that was measured."""
+    that was measured. shared, own: phrases of all requests, and of each."""
 
     config: DraftConfig
     calibration: Calibration | None = None
-    copy_rates: CopyRates = BUILT_IN
+    copy_rates: CopyRates | None = None
     stop: Stop = field(default_factory=Stop)
     shared: Phrases = field(default_factory=Phrases)
-    pools: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
+    own: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
+    learnt: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)  # tokens of each request's text
 
     def tree(self, drafted: Lattice | Tree, frontier: Frontier) -> Tree:
         """The draft tree of a lattice, or of the nodes that a head has scored.
@@ -83,26 +84,27 @@ class Drafter:
         """
         config, ends, root = self.config, np.array([*frontier.eos], np.int64), int(frontier.read[-1])
         limits: dict[str, Any] = {"max_depth": frontier.max_depth, "leaves": ends, "chain": config.kind == "chain"}
+
+        def best(scored: Tree) -> Tree:
+            return chosen(scored, config.most_nodes, **limits)
+
         drawn = config.proposal != "best" and frontier.sampling.temperature > 0
-        if config.plain_search and not drawn:
-            if isinstance(drafted, Tree):
-                tree = chosen(drafted, config.nodes, **limits)
-            else:
-                tree = search(drafted, config.nodes, prune=config.prune, **limits)
-        else:
+        if not config.plain_search or drawn:
             tree = self._grown(drafted, frontier, ends)
+        elif isinstance(drafted, Tree):
+            tree = best(drafted)
+        else:
+            tree = search(drafted, config.nodes, prune=config.prune, **limits)
         if self.calibration is not None and not drawn:
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
-            both = with_copies(tree, frontier.read, self.copy_rates, config.prompt_lookup)
-            tree = chosen(both, config.nodes, **limits)
+            tree = best(with_copies(tree, frontier.read, self.copy_rates or BUILT_IN, config.prompt_lookup))
         if pool := self._phrases(frontier.owner):
-            pool.learn(frontier.read)
-            both = grafted(tree, pool.paths(tree, root), PHRASES, frontier.max_depth)
-            tree = chosen(both, config.nodes, **limits)
+            pool.learn(frontier.read, self.learnt.get(frontier.owner, 0))
+            self.learnt[frontier.owner] = len(frontier.read)
+            tree = best(grafted(tree, pool.paths(tree, root), PHRASES, frontier.max_depth))
         if "siblings" in config.graft:
-            both = grafted(tree, siblings(tree, root), SIBLINGS, frontier.max_depth)
-            tree = chosen(both, config.nodes, **limits)
+            tree = best(grafted(tree, siblings(tree, root), SIBLINGS, frontier.max_depth))
         return tree
 
     def noise(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Tensor | None:
@@ -143,8 +145,9 @@ class Drafter:
         return grow(first, rule, self.config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
 
     def _phrases(self, owner: Hashable) -> Phrases | None:
+        """The phrases that a request drafts from; None where there are none."""
+        if owner is None:
+            return None
         if "shared_phrases" in self.config.graft:
             return self.shared
-        if "phrases" in self.config.graft and owner is not None:
-            return self.pools.setdefault(owner, Phrases())
-        return None
+        return self.own.setdefault(owner, Phrases()) if "phrases" in self.config.graft else None

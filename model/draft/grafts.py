@@ -34,7 +34,6 @@ class Phrases:
 
     def __init__(self) -> None:
         self.behind: OrderedDict[int, deque[tuple[int, ...]]] = OrderedDict()
-        self.read = 0  # tokens of the text that were learnt from
         self.first = self.later = 0.3  # how often a phrase's first token, and a further one, was accepted
 
     def add(self, token: int, phrase: Sequence[int]) -> None:
@@ -50,11 +49,10 @@ class Phrases:
         if len(self.behind) > MOST_KEYS:
             self.behind.popitem(last=False)
 
-    def learn(self, read: NDArray[np.int64]) -> None:
-        """The phrases of a text that has grown."""
-        for at in range(max(0, self.read - LENGTH), len(read) - LENGTH):
+    def learn(self, read: NDArray[np.int64], learnt: int = 0) -> None:
+        """The phrases of a text, whose first `learnt` tokens were learnt from before."""
+        for at in range(max(0, learnt - LENGTH), len(read) - LENGTH):
             self.add(int(read[at]), read[at + 1 : at + 1 + LENGTH].tolist())
-        self.read = len(read)
 
     def paths(self, tree: Tree, root: int) -> Iterator[Path]:
         rate = [self.first, *[self.later] * (LENGTH - 1)]

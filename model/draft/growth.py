@@ -14,9 +14,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ..base.sampling import LEAST_TEMPERATURE, PROPOSAL, Sampling, gumbel_of
+from ..base.sampling import PROPOSAL, Sampling, gumbel_of
 from ..lattice import best_first
 from ..lattice.candidates import Lattice
 from .config import DraftConfig
@@ -52,25 +53,16 @@ class Prefix(Protocol):
 
 
 class LatticePrefix:
-    """One of a lattice."""
+    """One of a lattice: of its state pn comes from the prefix before, all else once its row is asked for."""
 
     def __init__(self, lattice: Lattice, state: best_first.Prefix | None = None) -> None:
-        T, C = lattice.log_p.shape
-        self.lattice, self.emitted = lattice, np.zeros((min(T, lattice.band + 1), C), np.float32)
-        if state is None:
-            start, nothing = np.zeros(T + 1, np.float32), np.zeros(T + 1, np.float32)
-            start[0] = 1.0
-            state = best_first.Prefix(start, nothing, self.emitted, 0, -1)
-        self.state = state
+        self.lattice, self.state = lattice, state or best_first.root_of(lattice)
 
     def row(self) -> Row:
         return Row(self.lattice.tokens, best_first.opened(self.lattice, self.state).astype(np.float64))
 
     def followed_by(self, column: int, q: float) -> "LatticePrefix":
-        pn = best_first.followed(self.lattice, self.state, column, np.float32(q))
-        one = LatticePrefix(self.lattice)
-        one.state = best_first.Prefix(np.zeros_like(pn), pn, one.emitted, self.state.depth + 1, column)
-        return one
+        return LatticePrefix(self.lattice, best_first.followed(self.lattice, self.state, column, np.float32(q)))
 
 
 class ScoredPrefix:
@@ -144,7 +136,7 @@ class Rule:
             return NOTHING
         if self.sampling.temperature == 0.0 or self.config.proposal == "best":
             return _largest(row.q, *self._layout(row.q, depth))
-        log_q = tempered(row.q, self.sampling)
+        log_q = self.log_belief(row.q)
         if self.config.proposal == "shared":
             score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
             drawn, own = np.exp(score - score.max()), np.exp(log_q - log_q.max())
@@ -153,10 +145,13 @@ class Rule:
         q = np.exp(log_q - np.logaddexp.reduce(log_q))
         score = log_q + gumbel_of(row.tokens, self.seed, self.position + depth, PROPOSAL)
         count, followed = self._layout(q, depth)
-        drawn = np.argsort(-score, kind="stable")[
-            : min(count, int((q > 0).sum()))
-        ]  # without replacement (Gumbel top-k)
+        drawn = np.argsort(-score, kind="stable")[:count]  # without replacement: Gumbel top-k
+        drawn = drawn[q[drawn] > 0]
         return Picked(drawn, q[drawn], followed, q)
+
+    def log_belief(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
+        """log q as the base's temperature, top_k and top_p make its logits, but for a constant; -inf: left out."""
+        return self.sampling.warped(torch.from_numpy(q).log().unsqueeze(0))[0].numpy()
 
     def _layout(self, share: NDArray[np.float64], depth: int) -> tuple[int, int]:
         """How many children a row of that depth has, and how many of them have children of their own."""
@@ -179,21 +174,6 @@ def acceptance_bound(q: NDArray[np.float64]) -> float:
     p = np.append(q, max(1.0 - q.sum(), 0.0))
     p = p[p > 0]
     return float(1.0 - np.sqrt(GAMMA * max(-(p * np.log(p)).sum(), 0.0)))
-
-
-def tempered(q: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """log q as the base's temperature, top_k and top_p would make it, but for a constant; -inf where they leave a token
-    out."""
-    with np.errstate(divide="ignore"):
-        log_q = np.log(q) / max(sampling.temperature, LEAST_TEMPERATURE)
-    if sampling.top_k and sampling.top_k < len(q):
-        log_q = np.where(log_q >= np.partition(log_q, -sampling.top_k)[-sampling.top_k], log_q, -np.inf)
-    if sampling.top_p < 1.0 and len(q):
-        p = np.exp(log_q - log_q.max())
-        order = np.argsort(-p, kind="stable")
-        before = np.cumsum(p[order]) - p[order]  # the likelier ones together
-        log_q[order[before >= sampling.top_p * p.sum()]] = -np.inf
-    return log_q
 
 
 def _largest(share: NDArray[np.float64], count: int, followed: int) -> Picked:

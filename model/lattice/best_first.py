@@ -15,6 +15,17 @@ LOG_NOTHING = np.float32(-1e30)  # a log-probability of 0 whose differences are 
 UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follows a prefix are not looked at
 
 
+class Prefix(NamedTuple):
+    """What is known of one prefix. pb, pn [T + 1] as in `_prefixes`; p [band + 1, Y]: what the slots of its band emit
+    behind it; its depth, and the column of its last token, -1: none."""
+
+    pb: NDArray[np.float32]
+    pn: NDArray[np.float32]
+    p: NDArray[np.float32]
+    depth: int
+    column: int
+
+
 @njit(cache=True)
 def search(lattice, ends, nodes, max_depth, chain, prune):
     """Tokens, parents, depths and psi of the best nodes of a `Lattice`; see `tree.search`.
@@ -35,8 +46,8 @@ def search(lattice, ends, nodes, max_depth, chain, prune):
             t = next_slot[g]
             if pb[g, t] + pn[g, t] > UNLIKELY:
                 own, edge = p[g, t - depths[g]], t == depths[g] + band
-                p_blank = _emit(own, lattice, t, edge, column[g])
-                _hand_on(children[g], pb[g], pn[g], t, own, p_blank, column[g] if merge else -1)
+                pb[g, t + 1] = (pb[g, t] + pn[g, t]) * _emit(own, lattice, t, edge, column[g])
+                _hand_on(children[g], pb[g], pn[g], t, own, column[g] if merge else -1)
             next_slot[g] = t + 1
             left[g] = _left(pb[g], pn[g], t + 1, prune * (psis[g - 1] if g > 0 else np.float32(1.0)))
             best[g] = children[g, _largest(children[g])] + left[g]
@@ -57,38 +68,34 @@ def search(lattice, ends, nodes, max_depth, chain, prune):
     return lattice.tokens[column[1 : count + 1]], parents[:count], depths[1 : count + 1], psis[:count]
 
 
-class Prefix(NamedTuple):
-    """A prefix that is opened by itself: pb, pn [T + 1] as in `_prefixes`, as shares of its psi; p [band + 1, Y]: what
-    the slots of its band emit behind it; its depth, and the column of its last token, -1: none."""
-
-    pb: NDArray[np.float32]
-    pn: NDArray[np.float32]
-    p: NDArray[np.float32]
-    depth: int
-    column: int
+def root_of(lattice):
+    """The empty prefix, to be opened by itself."""
+    T, C = lattice.log_p.shape
+    pb = np.zeros(T + 1, np.float32)
+    pb[0] = 1.0
+    return Prefix(pb, np.zeros_like(pb), np.zeros((min(T, lattice.band + 1), C), np.float32), 0, -1)
 
 
 @njit(cache=True)
 def opened(lattice, prefix):
-    """q(c | prefix) [Y], psi of the prefix with each candidate behind it over its own; completes pb, pn and p."""
-    (T, C), depth, last = lattice.log_p.shape, prefix.depth, prefix.depth + lattice.band
+    """q(c | prefix) [Y]: psi of the prefix with each candidate behind it, over its own. Completes its pb, pn and p."""
+    (T, C), (pb, pn, p, depth, column), band = lattice.log_p.shape, prefix, lattice.band
     q = np.zeros(C, np.float32)
-    for t in range(depth, min(T, last + 1)):
-        if prefix.pb[t] + prefix.pn[t] > UNLIKELY:
-            own = prefix.p[t - depth]
-            p_blank = _emit(own, lattice, t, t == last, prefix.column)
-            _hand_on(q, prefix.pb, prefix.pn, t, own, p_blank, prefix.column if lattice.merge else -1)
+    for t in range(depth, min(T, depth + band + 1)):
+        if pb[t] + pn[t] > UNLIKELY:
+            pb[t + 1] = (pb[t] + pn[t]) * _emit(p[t - depth], lattice, t, t == depth + band, column)
+            _hand_on(q, pb, pn, t, p[t - depth], column if lattice.merge else -1)
     return q
 
 
 @njit(cache=True)
 def followed(lattice, prefix, column, q):
-    """pn [T + 1] of an opened prefix with a candidate behind it that has q of it, as far as it comes from there."""
-    T, pn = len(lattice.log_p), np.zeros_like(prefix.pn)
-    for t in range(prefix.depth, min(T, prefix.depth + lattice.band + 1)):
-        before = prefix.pb[t] if lattice.merge and column == prefix.column else prefix.pb[t] + prefix.pn[t]
-        pn[t + 1] = before * prefix.p[t - prefix.depth, column] / q
-    return pn
+    """An opened prefix with a candidate behind it, which has q of it: pb and pn are shares of its own psi."""
+    depth, repeats, pn = prefix.depth, lattice.merge and column == prefix.column, np.zeros_like(prefix.pn)
+    for t in range(depth, min(len(lattice.log_p), depth + lattice.band + 1)):
+        before = prefix.pb[t] if repeats else prefix.pb[t] + prefix.pn[t]
+        pn[t + 1] = before * prefix.p[t - depth, column] / q
+    return Prefix(np.zeros_like(pn), pn, np.zeros_like(prefix.p), depth + 1, column)
 
 
 @njit(cache=True)
@@ -111,17 +118,15 @@ def _prefixes(count, T, columns):
 
 
 @njit(cache=True)
-def _hand_on(children, pb, pn, t, p, p_blank, stay):
-    """What slot t adds to psi of a prefix followed by each column, of which the one that repeats its last token needs a
-    blank before it; and how likely the prefix still is all that was written after that slot."""
+def _hand_on(children, pb, pn, t, p, stay):
+    """What slot t, which emits p, adds to psi of a prefix followed by each column, of which the one that repeats its
+    last token needs a blank before it; and how likely the prefix still is all that was written after that slot."""
     phi = pb[t] + pn[t]
     repeated = children[stay] + pb[t] * p[stay] if stay >= 0 else np.float32(0.0)
     for c in range(len(children)):
         children[c] += phi * p[c]
     if stay >= 0:
         children[stay] = repeated
-    pb[t + 1] = phi * p_blank
-    if stay >= 0:
         pn[t + 1] += pn[t] * p[stay]
 
 

@@ -1,5 +1,7 @@
 """A small trained base and a head that knows one conversation by heart: made in seconds, and drafts are accepted."""
 
+from drafting import TRAINING
+
 from ctcdraft.model import DraftConfig, export_head, load_base
 from ctcdraft.model.heads import CtcConfig
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
@@ -19,7 +21,6 @@ SMALL = ToyBaseConfig(
     heads=2,
     steps=400,
 )
-TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 
 
 def overfit_head(work, question):

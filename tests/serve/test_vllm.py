@@ -137,9 +137,9 @@ def decoded(runner, base, prompt, limit, chunk):
         slots = torch.arange(computed, len(ids))
         for layer, (keys, values) in attended.keys_and_values(states).items():
             attention = runner.model.model.layers[layer].self_attn.attn
-            made = [part[0].transpose(0, 1)[computed:] for part in (keys, values)]
+            keys, values = (part[0].transpose(0, 1)[computed:] for part in (keys, values))
             cache = torch.zeros(PAGES, attended.heads, PAGE, 2 * attended.width)
-            attention.impl.do_kv_cache_update(attention, *made, cache, slots)
+            attention.impl.do_kv_cache_update(attention, keys, values, cache, slots)
         D, sampled, drafted = base.hidden_size, [], ids[computed + count :]
         if computed + count == len(tokens):
             said = base.logits(states[0, len(tokens) - 1 :]).argmax(-1).tolist()

@@ -15,7 +15,7 @@ from ctcdraft.train import checkpoint, loop
 pytestmark = pytest.mark.slow
 
 
-def trained(make, folder, *options):
+def trained(make, folder, options=()):
     """A run's trainer after its last step, and its logged rows."""
     trainer, rows = make(folder, *options), Rows()
     trainer.run(rows)
@@ -45,7 +45,7 @@ def test_a_checkpoint_lists_the_checksums_of_all_its_files(whole):
 
 def test_only_the_newest_are_kept(small, whole, tmp_path):
     assert sorted(p.name for p in (whole[0] / "checkpoints").glob("step_*")) == ["step_000004", "step_000006"]
-    trained(small, tmp_path, "train.keep=1")
+    trained(small, tmp_path, ["train.keep=1"])
     assert [p.name for p in (tmp_path / "checkpoints").glob("step_*")] == ["step_000006"]
     assert checkpoint.read_checkpoint(tmp_path / "checkpoints").best
 
@@ -111,8 +111,8 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint(small, cop
 def test_a_checkpoint_holds_weights_and_moments_of_the_head_and_nothing_of_the_base_or_of_pickle(
     small, tmp_path, stage
 ):
-    options = "train.steps=1", "train.save_every=1", "train.eval_every=1"
-    trainer, _ = trained(small, tmp_path, f"zero={stage}", *options)
+    each_step = "train.steps=1", "train.save_every=1", "train.eval_every=1"
+    trainer, _ = trained(small, tmp_path, [f"zero={stage}", *each_step])
     step = tmp_path / "checkpoints" / "step_000001"
     assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "state.safetensors"]
     every = {f"head.{name}" for name, _ in trainer.step.task.head.named_parameters()}
@@ -124,12 +124,12 @@ def test_a_checkpoint_holds_weights_and_moments_of_the_head_and_nothing_of_the_b
 def test_no_pickle_is_read_or_written(small, tmp_path, monkeypatch):
     for owner, name in ((torch, "load"), (torch, "save"), (pickle, "load"), (pickle, "dump")):
         monkeypatch.setattr(owner, name, lambda *given, **options: pytest.fail("a pickle was touched"))
-    trained(small, tmp_path, "train.steps=2")
+    trained(small, tmp_path, ["train.steps=2"])
     assert small(tmp_path, "train.steps=2").state.step == 2
 
 
 def test_the_best_head_is_part_of_every_checkpoint_after_it(small, tmp_path):
-    trainer, _ = trained(small, tmp_path, "train.eval_every=4")
+    trainer, _ = trained(small, tmp_path, ["train.eval_every=4"])
     assert trainer.state.best_step in (4, 6)
     best = checkpoint.read_checkpoint(trainer.checkpoints).best
     assert best.keys() == trainer.step.task.head.state_dict().keys()
@@ -190,7 +190,7 @@ def killed_at(monkeypatch, moment):
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_kill_at_any_moment_of_a_save_loses_no_whole_checkpoint(small, tmp_path, monkeypatch, stage):
     start = tmp_path / "start"
-    trainer, _ = trained(small, start, f"zero={stage}", "train.keep=1")
+    trainer, _ = trained(small, start, [f"zero={stage}", "train.keep=1"])
     seen = []
     for moment in range(100):
         folder = shutil.copytree(start, tmp_path / f"killed-{moment}")

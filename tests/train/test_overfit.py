@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from overfitted import SMALL
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -18,20 +19,10 @@ from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.regenerate import Dialogue
 from ctcdraft.train.step import Plan, TrainConfig
 from ctcdraft.train.task import ObjectiveConfig
-from ctcdraft.train.toy_base import ToyBaseConfig, toy_base
+from ctcdraft.train.toy_base import toy_base
 
 pytestmark = pytest.mark.slow
 
-SMALL = ToyBaseConfig(
-    batch_tokens=384,
-    conversations=300,
-    held_out_conversations=8,
-    vocab_size=768,
-    hidden_size=64,
-    layers=2,
-    heads=2,
-    steps=400,
-)
 MESSAGES = [{"role": "user", "content": "Pretend that you are a gardener in London. Mia asks you about your day."}]
 STAGES = ["tokenizer", "mask", "labels", "loss", "verification"]
 

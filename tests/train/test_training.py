@@ -195,7 +195,7 @@ def test_another_configuration_under_the_same_name_is_refused(workplace, one_pro
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def entry(workplace, script, *options):
+def entry(workplace, script, options):
     words = [sys.executable, str(ROOT / "launch" / script), *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=120)
@@ -204,8 +204,8 @@ def entry(workplace, script, *options):
 def test_a_run_is_evaluated_by_name_on_other_questions(workplace, one_process):
     questions = workplace / "questions.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "x", "turns": ["hello", "again"]}))
-    bench = ("bench=mt_bench", f"bench.path={questions}", "bench.max_new_tokens=8", "logger=none")
-    done = entry(workplace, "eval.py", "name=one", *bench, "draft=chain")
+    bench = ["bench=mt_bench", f"bench.path={questions}", "bench.max_new_tokens=8", "logger=none"]
+    done = entry(workplace, "eval.py", ["name=one", *bench, "draft=chain"])
     assert done.returncode == 0, done.stderr
     results = json.loads((workplace / "runs" / "one" / "eval" / "mt_bench" / "results.json").read_text())
     assert results["decoder"]["kind"] == "chain"
@@ -213,21 +213,21 @@ def test_a_run_is_evaluated_by_name_on_other_questions(workplace, one_process):
 
 
 def test_export_writes_the_head_elsewhere_and_it_evaluates_there(workplace, one_process):
-    done = entry(workplace, "export.py", "name=one", "output=shipped/head")
+    done = entry(workplace, "export.py", ["name=one", "output=shipped/head"])
     assert done.returncode == 0, done.stderr
     shipped = load_file(workplace / "shipped" / "head" / "model.safetensors")
     assert all(torch.equal(weight, shipped[name]) for name, weight in weights(workplace, "one").items())
-    bench = ("bench=toy", "bench.questions=1", "bench.max_new_tokens=4", "logger=none")
-    done = entry(workplace, "eval.py", "head.path=shipped/head", f"base.path={workplace}/base", *bench)
+    bench = ["bench=toy", "bench.questions=1", "bench.max_new_tokens=4", "logger=none"]
+    done = entry(workplace, "eval.py", ["head.path=shipped/head", f"base.path={workplace}/base", *bench])
     assert done.returncode == 0, done.stderr
     assert (workplace / "shipped" / "eval" / "toy" / "results.json").is_file()
 
 
 def test_a_truncated_head_is_one_sentence_and_writes_nothing(workplace, one_process):
-    entry(workplace, "export.py", "name=one", "output=cut/head")
+    entry(workplace, "export.py", ["name=one", "output=cut/head"])
     path = workplace / "cut" / "head" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    done = entry(workplace, "eval.py", "head.path=cut/head", f"base.path={workplace}/base", "bench=toy")
+    done = entry(workplace, "eval.py", ["head.path=cut/head", f"base.path={workplace}/base", "bench=toy"])
     assert done.returncode == 1
     assert done.stderr == "error: cut/head/model.safetensors is damaged (checksum differs): export the head again\n"
     assert not (workplace / "cut" / "eval").exists()

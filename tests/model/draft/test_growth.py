@@ -21,7 +21,6 @@ from ctcdraft.model.draft.growth import (
     ScoredPrefix,
     acceptance_bound,
     grow,
-    tempered,
 )
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.lattice.topology import CTC
@@ -175,7 +174,7 @@ def test_beliefs_are_cut_as_the_bases_probabilities_are(sampling):
     q = np.random.default_rng(0).dirichlet(np.ones(12), 20)
     for row in q:
         want = sampling.probabilities(torch.tensor(row).log().unsqueeze(0))[0].numpy()
-        got = np.exp(tempered(row, sampling))
+        got = np.exp(Rule(DraftConfig(), sampling, 0, 0, None).log_belief(row))
         assert np.allclose(got / got.sum(), want, atol=1e-9)
 
 

@@ -202,7 +202,7 @@ def test_top_k_keeps_the_full_normaliser():
     full = torch.cat([logits, torch.zeros(3, 1)], 1).softmax(1)
     prefix = LatticePrefix(lattice)
     prefix.row()
-    assert np.allclose(prefix.emitted, full[:, lattice.tokens], atol=1e-6)
+    assert np.allclose(prefix.state.p, full[:, lattice.tokens], atol=1e-6)
     assert len(lattice.tokens) == 4
     peak = full[:, :50].amax(dim=0)
     assert set(lattice.tokens) == set(peak.topk(4).indices.tolist())
