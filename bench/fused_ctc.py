@@ -37,17 +37,14 @@ GRIDS = {
     "vicuna_7b": {"alone": [replace(BIG, N=2048, U=8, dtype="bfloat16" if DEVICE == "cuda" else "float32")]},
     "errors": {"error": [replace(BIG, N=256, V=V, dtype=d) for d in ("float32", "bfloat16") for V in (32000, 128256)]},
     "gpu": {
-        "alone": [replace(BIG, N=2048, U=8)],
         "modes": {
-            **{replace(BIG, N=rows // 8, D=D): ("frozen",) for D in (1024, 2048) for rows in (4096, 16384, 65536)},
-            **{replace(BIG, N=rows // 8): MODES for rows in (4096, 16384, 65536)},
-            **{replace(BIG, N=2048, V=V): ("frozen",) for V in (128256, 151936)},
-            replace(BIG, V=128256): ("frozen",),
+            replace(BIG, N=2048): MODES,
+            **{replace(BIG, N=2048, D=D, V=V): ("frozen",) for D in (4096, 1024) for V in (128256, 151936)},
+            replace(BIG, N=2048, D=1024): ("frozen",),
+            BIG: ("frozen",),
         },
-        "lattice": [replace(BIG, N=16384 // T, T=T, U=U) for T, U in ((4, 3), (8, 5), (16, 8))],
-        "memory": [replace(BIG, N=rows // 8, V=V) for V in (32000, 128256) for rows in (4096, 16384, 65536)],
-        "vocabulary": [replace(BIG, N=1024, V=V) for V in (8000, 32000, 64000, 128256, 151936)],
-        "error": [replace(BIG, N=64, D=1024, V=V, dtype=d) for d in ("float32", "bfloat16") for V in (8000, 32000)],
+        "alone": [replace(BIG, N=2048, U=8)],
+        "lattice": [replace(BIG, N=16384 // T, T=T, U=U) for T, U in ((4, 3), (16, 8))],
     },
 }
 
@@ -128,8 +125,10 @@ def error_table(found):
     return markdown_table(("path", "dtype", "V", "relative L2 error"), rows)
 
 
-def measured(grid, rounds, memory):
-    """Everything a grid asks for, with a progress bar; on a CPU each peak of memory takes a process of its own."""
+def measured(grid, options):
+    """Everything a grid asks for, with a progress bar; on a CPU each peak of memory takes a process of its own. What is
+    there is written after each shape, so that a process that is ended leaves it."""
+    paths, rounds = [name for name in PATHS if name not in options.without], options.rounds
     jobs = [(shape, mode) for shape, modes in grid.get("modes", {}).items() for mode in modes]
     few = ["ctcdraft", "torch", FLOOR]
     results = {"machine": machine(), "compared": [], "lattice": [], "memory": [], "vocabulary": [], "error": []}
@@ -137,7 +136,8 @@ def measured(grid, rounds, memory):
     total = len(jobs) + sum(len(grid.get(key, ())) for key in ("alone", "lattice", "memory", "vocabulary"))
     with tqdm(total=total, desc="fused_ctc", leave=False) as bar:
         for shape, mode in jobs:
-            results["compared"].append(compare(shape, mode, [*PATHS, FLOOR], rounds, memory))
+            results["compared"].append(compare(shape, mode, [*paths, FLOOR], rounds, not options.skip_memory))
+            write(results, options.out)
             bar.update()
         for shape in grid.get("alone", ()):
             start = time.perf_counter()
@@ -153,7 +153,15 @@ def measured(grid, rounds, memory):
                 results[key].append(compare(shape, "frozen", few, timed, memory=key == "memory"))
                 bar.update()
     results["error"] = errors(grid.get("error", ()))
+    write(results, options.out)
     return results
+
+
+def write(results, folder):
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "fused_ctc.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / "tables.md").write_text(text(results) + "\n")
 
 
 def text(results):
@@ -177,17 +185,15 @@ def main():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip-memory", action="store_true", help="of the table of all ways")
+    parser.add_argument("--without", nargs="+", choices=PATHS, default=[], help="these ways are left out")
     options = parser.parse_args()
     if DEVICE == "cuda" and not torch.compiler.is_compiling():
         torch.backends.cuda.matmul.allow_tf32 = False
-    results = measured(GRIDS[options.grid], options.rounds, not options.skip_memory)
+    results = measured(GRIDS[options.grid], options)
     print(text(results))
     if options.out:
         from loss_plots import draw
 
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "fused_ctc.json").write_text(json.dumps(results, indent=1) + "\n")
-        (options.out / "tables.md").write_text(text(results) + "\n")
         draw(results, options.out)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ctcdraft import __version__
 from ctcdraft.data.store import read_object, write_jsonl
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
@@ -71,7 +72,8 @@ class Measurement:
             "dtype": str(base.dtype).removeprefix("torch."),
             "rounding_bound": bound_in_words(base.dtype),
             "device": device,
-            "versions": {name: version(name) for name in ("ctcdraft", "torch", "transformers", "numba")},
+            "versions": {"ctcdraft": __version__}
+            | {name: version(name) for name in ("torch", "transformers", "numba")},
             "lossless": True if self.draft.proposal != "sampled" else "in distribution",
             **({"head": heads[""]} if "" in heads else {"heads": heads}),
         }

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 4096, 8  # of a row of logits, one program each
-ROWS, COLUMNS, DEPTH = 128, 256, 64  # one program's tile of rows x vocabulary, and the step along D
-STAGES = 3
+# One program's tile of rows x vocabulary, the step along D, and its stages, by the bytes of an element: the tensor
+# cores want a large tile of 16 bits, and what they do not multiply must fit into the registers and shared memory.
+TILES = {2: (128, 256, 64, 3), 4: (64, 64, 32, 2), 8: (32, 64, 32, 2)}
 PROGRAMS = 264  # as many as fill a large GPU twice
 
 
@@ -95,15 +96,16 @@ def lse(hidden_MD: Tensor, weight_VD: Tensor) -> Tensor:
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     if M == 0:
         return hidden_MD.new_empty(0, dtype=wide)
-    row_blocks = triton.cdiv(M, ROWS)
-    shares = max(1, min(PROGRAMS // row_blocks, triton.cdiv(V, COLUMNS)))
-    share = triton.cdiv(triton.cdiv(V, shares), COLUMNS) * COLUMNS
+    rows, columns, depth, stages = TILES[hidden_MD.element_size()]
+    row_blocks = triton.cdiv(M, rows)
+    shares = max(1, min(PROGRAMS // row_blocks, triton.cdiv(V, columns)))
+    share = triton.cdiv(triton.cdiv(V, shares), columns) * columns
     shares = triton.cdiv(V, share)
     peak_PM, total_PM = hidden_MD.new_empty(2, shares, M, dtype=wide)
     lse_kernel[(row_blocks, shares)](
         hidden_MD, weight_VD, peak_PM, total_PM, M, V, D, share, hidden_MD.stride(0), weight_VD.stride(0),
         WIDE=tl.float64 if wide == torch.float64 else tl.float32,
         UPCAST=os.environ.get("TRITON_INTERPRET") == "1",  # its bfloat16 dot is wrong
-        ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=WARPS, num_stages=STAGES,
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     return (peak_PM + total_PM.log()).logsumexp(dim=0)

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for sm_90 without a GPU and print, as JSON, what came out.
+"""Compile the Triton kernels for sm_90 without a GPU, in every dtype, and print, as JSON, what came out.
 
 A process of its own: TRITON_INTERPRET must not be set when the kernels are imported.
 """
@@ -13,31 +13,31 @@ from triton.compiler import ASTSource
 
 from ctcdraft.model.loss import reference, triton_lattice, triton_lse
 
-T = {"WIDE": triton.language.float32}
-LATTICE = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **T}
-ROWS = {"BLOCK": triton_lse.BLOCK, **T}
-STREAM = {"ROWS": triton_lse.ROWS, "COLUMNS": triton_lse.COLUMNS, "DEPTH": triton_lse.DEPTH, **T}
-
-KERNELS = {
-    "lse": (triton_lse.lse_kernel, {"UPCAST": False, **STREAM}, triton_lse.WARPS, triton_lse.STAGES),
-    "exponentials": (triton_lse.exponentials_kernel, ROWS, triton_lse.WARPS, 3),
-    "lattice_forward": (triton_lattice._forward_kernel, LATTICE, triton_lattice.WARPS, 3),
-    "lattice_backward": (triton_lattice._backward_kernel, LATTICE, triton_lattice.WARPS, 3),
-}
-POINTERS = {
-    "hidden_ptr": "*bf16",
-    "weight_ptr": "*bf16",
-    "z_ptr": "*bf16",
-    "slots_ptr": "*i64",
-    "repeat_ptr": "*i8",
-}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
-def compiled(kernel, constants, warps, stages):
+def kernels(dtype):
+    """{name: kernel, its constants, warps, stages} as a launch on tensors of this dtype chooses them."""
+    wide = {"WIDE": triton.language.float64 if dtype == "fp64" else triton.language.float32}
+    lattice = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **wide}
+    rows, columns, depth, stages = triton_lse.TILES[BYTES[dtype]]
+    stream = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "UPCAST": False, **wide}
+    return {
+        "lse": (triton_lse.lse_kernel, stream, triton_lse.WARPS, stages),
+        "exponentials": (triton_lse.exponentials_kernel, {"BLOCK": triton_lse.BLOCK, **wide}, triton_lse.WARPS, 3),
+        "lattice_forward": (triton_lattice._forward_kernel, lattice, triton_lattice.WARPS, 3),
+        "lattice_backward": (triton_lattice._backward_kernel, lattice, triton_lattice.WARPS, 3),
+    }
+
+
+def compiled(dtype, kernel, constants, warps, stages):
+    wide = "*fp64" if dtype == "fp64" else "*fp32"
+    pointers = {name: f"*{dtype}" for name in ("hidden_ptr", "weight_ptr", "z_ptr")}
+    pointers |= {"slots_ptr": "*i64", "repeat_ptr": "*i8"}
     signature = {}
     for name in kernel.arg_names:
         kind = "constexpr" if name in constants else "i32"
-        signature[name] = POINTERS.get(name, "*fp32") if name.endswith("_ptr") else kind
+        signature[name] = pointers.get(name, wide) if name.endswith("_ptr") else kind
     # what a launch finds out by itself: pointers and sizes are multiples of 16
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
     keys = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -58,4 +58,7 @@ def compiled(kernel, constants, warps, stages):
 
 
 if __name__ == "__main__":
-    json.dump({name: compiled(*arguments) for name, arguments in KERNELS.items()}, sys.stdout, indent=1)
+    found = {
+        dtype: {name: compiled(dtype, *arguments) for name, arguments in kernels(dtype).items()} for dtype in BYTES
+    }
+    json.dump(found, sys.stdout, indent=1)

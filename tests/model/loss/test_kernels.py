@@ -285,9 +285,10 @@ def sm90():
 
 
 @pytest.mark.slow
-def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90):
-    assert set(sm90) == {"lse", "exponentials", "lattice_forward", "lattice_backward"}
-    for name, facts in sm90.items():
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90, dtype):
+    assert set(sm90[dtype]) == {"lse", "exponentials", "lattice_forward", "lattice_backward"}
+    for name, facts in sm90[dtype].items():
         assert facts["cubin_bytes"] > 0
         assert facts["shared_bytes"] <= 227 * 1024, name
         assert facts["atomics"] == 0, name
@@ -295,9 +296,10 @@ def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90):
 
 
 def test_the_gemm_uses_the_tensor_cores_and_the_lanes_do_not_wait_for_each_other(sm90):
-    assert sm90["lse"]["wgmma"] > 0
+    assert sm90["bf16"]["lse"]["wgmma"] > 0
     for name in ("lattice_forward", "lattice_backward"):
-        assert (sm90[name]["barriers"], sm90[name]["shuffles"], sm90[name]["shared_bytes"]) == (0, 0, 0), name
+        facts = sm90["bf16"][name]
+        assert (facts["barriers"], facts["shuffles"], facts["shared_bytes"]) == (0, 0, 0), name
 
 
 @pytest.mark.parametrize(
