@@ -32,7 +32,7 @@ def kernels(dtype):
 
 def compiled(dtype, kernel, constants, warps, stages):
     wide = "*fp64" if dtype == "fp64" else "*fp32"
-    pointers = {name: f"*{dtype}" for name in ("hidden_ptr", "weight_ptr", "z_ptr")}
+    pointers = dict.fromkeys(("hidden_ptr", "weight_ptr", "z_ptr"), f"*{dtype}")
     pointers |= {"slots_ptr": "*i64", "repeat_ptr": "*i8"}
     signature = {}
     for name in kernel.arg_names:
