@@ -8,7 +8,8 @@ looked at, V vocabulary, T slots, X candidates, D hidden.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Candidates, Lattice
 from .step import EagerStep
 
-WARM_UPS = 2  # forwards before a capture: libraries allocate their workspaces in them
 LEAST_WIDTH = 256
 MOST_SHAPES = 64  # captured steps that are kept: each holds its buffers on the device
 
@@ -140,9 +140,10 @@ class _Shape:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    self._verify()
-                    self._draft()
+                for mode in ("default", "error"):  # libraries allocate their workspaces; then what waits is refused
+                    with _sync_debug_mode(mode):
+                        self._verify()
+                        self._draft()
             torch.cuda.current_stream().wait_stream(stream)
             return [_graph_of(self._verify), _graph_of(self._draft)]
         except RuntimeError as error:
@@ -194,6 +195,18 @@ class _Shape:
             noise_1TV = (self.step.noise_PV.index_select(0, slot_T) * self.sampling.temperature).float().unsqueeze(0)
         self.found = head.candidates(slots, self.root_1, vocabulary, noise_1TV)
         self.answer = torch.cat([self.verified, self.found.packed()[0]])
+
+
+@contextmanager
+def _sync_debug_mode(mode: str) -> Iterator[None]:
+    """error: RuntimeError where the host waits for the device. A capture that fails leaves torch's random generator
+    unusable, so this comes before it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _graph_of(half: Callable[[], None]) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from drafting import HEADS, SETTINGS, assert_entries_of_a_fresh_prefill, oracle_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.captured import width_of
 from ctcdraft.model.draft.budget import Budget, Calibration
 
@@ -157,3 +158,19 @@ def test_no_operation_of_a_step_asks_the_device_for_a_value(tmp_path, family, se
     with Recorded() as control:
         int(torch.ones(3).sum())
     assert control.names & WAITING
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing is captured")
+def test_a_base_that_waits_for_its_device_is_decoded_without_graphs(base, monkeypatch):
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    prompt, hidden = prompts(1)[0], Base.hidden
+
+    def waiting(self, *given, **options):
+        states = hidden(self, *given, **options)
+        return states * int(states.isfinite().all())
+
+    monkeypatch.setattr(Base, "hidden", waiting)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        tokens = static.generate(prompt, 30).tokens
+    assert tokens == eager.generate(prompt, 30).tokens
+    assert torch.rand(2, device=base.device).isfinite().all()  # a capture that failed would have broken the generator

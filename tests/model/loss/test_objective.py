@@ -425,4 +425,4 @@ def test_bad_labels_and_names_are_refused(change, message):
         "objective": "ctc",
     }
     with pytest.raises(ValueError, match=message):
-        anchor_losses(**{**arguments, **change})
+        anchor_losses(**{**arguments, **{k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in change.items()}})
