@@ -2,10 +2,11 @@
 
 python bench/decode.py [--shape tiny|base_50m|vicuna_7b] [--nodes 8 16 32 64] [--accept 2.5] [--batch 1 8]
 
-Base and head (of the default's shape) have random weights, which timing does not mind; what the base says depends on the
-last token alone, by a margin that no rounding reaches. Acceptance is then set by a script: the head drafts and the tree
-is searched as always, and then some of its nodes are replaced by what the base is known to say next. Plain and speculative decoding alternate. On a GPU both replay CUDA graphs, of one sequence; --eager
-measures them without graphs as well.
+Base and head (of the default's shape) have random weights, which timing does not mind; what the base says depends on
+the last token alone, by a margin that no rounding reaches. Acceptance is then set by a script: the head drafts and the
+tree is searched as always, and then some of its nodes are replaced by what the base is known to say next. Plain and
+speculative decoding alternate. On a GPU both replay CUDA graphs, of one sequence; --eager measures them without graphs
+as well.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def random_model(name):
 
 @torch.no_grad()
 def make_sure(base):
-    """Behind each token comes another one: layers add next to nothing, the LM head is the embeddings in another order."""
+    """Behind each token comes another: layers add next to nothing, the LM head is the embeddings in another order."""
     for layer in base.model.model.layers:
         layer.self_attn.o_proj.weight.mul_(1e-4)  # not 0: a GPU multiplies zeros faster
         layer.mlp.down_proj.weight.mul_(1e-4)

@@ -1,6 +1,7 @@
 """All that one hour of a GPU is for: parts in order of value, each in a process of its own, with a time limit.
 
 bench/gpu.sh [--minutes 60] [--only PART ...] [--smollm2 FOLDER --prompts FILE --mt-bench FILE] [--out FOLDER] [--dry]
+             [--with PART OPTION ...]: more options for a part's command, as --with train train.max_minutes=2
 
 A part that lacks something is skipped, with the reason; one that takes too long is ended, and the next one begins. The
 table (gpu.md) and the same as JSON (gpu.json) are written anew after each part; what a part printed is in <part>.log,
@@ -158,15 +159,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60, help="of all parts together: 60")
     parser.add_argument("--only", nargs="+", help="these parts alone")
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--with", dest="more", nargs="+", action="append", default=[], metavar=("PART", "OPTION"))
+    parser.add_argument("--smollm2", type=Path, help="folder or .gguf file of SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, help="conversations to train on")
     parser.add_argument("--mt-bench", type=Path, help="FastChat's question.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU")
     given = parser.parse_args()
     out, names = given.out.resolve(), [part.name for part in PARTS]
-    if unknown := {*(given.only or ())} - {*names}:
-        parser.error(f"--only: no such part: {' '.join(sorted(unknown))}; choose of {' '.join(names)}")
+    if unknown := {*(given.only or ()), *(part for part, *_ in given.more)} - {*names}:
+        parser.error(f"no such part: {' '.join(sorted(unknown))}; choose of {' '.join(names)}")
     out.mkdir(parents=True, exist_ok=True)
     files = {name: getattr(given, name) for name in ("smollm2", "prompts", "mt_bench")}
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if given.dry else {})
@@ -176,6 +178,7 @@ def main():
             continue
         command = part.dry if given.dry else part.command
         words = [word.format(out=out, **files) for word in shlex.split(command)]
+        words += [word for name, *options in given.more if name == part.name for word in options]
         start = time.monotonic()
         seconds, outcome, last = min(60 * part.minutes, end - start), lacking(part, command, files), ""
         if not outcome and seconds < 1:

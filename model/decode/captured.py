@@ -7,6 +7,7 @@ Shape suffixes: Q rows (root and nodes, padded to a bucket), P rows of the longe
 looked at, V vocabulary, T slots, X candidates, D hidden.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ class _Shape:
         sees[:rows, :rows] = tree.ancestors()
         self.given.copy_(self.host_given, non_blocking=True)
         if not self.halves:
-            self.halves = self._captured() if self.step.capture else [self._verify, self._draft]
+            self.halves = self._captured() if self.step.capture else self._eager_halves()
         for number, half in enumerate(self.halves):
             half()
             if self.ends:
@@ -142,15 +143,18 @@ class _Shape:
             with torch.cuda.stream(stream):
                 for mode in ("default", "error"):  # libraries allocate their workspaces; then what waits is refused
                     with _sync_debug_mode(mode):
-                        self._verify()
-                        self._draft()
+                        for half in self._eager_halves():
+                            half()
             torch.cuda.current_stream().wait_stream(stream)
-            return [_graph_of(self._verify), _graph_of(self._draft)]
+            return [_graph_of(half) for half in self._eager_halves()]
         except RuntimeError as error:
             reason = str(error).split("\n")[0]
             warnings.warn(f"{step.base.name} is decoded without CUDA graphs: {reason}", stacklevel=2)
             step.capture = False
-            return [self._verify, self._draft]
+            return self._eager_halves()
+
+    def _eager_halves(self) -> list[Callable[[], None]]:
+        return [self._verify] if self.step.head is None else [self._verify, self._draft]
 
     def _verify(self) -> None:
         """Forward under the tree mask, choose, accept, compact; what the head drafts from stays in buffers."""
@@ -181,9 +185,8 @@ class _Shape:
     def _draft(self) -> None:
         """The head behind the last accepted row, and the candidates of its slots; all into `answer`."""
         head, vocabulary, cache = self.step.head, self.step.vocabulary, self.step.cache
-        if head is None or vocabulary is None:
-            return
         assert isinstance(head, OnePassHead)
+        assert vocabulary is not None
         dtype = next(head.parameters()).dtype
         root_11D = vocabulary.embed(self.root_1.unsqueeze(0), dtype)
         anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), AttentionMask(self.position_1.unsqueeze(0)))
@@ -210,7 +213,13 @@ def _sync_debug_mode(mode: str) -> Iterator[None]:
 
 
 def _graph_of(half: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        half()
+    """Python's collector must not free another graph meanwhile: the capture would be void."""
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            half()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay

@@ -6,8 +6,8 @@ accepted path, and takes the choice at its end as the new root (the bonus token)
 base together, each with a tree and a length of its own.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import cast, overload
 
@@ -90,12 +90,13 @@ class Decoder:
         (request,) = requests_of(self.base, [prompt], max_new_tokens, streamed=True, **settings)
         text, done = request.text, 0
         assert text is not None
-        for _ in self._steps([request]):
-            tokens, final = request.tokens[done:], bool(request.out.finish)
-            done += len(tokens)
-            if final:
-                text.finish()
-            yield Chunk(tokens, text.take(final))
+        with closing(self._steps([request])) as steps:
+            for _ in steps:
+                tokens, final = request.tokens[done:], bool(request.out.finish)
+                done += len(tokens)
+                if final:
+                    text.finish()
+                yield Chunk(tokens, text.take(final))
         yield request.finished(self.base)
 
     def prepare(self) -> None:
@@ -121,7 +122,7 @@ class Decoder:
         """A step with room for so many sequences of so many cache entries."""
         return EagerStep(self.base, self.head, self.vocabulary if self.head else None, rows, capacity)
 
-    def _steps(self, requests: Sequence[Request]) -> Iterator[None]:
+    def _steps(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         """Decode requests together: a pause behind their first tokens, and one behind each step."""
         if len(requests) == 1:
             self.prepare()
