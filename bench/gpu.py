@@ -1,7 +1,7 @@
 """All that one hour of a GPU is for: parts in order of value, each in a process of its own, with a time limit.
 
 bench/gpu.sh [--minutes 60] [--only PART ...] [--smollm2 FOLDER --prompts FILE --mt-bench FILE] [--out FOLDER] [--dry]
-             [--with PART OPTION ...]: more options for a part's command, as --with train train.max_minutes=2
+             [--with "PART OPTIONS"]: more options for a part's command, as --with "train train.max_minutes=2"
 
 A part that lacks something is skipped, with the reason; one that takes too long is ended, and the next one begins. The
 table (gpu.md) and the same as JSON (gpu.json) are written anew after each part; what a part printed is in <part>.log,
@@ -159,7 +159,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60, help="of all parts together: 60")
     parser.add_argument("--only", nargs="+", help="these parts alone")
-    parser.add_argument("--with", dest="more", nargs="+", action="append", default=[], metavar=("PART", "OPTION"))
+    more = {"dest": "more", "metavar": '"PART OPTIONS"', "help": "more options for a part's command"}
+    parser.add_argument("--with", type=shlex.split, action="append", default=[], **more)
     parser.add_argument("--smollm2", type=Path, help="folder or .gguf file of SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, help="conversations to train on")
     parser.add_argument("--mt-bench", type=Path, help="FastChat's question.jsonl")

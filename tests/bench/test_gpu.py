@@ -55,6 +55,14 @@ def test_what_is_missing_and_what_has_no_time_left_is_skipped_with_the_reason(tm
     assert start(["--dry", "--only", "decode", "--minutes", "0", "--out", tmp_path]).returncode == 0
     assert [row["outcome"] for row in parts_of(tmp_path)] == ["skipped: no time is left"]
     assert start(["--only", "drafts"]).returncode == 2
+    assert start(["--with", "drafts --rounds 3"]).returncode == 2
+
+
+def test_a_part_takes_more_options(tmp_path):
+    options = ["--dry", "--only", "errors", "--with", "errors --rounds x", "--out", tmp_path]
+    assert start(options).returncode == 1
+    (row,) = parts_of(tmp_path)
+    assert "invalid int value: 'x'" in row["last words"]
 
 
 def test_a_part_that_is_late_is_ended_with_all_that_it_began(tmp_path):
