@@ -110,8 +110,11 @@ def main():
     parser.add_argument("--batches", type=int, nargs="+", default=[])
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
-    base = load_base(options.base, options.dtype)
-    head = load_head(options.head, base)
+    try:
+        base = load_base(options.base, options.dtype)
+        head = load_head(options.head, base)
+    except ValueError as error:
+        parser.error(str(error))
     decoders = {preset: Decoder(base, head, draft_of(preset, options)) for preset in options.presets.split(",")}
     if "ouroboros" in decoders:
         decoders[ALONE] = Decoder(base, None, replace(draft_of("ouroboros", options), prompt_lookup=0))

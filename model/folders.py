@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 MANIFEST = "manifest.json"
+TRIES = 100  # to make a lock in a folder that others may take away
 Piece = TypeVar("Piece")
 
 
@@ -40,13 +41,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def claimed(lock: Path, *, wait: bool) -> Iterator[bool]:
     """Is this piece of work ours? Another process that holds it is waited for, or `wait=False` answers no.
 
-    A process that dies, however it does, gives back what it had claimed.
+    A process that dies, however it does, gives back what it had claimed. Raises ValueError where no file can be made.
     """
-    stream = None
-    while stream is None:
+    for _ in range(TRIES):
         lock.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another process has ended and taken the folder with it
             stream = lock.open("w")
+            break
+    else:
+        raise ValueError(f"{lock.parent} takes no files: choose another folder")
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

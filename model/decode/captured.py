@@ -205,7 +205,9 @@ def _sync_debug_mode(mode: str) -> Iterator[None]:
     """error: RuntimeError where the host waits for the device. A capture that fails leaves torch's random generator
     unusable, so this comes before it."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:

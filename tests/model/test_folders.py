@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ctcdraft.model.folders import claimed
 
 
@@ -23,3 +25,9 @@ def test_a_claim_outlives_the_folder_of_its_lock(tmp_path, monkeypatch):
         with claimed(lock, wait=False) as twice:
             assert not twice
     assert len(opened) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc: a folder that is there and takes no files")
+def test_a_folder_that_takes_no_files_is_refused():
+    with pytest.raises(ValueError, match="/proc takes no files"), claimed(Path("/proc/a.lock"), wait=True):
+        pass
