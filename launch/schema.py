@@ -13,6 +13,7 @@ from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
+from ctcdraft.model.heads.stepwise import StepwiseConfig
 from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
@@ -77,8 +78,8 @@ class TrainEntry(Plan):
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
-        if self.head.kind == "eagle" and self.train.pack:
-            raise ValueError("head=eagle drafts in rows of one document: leave train.pack at false")
+        if isinstance(self.head, StepwiseConfig) and self.train.pack:
+            raise ValueError(f"head={self.head.kind} drafts in rows of one document: leave train.pack at false")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from ctcdraft.launch.cli import enter
 from ctcdraft.launch.schema import ServeEntry
 from ctcdraft.model.export import head_folder, read_config
 from ctcdraft.model.folders import claimed
+from ctcdraft.model.heads import head_config
+from ctcdraft.model.heads.stepwise import StepwiseConfig
 from ctcdraft.model.load.pretrained import TEMPLATE_FOLDER
 
 VERSION = "0.32.0"  # of vLLM, which ctcdraft.serve is tested with
@@ -83,8 +85,8 @@ def served(config: ServeEntry) -> tuple[str, Path, dict[str, Any]]:
     if base is None:
         raise ValueError("head.path needs base.path=<the model it was trained on>")
     record = read_config(head)
-    if record["head"]["kind"] == "eagle":
-        raise ValueError(f"{head} is a head of kind eagle, which no engine serves: use launch/chat.py")
+    if isinstance(served := head_config(record["head"]), StepwiseConfig):
+        raise ValueError(f"{head} is a head of kind {served.kind}, which no engine serves: use launch/chat.py")
     return base, head.resolve(), {**paths, "template_args": record.get("template_args")}
 
 

@@ -1,5 +1,5 @@
-"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), medusa, eagle. Parts: copies
-of the base's last layers (last_layers), block, transition and draft vocabulary (vocabulary)."""
+"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), medusa, and on `stepwise`
+eagle. Parts: copies of the base's last layers (last_layers), block, transition and draft vocabulary (vocabulary)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

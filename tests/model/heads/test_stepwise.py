@@ -1,4 +1,4 @@
-"""The autoregressive control: what its beam believes is what training computes, node by node."""
+"""Heads of a pass per depth: what their beam believes is what training computes, node by node."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from ctcdraft.model.heads.head import Vocabulary
 from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.model.loss.objective import anchor_losses
 
-CONFIG = EagleConfig(slots=4, width=32, beam=3)
+KINDS = pytest.mark.parametrize("config", [EagleConfig(slots=4, width=32, beam=3)], ids=lambda config: config.kind)
 
 
 def path_of(tree, node):
@@ -25,8 +25,9 @@ def path_of(tree, node):
     return path
 
 
-def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
-    head = random_head(CONFIG, base)
+@KINDS
+def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, config):
+    head = random_head(config, base)
     hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
     root = base.embed(ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
@@ -44,8 +45,9 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base):
             assert float(out.log_psi_NU[0, -1].exp().detach()) == pytest.approx(float(psi), rel=1e-4)
 
 
-def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
-    head = random_head(CONFIG, base)
+@KINDS
+def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base, config):
+    head = random_head(config, base)
     hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
     cache = head.new_cache(2, 32)
     start, vocabulary = 0, Vocabulary(DraftVocabulary(base), 8, None)
@@ -60,8 +62,9 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base):
         start = end
 
 
-def test_anchors_do_not_see_each_other_or_what_follows_them(base):
-    head = random_head(CONFIG, base)
+@KINDS
+def test_anchors_do_not_see_each_other_or_what_follows_them(base, config):
+    head = random_head(config, base)
     hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
     labels = torch.randn(2, 4, base.hidden_size).double()
     zero = torch.zeros(1, dtype=torch.long)
@@ -72,8 +75,9 @@ def test_anchors_do_not_see_each_other_or_what_follows_them(base):
     assert not torch.allclose(both[:1], alone, atol=1e-3)
 
 
-def test_documents_that_share_a_row_know_nothing_of_each_other(base):
-    head = random_head(CONFIG, base)
+@KINDS
+def test_documents_that_share_a_row_know_nothing_of_each_other(base, config):
+    head = random_head(config, base)
     hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
     labels = torch.randn(1, 4, base.hidden_size).double()
     zero = torch.zeros(1, dtype=torch.long)

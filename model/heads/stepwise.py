@@ -1,0 +1,122 @@
+"""Heads that take a pass per depth: the passes along known labels, and the beam tree that they draft.
+
+A pass reads a token and the state from which it was drawn, and gives the next state. States are multiplied with the
+table that the head's tokens are drawn from. The tree is EAGLE-2's (Li et al. 2024, arXiv 2406.16858): each pass expands
+the likeliest nodes of the last depth. Training is unrolled on a head's own states (EAGLE-3, arXiv 2503.01840, section
+3.2).
+
+Shape suffixes: B batch, L positions, A anchors of a row (padded), N anchors, T passes, U labels, S entries attended to,
+Q rows of one pass, X nodes of one depth, D hidden size of the base, E what a state holds.
+"""
+
+from abc import abstractmethod
+
+import numpy as np
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from ..base.cache import TreeCache
+from ..base.context import Anchors, AttentionMask
+from ..draft.tree import Tree
+from ..lattice.candidates import Lattice
+from .head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
+from .vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class StepwiseConfig(HeadConfig):
+    """slots: passes T, one per depth of the tree."""
+
+    beam: Size = 8  # nodes that a pass expands, and children of each
+
+
+class StepwiseHead(Head):
+    """Its draft is a Tree of every node that it scored. attentions: layers of its own cache."""
+
+    config: StepwiseConfig
+    attentions = 1
+
+    @abstractmethod
+    def step(self, state_BQE: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
+        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds. The first pass has the
+        base's hidden states for states, at every position."""
+
+    def new_cache(self, batch: int, capacity: int) -> TreeCache:
+        return TreeCache(self.attentions, batch, capacity + self.config.slots * self.config.beam)
+
+    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
+        """T passes along the labels' embeddings, each on the state of the one before."""
+        assert label_NUD is not None
+        (B, L, _), cache = hidden_BLD.shape, DynamicCache()
+        mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLD.device).unsqueeze(0))
+        state_NE = anchors.own(self.step(hidden_BLD, root_BLD, mask, cache))
+        position_BA, seen_BAS = anchors.context(L)
+        own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
+        states = [state_NE]
+        for step in range(1, min(self.config.slots, label_NUD.shape[1])):
+            seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
+            read_BAD = anchors.spread(state_NE), anchors.spread(label_NUD[:, step - 1])
+            state_BAE = self.step(*read_BAD, AttentionMask(position_BA + step, seen_BAS.unsqueeze(1)), cache)
+            state_NE = anchors.gathered(state_BAE)
+            states.append(state_NE)
+        return Slots(torch.stack(states, dim=1), None)
+
+    @property
+    def lm_rows(self) -> int:
+        return 1 + (self.config.slots - 1) * self.config.beam
+
+    @torch.no_grad()
+    def drafts(
+        self,
+        hidden_BLD: Tensor,
+        root_BL: Tensor,
+        anchors: Anchors,
+        vocabulary: Vocabulary,
+        cache: TreeCache | None = None,
+        noise_NTV: Tensor | None = None,
+    ) -> list[Lattice | Tree]:
+        (B, L, _), root_BLD = hidden_BLD.shape, vocabulary.embed(root_BL, hidden_BLD.dtype)
+        if cache is None:
+            assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
+            cache = self.new_cache(B, L)
+        state_BLE = self.step(hidden_BLD, root_BLD, cache.causal_mask(L, hidden_BLD.device), cache)
+        before, drafted = cache.lengths.copy(), dict[int, Tree]()
+        for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
+            b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
+            cache.lengths[b] = before[b] + position + 1
+            drafted[n] = self._beam(state_BLE[b, position], b, cache, vocabulary.tokens)
+        return [drafted[n] for n in range(len(drafted))]
+
+    def _beam(self, state_E: Tensor, sequence: int, cache: TreeCache, tokens: DraftVocabulary) -> Tree:
+        """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
+        beam, length, device = min(self.config.beam, len(tokens)), int(cache.lengths[sequence]), state_E.device
+        log_p_X, token_X = self._children(state_E.unsqueeze(0), tokens, beam)
+        layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
+        row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
+        state_QE, sees_QS = state_E.unsqueeze(0), torch.ones(1, length, dtype=torch.bool, device=device)
+        for depth in range(1, self.config.slots):
+            best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
+            Q, from_Q = len(best_Q), row_X[best_Q]
+            sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
+            read_QD = tokens.base.embed(token_X[best_Q]).to(state_E.dtype)
+            mask = AttentionMask(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
+            with cache.only(sequence):
+                state_QE = self.step(state_QE[from_Q].unsqueeze(0), read_QD.unsqueeze(0), mask, cache)[0]
+            cache.lengths[sequence] += Q
+            row_X, before_Q = torch.arange(Q, device=device).repeat_interleave(beam), log_p_X[best_Q]
+            parents_X, first = first + best_Q[row_X], first + len(token_X)
+            log_p_X, token_X = self._children(state_QE, tokens, beam)
+            log_p_X = log_p_X + before_Q[row_X]
+            layers.append((token_X, parents_X, log_p_X))
+        cache.lengths[sequence] = length  # a draft's own entries do not stay
+        token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
+        depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
+        return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))
+
+    def _children(self, state_QE: Tensor, tokens: DraftVocabulary, beam: int) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, tokens) of each row's likeliest successors, one row after the other."""
+        logits_QX = tokens.logits(state_QE).float()
+        top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(beam, dim=1)
+        return top.values.flatten(), tokens.ids_of(top.indices.flatten())
