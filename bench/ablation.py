@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 from measure import machine
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from ctcdraft.data.store import read_jsonl
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
+from ctcdraft.model.loss.divergence import Divergence
 
 ROOT = Path(__file__).resolve().parents[1]
 CROSS_ENTROPY = "objective=cross_entropy"
@@ -37,6 +39,7 @@ VARIANTS = {
     "no transition": ("head.transition=none",),
     "weights 0.9^k": ("objective.decay=0.9",),
     "chosen tokens": ("objective.distill=0.0",),
+    **{kind: (f"objective.divergence={kind}",) for kind in get_args(Divergence)},
     "6 labels": ("head.slots=7", "objective.labels=6"),
     "8 labels": ("head.slots=9", "objective.labels=8"),
     "8k draft tokens": ("head.draft_vocab_size=8192",),

@@ -18,6 +18,7 @@ from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
 from ctcdraft.model.heads.head import OnePassHead, Slots
 from ctcdraft.model.heads.vocabulary import most_frequent
 from ctcdraft.model.load.precision import cpu_has_bf16
+from ctcdraft.model.loss.divergence import Divergence, Teacher
 from ctcdraft.model.loss.linear_lse import multiplies_in_bfloat16
 from ctcdraft.model.loss.negatives import Negatives
 from ctcdraft.model.loss.objective import AnchorLoss, anchor_losses
@@ -25,8 +26,8 @@ from ctcdraft.model.loss.objective import AnchorLoss, anchor_losses
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """labels: U. negatives: model/loss/negatives.py. distill: Hinton et al. 2015; of drafters, Zhou et al. 2024, arXiv
-    2310.08461."""
+    """labels: U. negatives: model/loss/negatives.py. distill: Hinton et al. 2015; divergence: Zhou et al. 2024, arXiv
+    2310.08461 (model/loss/divergence.py)."""
 
     kind: Literal["prefix_ctc", "ctc", "cross_entropy"] = "prefix_ctc"
     # tokens of the base's continuation to learn, at most the slots
@@ -37,6 +38,10 @@ class ObjectiveConfig:
     negatives: PositiveInt | None = 3072
     # how much of each label is the base's whole distribution there, instead of the token it chose
     distill: Annotated[float, Field(ge=0, le=1)] = 1.0
+    # of the head's distribution there from the base's: kl | reverse_kl | js | tv | acceptance (-log of the rate at
+    # which drafts would be accepted); null: cross-entropy of each slot
+    divergence: Divergence | None = None
+    teacher_k: PositiveInt = 16  # likeliest tokens of the base that a divergence tells apart; all others are one
 
     @property
     def weights(self) -> list[float]:
@@ -54,6 +59,8 @@ def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
     if isinstance(head, CtcConfig) != (objective.kind != "cross_entropy"):
         fitting = "prefix_ctc or ctc" if isinstance(head, CtcConfig) else "cross_entropy"
         raise ValueError(f"head={head.kind} cannot be trained with {objective.kind}: use objective={fitting}")
+    if objective.kind == "ctc" and objective.divergence is not None:
+        raise ValueError("objective=ctc says nothing of prefixes: objective.divergence goes with objective=prefix_ctc")
     if not isinstance(head, CtcConfig) or head.band is None:
         return
     if objective.kind == "ctc":
@@ -143,9 +150,13 @@ class DraftTask(nn.Module):
         if self.negatives is not None and bool((lengths_N > 0).any()):
             tokens_S, bias, labels_NU = self.negatives.draw(labels_NU, lengths_N)
             lm_weight = lm_weight[tokens_S]
-        soft_NUD = None
+        soft_NUD = teacher = None
         if share := objective.distill:
-            soft_NUD = soft_labels(vocabulary.base, hidden_BLX, batch, labels_NU, lm_weight, bias_S=bias, share=share)
+            said = base_says(vocabulary.base, hidden_BLX, batch, lm_weight, bias)
+            if objective.divergence is None:
+                soft_NUD = soft_labels(said, labels_NU, lm_weight, share)
+            else:
+                teacher = said.teacher(objective.teacher_k, objective.divergence, share)
         return anchor_losses(
             states,
             lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
@@ -158,35 +169,45 @@ class DraftTask(nn.Module):
             topology=head.topology,
             blank_is_odds=True,
             soft_NUD=soft_NUD,
+            teacher=teacher,
         )
 
 
+class Said(NamedTuple):
+    """The base's logits over S tokens at K positions, and at which of them it said each label [N, U]."""
+
+    logits_KS: Tensor
+    number_NU: Tensor
+
+    def teacher(self, tokens: int, divergence: Divergence, share: float) -> Teacher:
+        """With so many of its likeliest tokens."""
+        likely = self.logits_KS.log_softmax(dim=1).topk(min(tokens, self.logits_KS.shape[1]), dim=1)
+        return Teacher(likely.indices[self.number_NU], likely.values[self.number_NU], divergence, share)
+
+
 @torch.no_grad()
-def soft_labels(
-    base: Base,
-    hidden_BLX: Tensor,
-    batch: Batch,
-    labels_NU: Tensor,
-    weight_SD: Tensor,
-    *,
-    bias_S: Tensor | None = None,
-    share: float,
-) -> Tensor:
+def base_says(base: Base, hidden_BLX: Tensor, batch: Batch, weight_SD: Tensor, bias_S: Tensor | None = None) -> Said:
+    """What the base says where it said each anchor's labels, from its states; bias: see `anchor_losses`."""
+    D, L = base.hidden_size, hidden_BLX.shape[1]
+    column_U = torch.arange(batch.labels_NU.shape[1], device=batch.labels_NU.device)
+    before_NU = batch.position_N.unsqueeze(1) + 1 + column_U
+    place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
+    once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
+    states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K].to(weight_SD.dtype)
+    logits_KS = base.scaled(F.linear(states_KD, weight_SD).to(torch.promote_types(weight_SD.dtype, torch.float32)))
+    return Said(logits_KS if bias_S is None else logits_KS + bias_S, number_NU)
+
+
+@torch.no_grad()
+def soft_labels(said: Said, labels_NU: Tensor, weight_SD: Tensor, share: float) -> Tensor:
     """The rows of the LM head that labels stand for, [N, U, D]: the own row of each, and `share` of the mean row under
     the base's distribution over the S tokens where it said that label.
 
     A label's logit is linear in its row, so the cross-entropy against a distribution is that against its mean row.
     """
-    D, L = base.hidden_size, hidden_BLX.shape[1]
-    before_NU = batch.position_N.unsqueeze(1) + 1 + torch.arange(labels_NU.shape[1], device=labels_NU.device)
-    place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
-    once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
     wide = torch.promote_types(weight_SD.dtype, torch.float32)
-    states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K].to(weight_SD.dtype)
-    logits_KS = base.scaled(F.linear(states_KD, weight_SD).to(wide))
-    q_KS = (logits_KS if bias_S is None else logits_KS + bias_S).softmax(dim=1)
-    mean_KD = (q_KS.to(weight_SD.dtype) @ weight_SD).to(wide)
-    return torch.lerp(weight_SD[labels_NU].to(wide), mean_KD[number_NU], share)
+    mean_KD = (said.logits_KS.softmax(dim=1).to(weight_SD.dtype) @ weight_SD).to(wide)
+    return torch.lerp(weight_SD[labels_NU].to(wide), mean_KD[said.number_NU], share)
 
 
 def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | None = None) -> tuple[Tensor, Tensor]:

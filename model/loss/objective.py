@@ -1,18 +1,20 @@
 """Training objectives, from slot states to the loss: CTC, prefix CTC, cross-entropy.
 
-Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`Topology.window`), V vocabulary, D hidden.
+Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`Topology.window`), V vocabulary, D hidden,
+K tokens of a teacher.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..lattice.topology import CTC, ONE_TO_ONE, Topology
+from .divergence import Teacher, divergences
 from .kernels import linear_lse_gather, prefix_lattice
-from .reference import LOG_ZERO
+from .reference import LOG_ZERO, prefix_states
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -76,26 +78,45 @@ def ctc_losses(
     Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
     the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
     """
-    T, U = emit_NTW.shape[1], labels_NU.shape[1]
-    window_TW = topology.window(T, U).to(emit_NTW.device)
-    if topology.band is not None:
-        spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
-        blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
-    total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
-
-    def behind_every(values_NTW: Tensor) -> Tensor:
-        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], U + 1), LOG_ZERO)
-        return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
-
-    emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
-    stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
-    blank_NTS = behind_every(blank_NTW - total_NTW)
-    repeat_NU = _repeats(labels_NU, topology)
-    log_psi_NU, log_end_NS = prefix_lattice(emit_NTU, stay_NTU, blank_NTS, repeat_NU, slot_lengths_N, implementation)
+    inputs, _ = _behind_prefixes(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, topology)
+    log_psi_NU, log_end_NS = prefix_lattice(*inputs, slot_lengths_N, implementation)
     if objective == "ctc":
         return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
     possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
     return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
+
+
+def continuations(
+    *,
+    lse_NTW: Tensor,
+    emit_NTW: Tensor,
+    stay_NTW: Tensor,
+    blank_NTW: Tensor,
+    other_NTWK: Tensor,
+    other_NUK: Tensor,
+    labels_NU: Tensor,
+    slot_lengths_N: Tensor,
+    topology: Topology = CTC,
+) -> Tensor:
+    """log q(c | g) = log psi(gc) - log psi(g) [N, U, K] of K tokens c behind each prefix g = y_1..y_u, u = 0..U - 1.
+
+    other: these tokens [N, U, K], and their logits behind each prefix of a slot's window; the rest as for `ctc_losses`.
+    What the sum over all c leaves of 1 is the probability that the output ends with g. Undefined where psi(g) is 0.
+    """
+    inputs, total_NTW = _behind_prefixes(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, topology)
+    (N, T, _), U, K = emit_NTW.shape, labels_NU.shape[1], other_NUK.shape[2]
+    log_pb_NTU1, log_pn_NTU1 = (each[:, :, :U, None] for each in prefix_states(*inputs, slot_lengths_N))
+    last_NU1 = F.pad(labels_NU, (1, 0), value=-1)[:, :U, None]
+    merged_N1UK = ((other_NUK == last_NU1) & topology.merge).unsqueeze(1)
+    log_phi_NTUK = torch.logaddexp(log_pb_NTU1, log_pn_NTU1.masked_fill(merged_N1UK, LOG_ZERO))
+    other_NTWK = other_NTWK - total_NTW.unsqueeze(3)
+    window_TW1 = topology.window(T, U).to(other_NUK.device).unsqueeze(2)
+    nothing_NTSK = other_NTWK.new_full((N, T, U + 1, K), LOG_ZERO)
+    other_NTUK = nothing_NTSK.scatter(2, window_TW1.expand_as(other_NTWK), other_NTWK)[:, :, :U]
+    past_NT = torch.arange(T, device=other_NUK.device) >= slot_lengths_N.unsqueeze(1)
+    log_psi_NUK = (log_phi_NTUK + other_NTUK).masked_fill(past_NT[:, :, None, None], LOG_ZERO).logsumexp(dim=1)
+    log_psi_NU, _ = prefix_lattice(*inputs, slot_lengths_N, "reference")
+    return log_psi_NUK - F.pad(log_psi_NU, (1, 0))[:, :U, None]
 
 
 def anchor_losses(
@@ -112,6 +133,7 @@ def anchor_losses(
     topology: Topology = CTC,
     blank_is_odds: bool = False,
     soft_NUD: Tensor | None = None,
+    teacher: Teacher | None = None,
     implementation: str = "auto",
 ) -> AnchorLoss:
     """The loss of every anchor from its slot states and the LM head.
@@ -123,6 +145,8 @@ def anchor_losses(
     blank_is_odds: blank holds its log-odds against all tokens together, not a logit beside theirs.
     soft [N, U, D]: what stands for each label's row of the LM head in the loss, as the mean row under the base's own
     distribution; log psi stays that of the labels.
+    teacher: whom a share of the loss is the divergence from. Where label k is said it counts as often as label k does
+    in the objective, so that `kl` from a teacher who is sure of the labels is the objective itself. Not with `ctc`.
     Anchors without labels, or whose labels no alignment can write, and slots past slot_lengths, or by which a band has
     all labels written, are dropped before the GEMM: whatever they hold, NaN included, has no effect. Labels past an
     anchor's length are not looked at. Raises ValueError on labels outside [0, V), lengths outside [0, U] or [0, T], an
@@ -166,6 +190,10 @@ def anchor_losses(
         next_NTWD = F.pad(soft_NUD[kept], (0, 0, 0, 1))[:, window_TW].masked_fill(~soft_seen, 0.0)
         behind = states if states.dim() == 4 else states.unsqueeze(2)
         soft_NTW = (behind.masked_fill(~soft_seen, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
+    taught_NTWK = None
+    if teacher is not None:
+        teacher = teacher._replace(tokens_NUK=teacher.tokens_NUK[kept], log_p_NUK=teacher.log_p_NUK[kept])
+        taught_NTWK = F.pad(teacher.tokens_NUK, (0, 0, 0, 1))[:, window_TW]
     if bias_V is not None:
         states = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
         weight_VD = torch.cat([weight_VD, bias_V.to(weight_VD).unsqueeze(1)], dim=1)
@@ -178,6 +206,9 @@ def anchor_losses(
         index = torch.stack([next_NTW, last_NTW] if topology.merge else [next_NTW], dim=3)
     else:
         index = next_NTW.unsqueeze(2)
+    own = index.shape[3]
+    if taught_NTWK is not None:
+        index = torch.cat([index, taught_NTWK.reshape(*index.shape[:3], -1)], dim=3)
     states_MD, index_MK, seen_M = states.flatten(0, -2), index.flatten(0, -2), seen.flatten()
     if bool(seen_M.all()):
         lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
@@ -186,6 +217,8 @@ def anchor_losses(
         few = linear_lse_gather(states_MD[at], weight_VD, index_MK[at], implementation)
         lse_M, logits_MK = (part.new_zeros(len(seen_M), *part.shape[1:]).index_copy(0, at, part) for part in few)
     lse_NTW, logits = lse_M.view(seen.shape), logits_MK.view(index.shape)
+    if taught_NTWK is not None:
+        logits, taught_NTWK = logits[..., :own], logits[..., own:].reshape(taught_NTWK.shape)
     if states.dim() == 4:
         emit_NTW, stay_NTW = logits[..., 0], logits[..., -1]
     else:
@@ -196,28 +229,34 @@ def anchor_losses(
         log_p_NT = (emit_NTW - lse_NTW).squeeze(2)
         learnt_NT = log_p_NT if soft_NTW is None else (soft_NTW - lse_NTW).squeeze(2)
         loss, log_psi = -_weighted_mean(learnt_NT, valid_NT, weight_U), log_p_NT.cumsum(dim=1)
+        if teacher is not None and taught_NTWK is not None:
+            far_NT = _far_from(teacher, taught_NTWK.squeeze(2) - lse_NTW, valid_NT)
+            loss = torch.lerp(loss, _weighted_mean(far_NT, valid_NT, weight_U), teacher.share)
     else:
         blank_NTW = blank[kept] if blank.dim() == 3 else blank[kept].unsqueeze(2)
         blank_NTW = blank_NTW.to(emit_NTW.dtype)
         blank_NTW = blank_NTW + lse_NTW if blank_is_odds else blank_NTW
         blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
+        slots: dict[str, Any] = {"lse_NTW": lse_NTW, "stay_NTW": stay_NTW, "blank_NTW": blank_NTW}
+        slots |= {"labels_NU": labels_NU, "slot_lengths_N": slots_N, "topology": topology}
         losses = partial(
             ctc_losses,
-            lse_NTW=lse_NTW,
-            stay_NTW=stay_NTW,
-            blank_NTW=blank_NTW,
-            labels_NU=labels_NU,
+            **slots,
             label_lengths_N=lengths_N,
-            slot_lengths_N=slots_N,
             objective=objective,
             weight_U=weight_U,
-            topology=topology,
             implementation=implementation,
         )
         loss, log_psi = losses(emit_NTW=emit_NTW if soft_NTW is None else soft_NTW)
         if soft_NTW is not None:
             with torch.no_grad():
                 _, log_psi = losses(emit_NTW=emit_NTW)
+        if teacher is not None and taught_NTWK is not None:
+            possible_NU = possible_NU[kept]
+            taught: dict[str, Any] = {"other_NTWK": taught_NTWK, "other_NUK": teacher.tokens_NUK}
+            far_NU = _far_from(teacher, continuations(emit_NTW=emit_NTW, **slots, **taught), possible_NU)
+            # Label j is in the prefixes k >= j.
+            loss = torch.lerp(loss, _weighted_mean(far_NU.cumsum(dim=1), possible_NU, weight_U), teacher.share)
         rate_NTW = torch.sigmoid(blank_NTW - lse_NTW).detach()
         if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
             straight_NT1 = torch.minimum(slot_T1, lengths_N[:, None, None]) - window_TW[:, :1]
@@ -281,6 +320,34 @@ def fused_ctc_loss(
         total_weight = (weights_N * out.feasible_N).sum()
         loss = loss.sum() if reduction == "sum" else loss.sum() / total_weight.where(total_weight > 0, 1.0)
     return (loss, out.feasible_N) if return_feasible else loss
+
+
+def _behind_prefixes(
+    lse_NTW: Tensor, emit_NTW: Tensor, stay_NTW: Tensor, blank_NTW: Tensor, labels_NU: Tensor, topology: Topology
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """What `prefix_lattice` takes: log-probabilities of the next label, of the last and of the blank in each slot
+    behind each prefix, and where a label repeats; and the normaliser [N, T, W] of all logits there."""
+    T, U = emit_NTW.shape[1], labels_NU.shape[1]
+    window_TW = topology.window(T, U).to(emit_NTW.device)
+    if topology.band is not None:
+        spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
+        blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
+    total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
+
+    def behind_every(values_NTW: Tensor) -> Tensor:
+        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], U + 1), LOG_ZERO)
+        return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
+
+    emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
+    stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
+    blank_NTS = behind_every(blank_NTW - total_NTW)
+    return (emit_NTU, stay_NTU, blank_NTS, _repeats(labels_NU, topology)), total_NTW
+
+
+def _far_from(teacher: Teacher, log_q_NUK: Tensor, possible_NU: Tensor) -> Tensor:
+    """The divergence [N, U] where labels are possible; elsewhere anything, without a gradient."""
+    log_p_NUK = teacher.log_p_NUK[:, : log_q_NUK.shape[1]].to(log_q_NUK.dtype)
+    return divergences(teacher.divergence, log_p_NUK, log_q_NUK.masked_fill(~possible_NU.unsqueeze(2), -1.0))
 
 
 def _repeats(labels_NU: Tensor, topology: Topology) -> Tensor:

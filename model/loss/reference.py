@@ -40,11 +40,40 @@ def prefix_lattice(
     log_end [N, U + 1], that it is exactly y_1..y_s. Impossible values are LOG_ZERO or below.
     Graves et al. 2006, and Graves 2008 (prefix search), section 7.5.
     """
+    U = log_emit_NTU.shape[2]
+    starts, states = _recursion(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
+    log_pb, log_pn = states[-1]
+    log_psi = torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]
+    return log_psi, torch.logaddexp(log_pb, log_pn)
+
+
+def prefix_states(
+    log_emit_NTU: Tensor,
+    log_stay_NTU: Tensor,
+    log_blank_NTS: Tensor,
+    repeat_NU: Tensor,
+    slot_lengths_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """log pb and log pn [N, T, S] of `prefix_lattice`'s recursion: that the slots before t collapse to exactly y_1..y_s
+    and end in a blank, or in y_s. Of slots past slot_lengths those of the last one."""
+    _, states = _recursion(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
+    log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states[:-1], strict=True))
+    return log_pb_NTS, log_pn_NTS
+
+
+def _recursion(
+    log_emit_NTU: Tensor,
+    log_stay_NTU: Tensor,
+    log_blank_NTS: Tensor,
+    repeat_NU: Tensor,
+    slot_lengths_N: Tensor,
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Per slot, log P that it starts each label [N, U]; before each slot and behind the last, (log pb, log pn)."""
     N, T, U = log_emit_NTU.shape
     log_pb = log_emit_NTU.new_full((N, U + 1), LOG_ZERO)
     log_pb[:, 0] = 0.0
     log_pn = log_emit_NTU.new_full((N, U + 1), LOG_ZERO)
-    starts = []
+    starts, states = [], [(log_pb, log_pn)]
     for t in range(T):
         log_phi = torch.logaddexp(log_pb[:, :U], log_pn[:, :U].masked_fill(repeat_NU, LOG_ZERO))
         start = log_phi + log_emit_NTU[:, t]
@@ -54,5 +83,5 @@ def prefix_lattice(
         active_N1 = (t < slot_lengths_N).unsqueeze(1)
         log_pn, log_pb = torch.where(active_N1, next_pn, log_pn), torch.where(active_N1, next_pb, log_pb)
         starts.append(start.masked_fill(~active_N1, LOG_ZERO))
-    log_psi = torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]
-    return log_psi, torch.logaddexp(log_pb, log_pn)
+        states.append((log_pb, log_pn))
+    return starts, states

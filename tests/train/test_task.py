@@ -1,5 +1,7 @@
 """Packing changes where tokens lie, and nothing else."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,17 @@ from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import CtcConfig, MedusaConfig, build_head, head_on
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, anchors_of, base_features, soft_labels
+from ctcdraft.model.loss.divergence import Divergence
+from ctcdraft.model.loss.objective import anchor_losses
+from ctcdraft.train.task import (
+    DraftTask,
+    ObjectiveConfig,
+    anchors_of,
+    base_features,
+    base_says,
+    check_fit,
+    soft_labels,
+)
 
 LONGEST = 64
 
@@ -103,7 +115,8 @@ def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corp
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
     hidden, _ = base_features(base, batch, torch.float64)
-    soft_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, share=1.0)
+    said = base_says(base, hidden, batch, base.lm_weight)
+    soft_NUD = soft_labels(said, batch.labels_NU, base.lm_weight, share=1.0)
     mean_BLD = base.logits(hidden).softmax(dim=-1) @ base.lm_weight
     seen = 0
     for n, (row, position, length) in enumerate(zip(batch.batch_N, batch.position_N, batch.lengths_N, strict=True)):
@@ -111,7 +124,7 @@ def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corp
             assert torch.allclose(soft_NUD[n, k], mean_BLD[row, position + 1 + k], atol=1e-12)
             seen += 1
     assert seen > 50
-    half_NUD = soft_labels(base, hidden, batch, batch.labels_NU, base.lm_weight, share=0.5)
+    half_NUD = soft_labels(said, batch.labels_NU, base.lm_weight, share=0.5)
     assert torch.allclose(half_NUD, (soft_NUD + base.lm_weight[batch.labels_NU]) / 2)
 
 
@@ -125,3 +138,46 @@ def test_a_head_that_is_distilled_learns_another_loss_of_the_same_psi(tmp_path, 
     assert torch.allclose(hard, nearly, rtol=1e-6)
     assert not torch.allclose(hard, soft, rtol=1e-3)
     assert torch.equal(metrics.psi_U, soft_metrics.psi_U)
+
+
+@pytest.mark.parametrize("divergence", get_args(Divergence))
+def test_a_teacher_one_position_off_teaches_something_else(tmp_path, corpus, divergence):
+    """A head of slots alone that is the base itself is at no distance from it, and only from it."""
+    base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
+    batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
+    hidden, _ = base_features(base, batch, torch.float64)
+    place = (batch.position_N.unsqueeze(1) + 1 + torch.arange(4)).clamp(max=hidden.shape[1] - 1)
+    states = hidden[batch.batch_N.unsqueeze(1), place].requires_grad_()
+    far = []
+    for turned in (hidden, hidden.roll(1, dims=1)):
+        teacher = base_says(base, turned, batch, base.lm_weight).teacher(16, divergence, share=1.0)
+        given = states, base.lm_weight, None, batch.labels_NU, batch.lengths_N
+        far.append(anchor_losses(*given, objective="cross_entropy", teacher=teacher).loss_N.sum())
+    assert far[0].abs() < 1e-9
+    assert far[1] > 1e-3
+    if divergence not in ("tv", "acceptance"):  # these have an edge there
+        gradients = [torch.autograd.grad(one, states)[0].abs().max() for one in far]
+        assert gradients[0] < 1e-9
+        assert gradients[1] > 1e-4
+
+
+def test_without_a_share_a_divergence_changes_nothing(tmp_path, corpus):
+    base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
+    head = head_on(base, CtcConfig(slots=4)).double()
+    batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
+    features = base_features(base, batch, torch.float64, head)
+    with torch.no_grad():
+        hard, alone, half, whole = (
+            DraftTask(head, ObjectiveConfig(labels=4, distill=share, divergence=kind), base)(*features, batch)[0]
+            for share, kind in ((0.0, None), (0.0, "tv"), (0.5, "tv"), (1.0, "tv"))
+        )
+    assert torch.equal(hard, alone)
+    assert torch.allclose(half, (hard + whole) / 2)
+    assert abs(hard - whole) > 0.1
+
+
+def test_the_papers_objective_has_no_prefixes_to_distil_behind():
+    whole = CtcConfig(slots=4, band=None)
+    with pytest.raises(ValueError, match="objective=prefix_ctc"):
+        check_fit(whole, ObjectiveConfig("ctc", labels=4, divergence="kl"))
+    check_fit(whole, ObjectiveConfig("prefix_ctc", labels=4, divergence="kl"))

@@ -1,5 +1,7 @@
 """The transition lattice: training against brute force over alignments, drafting against training."""
 
+from typing import get_args
+
 import numpy as np
 import oracle
 import pytest
@@ -16,6 +18,7 @@ from ctcdraft.model.heads.transition import Transition
 from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.model.lattice.candidates import candidates_of
 from ctcdraft.model.lattice.topology import CTC, ONE_TO_ONE, Topology
+from ctcdraft.model.loss.divergence import Divergence, Teacher, divergences
 from ctcdraft.model.loss.objective import anchor_losses
 
 D, RANK = 6, 4
@@ -136,6 +139,37 @@ def test_psi_and_gradients_equal_brute_force_over_all_alignments(implementation,
     found, truth = (torch.autograd.grad(loss, case.trained(), materialize_grads=True) for loss in losses)
     for got, wanted in zip(found, truth, strict=True):
         assert torch.allclose(got, wanted, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    T=st.integers(1, 4),
+    labels=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    topology=st.sampled_from(TOPOLOGIES),
+    kind=st.sampled_from(get_args(Divergence)),
+    seed=st.integers(0, 9999),
+)
+def test_a_head_is_taught_by_what_its_alignments_say_behind_each_prefix(T, labels, topology, kind, seed):
+    """q(c | g) = psi(gc) / psi(g); two of three tokens are told apart."""
+    case = Case(T, 3, labels, seed)
+    log_p = torch.randn(1, len(labels), 3, dtype=torch.float64).log_softmax(2).topk(2, dim=2)
+    out = case.loss(topology=topology, teacher=Teacher(log_p.indices, log_p.values, kind))
+    starts, _ = case.outputs(topology)
+    starts[()] = torch.ones((), dtype=torch.float64)
+    log_q = [
+        torch.stack([starts.get((*labels[:k], int(c)), torch.zeros(())) / starts[tuple(labels[:k])] for c in told])
+        for k, told in enumerate(log_p.indices[0])
+        if tuple(labels[: k + 1]) in starts
+    ]
+    if not log_q:
+        assert not out.feasible_N[0]
+        return
+    far = divergences(kind, log_p.values[0, : len(log_q)], torch.stack(log_q).log())
+    losses = out.loss_N.sum(), far.cumsum(dim=0).mean()
+    assert abs(float((losses[0] - losses[1]).detach())) < 1e-9
+    found, truth = (torch.autograd.grad(loss, case.trained(), materialize_grads=True) for loss in losses)
+    for got, wanted in zip(found, truth, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-8)
 
 
 @pytest.mark.parametrize("topology", [CTC, Topology(False, None), Topology(False, 2)])
