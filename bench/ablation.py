@@ -47,6 +47,7 @@ VARIANTS = {
     "whole softmax": ("objective.negatives=null",),
     "one layer": ("head.layers=1",),
     "three layers": ("head.layers=3",),
+    "diffusion": ("head=diffusion", A_LABEL_PER_SLOT, CROSS_ENTROPY),
     "eagle": ("head=eagle", "head.slots=7", A_LABEL_PER_SLOT, CROSS_ENTROPY),
     "medusa": ("head=medusa", "head.slots=7", A_LABEL_PER_SLOT, CROSS_ENTROPY),
 }

@@ -15,7 +15,7 @@ from ctcdraft.data.store import Corpus
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
-from ctcdraft.model.heads.head import OnePassHead, Slots
+from ctcdraft.model.heads.head import Slots
 from ctcdraft.model.heads.vocabulary import most_frequent
 from ctcdraft.model.load.precision import cpu_has_bf16
 from ctcdraft.model.loss.divergence import Divergence, Teacher
@@ -133,8 +133,10 @@ class DraftTask(nn.Module):
     def slots(self, hidden_BLX: Tensor, root_BLD: Tensor, batch: Batch) -> Slots:
         """What the head puts forward at the batch's anchors."""
         labels_NUD = None  # for a head that is trained along them, as the base's first layer gets them
-        if not isinstance(self.head, OnePassHead):
+        if self.head.reads_labels:
+            there_NU = torch.arange(batch.labels_NU.shape[1], device=root_BLD.device) < batch.lengths_N.unsqueeze(1)
             labels_NUD = self.vocabulary.base.embed(batch.labels_NU).to(root_BLD.dtype)
+            labels_NUD = labels_NUD.masked_fill(~there_NU.unsqueeze(2), 0.0)
         return self.head(hidden_BLX, root_BLD, anchors_of(batch), labels_NUD)
 
     def losses(self, slots: Slots, hidden_BLX: Tensor, batch: Batch) -> AnchorLoss:
@@ -157,6 +159,9 @@ class DraftTask(nn.Module):
                 soft_NUD = soft_labels(said, labels_NU, lm_weight, share)
             else:
                 teacher = said.teacher(objective.teacher_k, objective.divergence, share)
+        weight_U = torch.tensor(objective.weights, device=states.device)
+        if slots.learnt_NT is not None:
+            weight_U = weight_U * slots.learnt_NT[:, : len(weight_U)]
         return anchor_losses(
             states,
             lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
@@ -164,7 +169,7 @@ class DraftTask(nn.Module):
             labels_NU,
             lengths_N,
             objective=objective.kind,
-            weight_U=torch.tensor(objective.weights, device=states.device),
+            weight_U=weight_U,
             bias_V=bias,
             topology=head.topology,
             blank_is_odds=True,

@@ -191,7 +191,7 @@ class _Shape:
         root_11D = vocabulary.embed(self.root_1.unsqueeze(0), dtype)
         anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), AttentionMask(self.position_1.unsqueeze(0)))
         with cache.fixed(self.position_1, self.width):
-            slots = head.fill(self.hidden_11D.to(dtype), root_11D, anchors, cache)
+            slots = head.fill(self.hidden_11D.to(dtype), root_11D, anchors, cache, vocabulary.tokens)
         noise_1TV = None
         if self.sampling.temperature and self.step.ahead:
             slot_T = self.count_1 + torch.arange(self.step.ahead, device=self.count_1.device)

@@ -1,5 +1,5 @@
-"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), medusa, and on `stepwise`
-eagle. Parts: copies of the base's last layers (last_layers), block, transition and draft vocabulary (vocabulary)."""
+"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and on
+`stepwise` eagle. Parts: copies of the base's last layers (last_layers), block, transition, draft vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +10,16 @@ from torch import nn
 
 from ..base.context import Attended
 from ..base.llm import Base
+from .diffusion import DiffusionConfig, DiffusionHead
 from .eagle import EagleConfig, EagleHead
 from .head import Head, HeadConfig
 from .last_layers import LastLayers, layers_to_copy
 from .medusa import MedusaConfig, MedusaHead
 from .slots import CtcConfig, ParallelConfig, SlotHead
 
-AnyHeadConfig = Annotated[CtcConfig | ParallelConfig | MedusaConfig | EagleConfig, Field(discriminator="kind")]
+AnyHeadConfig = Annotated[
+    CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | DiffusionConfig, Field(discriminator="kind")
+]
 TABLED = ("transition.to_state", "transition.from_context")  # what is computed once for the whole vocabulary
 
 
@@ -36,6 +39,8 @@ def head_on(base: Base, config: HeadConfig) -> Head:
 
 def build_head(config: HeadConfig, hidden_size: int, body: LastLayers | None = None) -> Head:
     """A freshly initialised head on a base of that hidden size; body: of `ctc` and `parallel`."""
+    if isinstance(config, DiffusionConfig):
+        return DiffusionHead(config, hidden_size, body)
     if isinstance(config, ParallelConfig):
         return SlotHead(config, hidden_size, body)
     if isinstance(config, MedusaConfig):

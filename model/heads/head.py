@@ -48,11 +48,12 @@ class HeadConfig:
 
 class Slots(NamedTuple):
     """states [N, T, D], to be multiplied with the base's LM head; the blank's log-odds against all tokens together
-    [N, T], or None; A x_t [N, T, R] of a transition, or None."""
+    [N, T], or None; A x_t [N, T, R] of a transition, or None; which slots are to be learnt [N, T], None: all."""
 
     states_NTD: Tensor
     blank_NT: Tensor | None
     slot_NTR: Tensor | None = None
+    learnt_NT: Tensor | None = None
 
 
 class Vocabulary(NamedTuple):
@@ -81,6 +82,7 @@ class Head(nn.Module, ABC):
     calibration: Calibration | None = None
     copy_rates: CopyRates | None = None
     attended: Attended | None = None
+    reads_labels: ClassVar[bool] = False  # is it trained along the labels?
     once: ClassVar[tuple[str, ...]] = ()  # beginnings of names of weights that are used once per draft, not per slot
     draft_ids_X: Tensor
 
@@ -94,7 +96,7 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
         """Slots of the anchors; root_BLD embeds the token after each position, label_NUD the labels, for a head that is
-        trained along them."""
+        trained along them: zeros where there is none."""
 
     @abstractmethod
     def drafts(
@@ -142,8 +144,16 @@ class OnePassHead(Head):
     """A draft is one forward, in fixed shapes: `fill` turns a position into T slots."""
 
     @abstractmethod
-    def fill(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None) -> Slots:
-        """The T slots of each anchor within whole sequences, or on top of what the base's cache holds."""
+    def fill(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        anchors: Anchors,
+        cache: TreeCache | None = None,
+        tokens: DraftVocabulary | None = None,
+    ) -> Slots:
+        """The T slots of each anchor within whole sequences, or on top of what the base's cache holds; tokens: for a
+        head that looks at its own slots' tokens on the way."""
 
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
         return self.fill(hidden_BLD, root_BLD, anchors)
@@ -158,7 +168,8 @@ class OnePassHead(Head):
         cache: TreeCache | None = None,
         noise_NTV: Tensor | None = None,
     ) -> list[Lattice | Tree]:
-        slots = self.fill(hidden_BLD, vocabulary.embed(root_BL, hidden_BLD.dtype), anchors, cache)
+        root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
+        slots = self.fill(hidden_BLD, root_BLD, anchors, cache, vocabulary.tokens)
         return [*self.candidates(slots, anchors.own(root_BL), vocabulary, noise_NTV).lattices()]
 
     @torch.no_grad()

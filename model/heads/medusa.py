@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..base.cache import TreeCache
 from ..base.context import Anchors
 from .head import CHECKED, HeadConfig, Layers, OnePassHead, Slots
+from .vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -32,7 +33,14 @@ class MedusaHead(OnePassHead):
         self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, hidden_size))
 
-    def fill(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None) -> Slots:
+    def fill(
+        self,
+        hidden_BLD: Tensor,
+        root_BLD: Tensor,
+        anchors: Anchors,
+        cache: TreeCache | None = None,
+        tokens: DraftVocabulary | None = None,
+    ) -> Slots:
         rows_TND = anchors.own(hidden_BLD).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))

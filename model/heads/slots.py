@@ -21,6 +21,7 @@ from .block import Block
 from .head import CHECKED, HeadConfig, Layers, OnePassHead, Size, Slots
 from .last_layers import LastLayers
 from .transition import Transition
+from .vocabulary import DraftVocabulary
 
 RARE_BLANK = -2.0  # log-odds that the blank begins with
 
@@ -99,13 +100,36 @@ class SlotHead(OnePassHead):
             pack(self.body.to(base.dtype))
         return self
 
-    def fill(self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None) -> Slots:
+    def fill(
+        self,
+        hidden_BLX: Tensor,
+        root_BLD: Tensor,
+        anchors: Anchors,
+        cache: TreeCache | None = None,
+        tokens: DraftVocabulary | None = None,
+    ) -> Slots:
+        x_NTD = self.states(hidden_BLX, root_BLD, anchors, cache)
+        blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
+        slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
+        return Slots(x_NTD, blank_NT, slot_NTR)
+
+    def states(
+        self,
+        hidden_BLX: Tensor,
+        root_BLD: Tensor,
+        anchors: Anchors,
+        cache: TreeCache | None = None,
+        shown: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """[N, T, D]. shown: a vector for each slot beside its own [N, T, D], and an embedded token that stands there in
+        the root's place [N, T, D]."""
         D = self.hidden_size
         hidden_ND, root_ND = anchors.own(hidden_BLX[..., : 2 * D]), anchors.own(root_BLD)
         hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
         read_ND = self.enter(torch.cat([F.rms_norm(root_ND, (D,)), F.rms_norm(hidden_ND, (D,))], dim=-1))
-        own_NTD = self.state_gain * entering_ND.unsqueeze(1) + self.root_gain * root_ND.unsqueeze(1)
-        x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + self.slot)
+        place_NTD, token_NTD = (self.slot, root_ND.unsqueeze(1)) if shown is None else (self.slot + shown[0], shown[1])
+        own_NTD = self.state_gain * entering_ND.unsqueeze(1) + self.root_gain * token_NTD
+        x_NTD = own_NTD + self.scale * (read_ND.unsqueeze(1) + place_NTD)
         if self.body is None:
             T = self.config.slots
             everywhere = AttentionMask(x_NTD.new_zeros(1, T), x_NTD.new_ones(1, 1, T, T, dtype=torch.bool))
@@ -127,6 +151,4 @@ class SlotHead(OnePassHead):
             rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
             rows_BQD = self.body(rows_BQD, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), read)
             x_NTD = anchors.gathered(rows_BQD.view(B, A, T, D))
-        blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)
-        slot_NTR = None if self.transition is None else self.transition.from_slot(x_NTD)
-        return Slots(x_NTD, blank_NT, slot_NTR)
+        return x_NTD

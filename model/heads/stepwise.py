@@ -36,6 +36,7 @@ class StepwiseHead(Head):
     """Its draft is a Tree of every node that it scored. attentions: layers of its own cache."""
 
     config: StepwiseConfig
+    reads_labels = True
     attentions = 1
 
     @abstractmethod

@@ -361,6 +361,6 @@ def _repeats(labels_NU: Tensor, topology: Topology) -> Tensor:
 def _weighted_mean(values_NK: Tensor, valid_NK: Tensor, weight_U: Tensor | None) -> Tensor:
     weight_NK = valid_NK.to(values_NK.dtype)
     if weight_U is not None:
-        weight_NK = weight_NK * weight_U[: values_NK.shape[1]].to(weight_NK)
+        weight_NK = weight_NK * weight_U[..., : values_NK.shape[1]].to(weight_NK)
     weight_NK = weight_NK / weight_NK.sum(dim=1, keepdim=True).clamp(min=torch.finfo(values_NK.dtype).tiny)
     return (weight_NK * values_NK.masked_fill(~valid_NK, 0.0)).sum(dim=1)

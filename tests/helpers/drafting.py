@@ -10,6 +10,7 @@ from ctcdraft.model import Decoder, DraftConfig, export_head
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.draft.tree import Tree
 from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, ParallelConfig, head_on
+from ctcdraft.model.heads.diffusion import DiffusionConfig
 
 HEADS = [
     CtcConfig(slots=5, transition="none", merge=True, band=None),
@@ -17,6 +18,7 @@ HEADS = [
     ParallelConfig(slots=5),
     ParallelConfig(slots=5, transition="full", layers=1, rank=8),
     MedusaConfig(slots=5, layers=2),
+    DiffusionConfig(slots=5, layers=1, fills=3),
     EagleConfig(slots=5, width=32, beam=3),
 ]
 

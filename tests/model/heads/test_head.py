@@ -39,7 +39,7 @@ def head_of(base, kind="ctc", layers=2, slots=5, **options):
     ("kind", "layers", "steps"),
     [
         (kind, layers, steps)
-        for kind, layers in [("medusa", PLAIN), *product(("ctc", "parallel"), (PLAIN, 1, 2))]
+        for kind, layers in [("medusa", PLAIN), *product(("ctc", "parallel", "diffusion"), (PLAIN, 1, 2))]
         for steps in ([(7,), (1,), (3,), (1,), (12,)], [(7, 3), (1, 4), (3, 3), (1, 1), (6, 9)])
     ],
 )
