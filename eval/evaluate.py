@@ -6,9 +6,9 @@ That folder holds the latest one; what other settings gave is kept beside it, as
 import json
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import load_head, read_config
 from ctcdraft.model.folders import digest_of, new_folder
+from ctcdraft.model.heads import Head
 
 from .bench import BenchConfig, load_questions, questions_hash
 from .control import bound_in_words
@@ -34,13 +35,16 @@ from .run import Turn, generate_rate, run
 
 @dataclass(frozen=True)
 class Measurement:
-    """What heads are measured by; data_folder: the run's prepared data, for bench=heldout."""
+    """What heads are measured by; data_folder: the run's prepared data, for bench=heldout. decoder: makes one of a
+    base, a head and a draft; options: its own, for results.json."""
 
     base: Base
     draft: DraftConfig
     bench: BenchConfig
     data_folder: Path | None = None
     seed: int = 0
+    decoder: Callable[[Base, Head, DraftConfig], Decoder] = Decoder
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def questions(self) -> list[Question]:
         """Raises ValueError as `load_questions` does."""
@@ -68,6 +72,7 @@ class Measurement:
             "base": base.identity,
             "template_args": base.template_args,
             "decoder": asdict(self.draft),
+            **self.options,
             "seed": self.seed,
             "dtype": str(base.dtype).removeprefix("torch."),
             "rounding_bound": bound_in_words(base.dtype),
@@ -114,7 +119,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
         return found
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
     heads = {label: load_head(head, base) for label, head in head_folders.items()}
-    decoders = {label: Decoder(base, head, measurement.draft) for label, head in heads.items()}
+    decoders = {label: measurement.decoder(base, head, measurement.draft) for label, head in heads.items()}
     questions = measurement.questions()
     turns = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
     rate = generate_rate(base, questions, bench)

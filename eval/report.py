@@ -95,7 +95,8 @@ def report(results: dict[str, Any]) -> str:
     ]
     depths = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
     beliefs = [(label, *(f"{b['calibration'][key]:.2f}" for key in BELIEFS)) for label, b in blocks.items()]
-    shares = [(label, *(f"{v:.1%}" for v in block["time_share"].values())) for label, block in blocks.items()]
+    timed = dict.fromkeys(part for block in blocks.values() for part in block["time_share"])
+    shares = [(label, *(f"{b['time_share'].get(part, 0.0):.1%}" for part in timed)) for label, b in blocks.items()]
     parts = [
         f"# {results['bench']}: {heads} on {results['base']['name']}",
         *tables(results),
@@ -116,7 +117,7 @@ def report(results: dict[str, Any]) -> str:
         markdown_table(("", *BELIEFS), beliefs),
         "![calibration](calibration.png)",
         "## Time",
-        markdown_table(("", *first["time_share"]), shares),
+        markdown_table(("", *timed), shares),
         *_divergences(blocks, results["rounding_bound"]),
     ]
     if first["skipped"]:

@@ -87,7 +87,8 @@ def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
     if flips:
         same_shape = {key: (max if key == "largest_gap" else sum)(one[key] for one in flips) for key in flips[0]}
     seconds = sum(turn.seconds for turn in turns)
-    shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in PARTS}
+    parts = [*PARTS, *(["learn"] if any("learn" in turn.drafted.seconds for turn in turns) else [])]
+    shares = {part: sum(turn.drafted.seconds.get(part, 0.0) for turn in turns) / seconds for part in parts}
     steps = sum(turn.drafted.steps for turn in turns)
     return {
         "skipped": [{"question": question.id, "reason": reason} for question, reason in skipped.items()],

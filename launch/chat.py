@@ -17,6 +17,7 @@ from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
 from ctcdraft.model.base.llm import warn_if_plain
 from ctcdraft.model.base.sampling import Sampling
+from ctcdraft.train.online import decoder_for
 
 TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 
@@ -24,7 +25,7 @@ TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 def main(config: ChatEntry) -> int:
     base, heads, _ = chosen_heads(config)
     warn_if_plain(base)
-    decoder = Decoder(base, load_head(next(iter(heads.values())), base), config.draft)
+    decoder = decoder_for(base, load_head(next(iter(heads.values())), base), config.draft, config.online)
     messages = [{"role": "system", "content": config.system}] if config.system else []
     for number, text in enumerate(_turns(config.prompt)):
         messages.append({"role": "user", "content": text})
@@ -41,7 +42,8 @@ def answer(decoder: Decoder, prompt: list[int], config: ChatEntry, seed: int) ->
     for event in decoder.stream(prompt, config.max_new_tokens, seed=seed, **sampling):
         if isinstance(event, Generation):
             rate = f"{event.tokens_per_step:.2f} tokens per step (plain decoding: 1.00)"
-            print(f"\n[{len(event.tokens)} tokens in {event.steps + 1} base forwards, {rate}]", flush=True)
+            learnt = f", {event.seconds['learn']:.1f} s of learning" if "learn" in event.seconds else ""
+            print(f"\n[{len(event.tokens)} tokens in {event.steps + 1} base forwards, {rate}{learnt}]", flush=True)
             return event
         for text, drafted in event.pieces:
             print(f"{TINT}{text}{PLAIN}" if tinted and drafted else text, end="", flush=True)

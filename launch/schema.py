@@ -18,6 +18,7 @@ from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
+from ctcdraft.train.online import OnlineConfig
 from ctcdraft.train.options import MayDiffer
 from ctcdraft.train.prepare import DataConfig
 from ctcdraft.train.step import Plan
@@ -102,6 +103,7 @@ class HeadChoice:
     head: HeadPath = HeadPath()
     base: BasePath = BasePath()
     data: ChatOptions = ChatOptions()
+    online: OnlineConfig = field(default_factory=OnlineConfig)
     name: str | None = None  # the run whose head drafts; null: the newest
     seed: Seed = 0  # of everything random
     runs_dir: str = "runs"  # where runs lie
@@ -122,6 +124,8 @@ class EvalEntry(HeadChoice):
     def __post_init__(self) -> None:
         if self.heads and (self.name is not None or self.head.path is not None):
             raise ValueError("heads=[...] says which heads: leave out name and head.path")
+        if self.count and self.online.every is not None:
+            raise ValueError("count=true counts along answers that are known: online=on learns while it decodes")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,11 @@ def test_one_prompt_is_answered_and_counted(places, capsys):
     assert "\033[" not in out  # no colours where nobody looks
 
 
+def test_a_head_that_learns_says_how_long_it_took(places, capsys):
+    assert chat.main(typed(compose("chat", [*places, "prompt=hello", "online=on", "online.every=4"]), ChatEntry)) == 0
+    assert " s of learning]" in capsys.readouterr().out
+
+
 def test_a_conversation_goes_on_until_an_empty_line(places, capsys, monkeypatch):
     answers = Mock(side_effect=["hello", "and again", ""])
     monkeypatch.setattr("builtins.input", answers)

@@ -77,6 +77,25 @@ def test_one_head_keeps_its_place_and_logs_a_row_per_question(place):
     assert not (place / "runs" / "a" / "metrics.jsonl").exists()  # the log of the training is left alone
 
 
+def test_a_head_that_learns_on_the_way_is_measured_by_itself(place, capsys):
+    """Its outputs are plain decoding's, its seconds in the report, and nothing is left on disk but the report."""
+    words = ["name=b", "logger=none", "bench.max_new_tokens=6"]
+    assert start(place, *words) == 0
+    assert start(place, *words, "online=on", "online.every=4", "online.lr=10") == 0
+    assert "(reused)" not in capsys.readouterr().out
+    folder = place / "runs" / "b" / "eval" / "toy"
+    results = json.loads((folder / "results.json").read_text())
+    assert results["online"] == {"every": 4, "lr": 10.0, "buffer": 8192}
+    assert results["identical"]["identical"] == results["identical"]["compared"]
+    assert 0 < results["time_share"]["learn"] < 1
+    assert "learn" not in results["prompt_lookup_alone"]["time_share"]
+    (times,) = [line for line in (folder / "report.md").read_text().splitlines() if "verify" in line]
+    assert [cell.strip() for cell in times.split("|")[2:-1]] == ["verify", "draft", "tree", "learn", "other"]
+    assert sorted(p.name for p in (place / "runs" / "b" / "head").iterdir()) == sorted(
+        p.name for p in (place / "shipped" / "b").iterdir()
+    )
+
+
 def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):
     monkeypatch.setattr(Decoder, "generate", None)
     for words, heads in ((["name=a"], ["a"]), (["heads=[a,b]"], ["a", "b"])):
@@ -117,6 +136,8 @@ def test_a_decoder_that_is_wrong_for_one_head_fails_the_evaluation(place, monkey
         (["heads=[a,b]", "bench=heldout"], "bench=heldout is for runs on the same data"),
         (["heads=[{place}/shipped/a]"], "needs base.path"),
         (["heads=[a,b]", "name=a"], "leave out name and head.path"),
+        (["name=a", "online=on", "count=true"], "online=on learns while it decodes"),
+        (["name=a", "online=on", "online.every=0"], "online.every=0"),
         (["heads=[{place}/shipped/a]", "base.path={place}/other"], "was trained on base and cannot draft for other"),
         (["name=a", "bench=spec_bench"], "bench=spec_bench needs bench.path"),
         (["name=a", "bench=gsm8k", "bench.path={place}/none.jsonl"], "none.jsonl: no such file"),
