@@ -15,7 +15,7 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval export serve test test-serve check lint bench ablation soak fuzz conventions doctor clean
+.PHONY: help setup train eval export serve test test-serve check lint bench ablation soak fuzz conventions doctor docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -78,5 +78,8 @@ conventions: $(STAMP)  ## rows in every convention, each value followed into tok
 doctor: $(STAMP)  ## what will not work, before the start: machine, base, template, memory, time: ARGS="--json base=..."
 	@$(BIN)/python launch/doctor.py $(ARGS)
 
+docs: $(STAMP)  ## the docs as a site in build/site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 clean:  ## remove runs, caches and .venv
-	rm -rf runs .cache .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build runs .cache .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
