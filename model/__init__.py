@@ -4,7 +4,7 @@ from .base.llm import Base
 from .decode.decoder import Decoder, Generation
 from .draft.config import DraftConfig
 from .export import export_head, load_head
-from .heads import CtcConfig, EagleConfig, Head, HeadConfig, MedusaConfig, ParallelConfig, head_on
+from .heads import CtcConfig, EagleConfig, Head, HeadConfig, MedusaConfig, MlpConfig, ParallelConfig, head_on
 from .load.pretrained import load_base
 from .loss.objective import fused_ctc_loss
 
@@ -18,6 +18,7 @@ __all__ = [
     "Head",
     "HeadConfig",
     "MedusaConfig",
+    "MlpConfig",
     "ParallelConfig",
     "export_head",
     "fused_ctc_loss",

@@ -132,18 +132,19 @@ class DraftTask(nn.Module):
 
     def slots(self, hidden_BLX: Tensor, root_BLD: Tensor, batch: Batch) -> Slots:
         """What the head puts forward at the batch's anchors."""
-        labels_NUD = None  # for a head that is trained along them, as the base's first layer gets them
-        if self.head.reads_labels:
-            there_NU = torch.arange(batch.labels_NU.shape[1], device=root_BLD.device) < batch.lengths_N.unsqueeze(1)
-            labels_NUD = self.vocabulary.base.embed(batch.labels_NU).to(root_BLD.dtype)
-            labels_NUD = labels_NUD.masked_fill(~there_NU.unsqueeze(2), 0.0)
-        return self.head(hidden_BLX, root_BLD, anchors_of(batch), labels_NUD)
+        if not self.head.reads_labels:
+            return self.head(hidden_BLX, root_BLD, anchors_of(batch))
+        there_NU = torch.arange(batch.labels_NU.shape[1], device=root_BLD.device) < batch.lengths_N.unsqueeze(1)
+        read = (roots_of(batch), batch.labels_NU)
+        root_BLF, label_NUF = (self.head.embedded(self.vocabulary, ids, root_BLD.dtype) for ids in read)
+        return self.head(hidden_BLX, root_BLF, anchors_of(batch), label_NUF.masked_fill(~there_NU.unsqueeze(2), 0.0))
 
     def losses(self, slots: Slots, hidden_BLX: Tensor, batch: Batch) -> AnchorLoss:
         """The loss of every anchor from its slots, up to the first label that is no token of the draft vocabulary;
         hidden: the base's states of all positions, to distil from."""
         head, objective, vocabulary = self.head, self.objective, self.vocabulary
-        lm_weight, states, blank, bias = vocabulary.lm_weight, slots.states_NTD, slots.blank_NT, None
+        lm_weight, output, states = vocabulary.lm_weight, vocabulary.output, slots.states_NTD
+        blank, bias = slots.blank_NT, None
         labels_NU, lengths_N = vocabulary.cut(batch.labels_NU, batch.lengths_N)
         if head.transition is not None and slots.slot_NTR is not None:
             root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
@@ -151,12 +152,13 @@ class DraftTask(nn.Module):
             states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
         if self.negatives is not None and bool((lengths_N > 0).any()):
             tokens_S, bias, labels_NU = self.negatives.draw(labels_NU, lengths_N)
-            lm_weight = lm_weight[tokens_S]
+            own, lm_weight = output is not lm_weight, lm_weight[tokens_S]
+            output = output[tokens_S] if own else lm_weight
         soft_NUD = teacher = None
         if share := objective.distill:
             said = base_says(vocabulary.base, hidden_BLX, batch, lm_weight, bias)
             if objective.divergence is None:
-                soft_NUD = soft_labels(said, labels_NU, lm_weight, share)
+                soft_NUD = soft_labels(said, labels_NU, output, share)
             else:
                 teacher = said.teacher(objective.teacher_k, objective.divergence, share)
         weight_U = torch.tensor(objective.weights, device=states.device)
@@ -164,7 +166,7 @@ class DraftTask(nn.Module):
             weight_U = weight_U * slots.learnt_NT[:, : len(weight_U)]
         return anchor_losses(
             states,
-            lm_weight if multiplies_in_bfloat16(states, lm_weight) and cpu_has_bf16() else lm_weight.to(states.dtype),
+            output if multiplies_in_bfloat16(states, output) and cpu_has_bf16() else output.to(states.dtype),
             blank,
             labels_NU,
             lengths_N,
@@ -203,10 +205,9 @@ def base_says(base: Base, hidden_BLX: Tensor, batch: Batch, weight_SD: Tensor, b
     return Said(logits_KS if bias_S is None else logits_KS + bias_S, number_NU)
 
 
-@torch.no_grad()
 def soft_labels(said: Said, labels_NU: Tensor, weight_SD: Tensor, share: float) -> Tensor:
-    """The rows of the LM head that labels stand for, [N, U, D]: the own row of each, and `share` of the mean row under
-    the base's distribution over the S tokens where it said that label.
+    """The rows of the LM head, or of a head's own table, that labels stand for, [N, U, D]: the own row of each, and
+    `share` of the mean row under the base's distribution over the S tokens where it said that label.
 
     A label's logit is linear in its row, so the cross-entropy against a distribution is that against its mean row.
     """

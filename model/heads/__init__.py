@@ -1,5 +1,5 @@
 """What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and on
-`stepwise` eagle. Parts: copies of the base's last layers (last_layers), block, transition, draft vocabulary."""
+`stepwise` eagle and mlp. Parts: copies of the base's last layers (last_layers), block, transition, draft vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,12 +15,14 @@ from .eagle import EagleConfig, EagleHead
 from .head import Head, HeadConfig
 from .last_layers import LastLayers, layers_to_copy
 from .medusa import MedusaConfig, MedusaHead
+from .mlp import MlpConfig, MlpHead
 from .slots import CtcConfig, ParallelConfig, SlotHead
 
 AnyHeadConfig = Annotated[
-    CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | DiffusionConfig, Field(discriminator="kind")
+    CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | DiffusionConfig, Field(discriminator="kind")
 ]
-TABLED = ("transition.to_state", "transition.from_context")  # what is computed once for the whole vocabulary
+# What is computed once for the whole vocabulary, or looked up, or counts as the LM head:
+TABLED = ("transition.to_state", "transition.from_context", "embedding", "output")
 
 
 def head_config(fields: Mapping[str, Any]) -> HeadConfig:
@@ -34,6 +36,8 @@ def head_on(base: Base, config: HeadConfig) -> Head:
     where the base has fewer layers."""
     attended, drafted = attended_on(base, config), config.draft_vocab_size
     config = replace(config, draft_vocab_size=None if drafted is None or drafted >= base.vocab_size else drafted)
+    if isinstance(config, MlpConfig):
+        return MlpHead(config, base.hidden_size, config.draft_vocab_size or base.vocab_size)
     return build_head(config, base.hidden_size, None if attended is None else LastLayers(base, attended))
 
 
@@ -66,4 +70,4 @@ def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
     for name, p in head.named_parameters():
         if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
             body += p.numel() * (1 if name.startswith(head.once) else head.lm_rows)
-    return body, head.lm_rows * (head.config.draft_vocab_size or base.vocab_size) * base.hidden_size
+    return body, head.lm_rows * head.draft_vocabulary(base).output.numel()

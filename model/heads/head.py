@@ -116,6 +116,10 @@ class Head(nn.Module, ABC):
         hold, when candidates are chosen; a head that scores nodes by itself does not look at it.
         """
 
+    def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """What it reads of tokens of the base in training along them, [..., F]: as the base's first layer gets them."""
+        return tokens.base.embed(ids).to(dtype)
+
     def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included. None: it
         drafts from the base's cache, in which the new positions are committed already."""

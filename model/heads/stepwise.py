@@ -6,7 +6,7 @@ the likeliest nodes of the last depth. Training is unrolled on a head's own stat
 3.2).
 
 Shape suffixes: B batch, L positions, A anchors of a row (padded), N anchors, T passes, U labels, S entries attended to,
-Q rows of one pass, X nodes of one depth, D hidden size of the base, E what a state holds.
+Q rows of one pass, X nodes of one depth, D hidden size of the base, E what a state holds, F an embedded token.
 """
 
 from abc import abstractmethod
@@ -40,26 +40,32 @@ class StepwiseHead(Head):
     attentions = 1
 
     @abstractmethod
-    def step(self, state_BQE: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
-        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds. The first pass has the
-        base's hidden states for states, at every position."""
+    def step(self, state_BQE: Tensor, token_BQF: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
+        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds."""
+
+    def begin(
+        self, hidden_BLD: Tensor, token_BLF: Tensor, mask: AttentionMask, cache: Cache, anchors: Anchors
+    ) -> Tensor:
+        """The first states of the anchors [N, E]: behind the token after each position, with the base's hidden states
+        for states."""
+        return anchors.own(self.step(hidden_BLD, token_BLF, mask, cache))
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.attentions, batch, capacity + self.config.slots * self.config.beam)
 
-    def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
-        """T passes along the labels' embeddings, each on the state of the one before."""
-        assert label_NUD is not None
+    def forward(self, hidden_BLD: Tensor, root_BLF: Tensor, anchors: Anchors, label_NUF: Tensor | None = None) -> Slots:
+        """T passes along the labels, each on the state of the one before; roots and labels as `embedded`."""
+        assert label_NUF is not None
         (B, L, _), cache = hidden_BLD.shape, DynamicCache()
         mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLD.device).unsqueeze(0))
-        state_NE = anchors.own(self.step(hidden_BLD, root_BLD, mask, cache))
+        state_NE = self.begin(hidden_BLD, root_BLF, mask, cache, anchors)
         position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         states = [state_NE]
-        for step in range(1, min(self.config.slots, label_NUD.shape[1])):
+        for step in range(1, min(self.config.slots, label_NUF.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
-            read_BAD = anchors.spread(state_NE), anchors.spread(label_NUD[:, step - 1])
-            state_BAE = self.step(*read_BAD, AttentionMask(position_BA + step, seen_BAS.unsqueeze(1)), cache)
+            read_BA = anchors.spread(state_NE), anchors.spread(label_NUF[:, step - 1])
+            state_BAE = self.step(*read_BA, AttentionMask(position_BA + step, seen_BAS.unsqueeze(1)), cache)
             state_NE = anchors.gathered(state_BAE)
             states.append(state_NE)
         return Slots(torch.stack(states, dim=1), None)
@@ -78,16 +84,17 @@ class StepwiseHead(Head):
         cache: TreeCache | None = None,
         noise_NTV: Tensor | None = None,
     ) -> list[Lattice | Tree]:
-        (B, L, _), root_BLD = hidden_BLD.shape, vocabulary.embed(root_BL, hidden_BLD.dtype)
+        (B, L, _), tokens = hidden_BLD.shape, vocabulary.tokens
+        root_BLF = self.embedded(tokens, root_BL, hidden_BLD.dtype)
         if cache is None:
             assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
             cache = self.new_cache(B, L)
-        state_BLE = self.step(hidden_BLD, root_BLD, cache.causal_mask(L, hidden_BLD.device), cache)
+        state_NE = self.begin(hidden_BLD, root_BLF, cache.causal_mask(L, hidden_BLD.device), cache, anchors)
         before, drafted = cache.lengths.copy(), dict[int, Tree]()
         for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
             cache.lengths[b] = before[b] + position + 1
-            drafted[n] = self._beam(state_BLE[b, position], b, cache, vocabulary.tokens)
+            drafted[n] = self._beam(state_NE[n], b, cache, tokens)
         return [drafted[n] for n in range(len(drafted))]
 
     def _beam(self, state_E: Tensor, sequence: int, cache: TreeCache, tokens: DraftVocabulary) -> Tree:
@@ -101,10 +108,10 @@ class StepwiseHead(Head):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
-            read_QD = tokens.base.embed(token_X[best_Q]).to(state_E.dtype)
+            read_QF = self.embedded(tokens, token_X[best_Q], state_E.dtype)
             mask = AttentionMask(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
             with cache.only(sequence):
-                state_QE = self.step(state_QE[from_Q].unsqueeze(0), read_QD.unsqueeze(0), mask, cache)[0]
+                state_QE = self.step(state_QE[from_Q].unsqueeze(0), read_QF.unsqueeze(0), mask, cache)[0]
             cache.lengths[sequence] += Q
             row_X, before_Q = torch.arange(Q, device=device).repeat_interleave(beam), log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)

@@ -8,7 +8,7 @@ tokens.
 Inside a head tokens are numbered by their place among the draft tokens. One number more, X, stands for every other
 token: it can be read, and is embedded as zeros, but never drafted.
 
-Shape suffixes: X draft tokens, V vocabulary of the base, D hidden size.
+Shape suffixes: X draft tokens, V vocabulary of the base, D hidden size, E what a state holds.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,12 @@ from ..base.packed import packed_product
 class DraftVocabulary:
     """What a head sees of a base's vocabulary. ids_X: the base's ids of the draft tokens, ascending; None: all of them.
 
-    lm_weight [X, D]: their rows of the base's LM head. host_ids [X]: ids on the host.
+    lm_weight [X, D]: their rows of the base's LM head. output [X, E]: what states are multiplied with: a table of the
+    head's own, or else these. host_ids [X]: ids on the host.
     Raises ValueError on ids that do not rise, or are not the base's.
     """
 
-    def __init__(self, base: Base, ids_X: Tensor | None = None) -> None:
+    def __init__(self, base: Base, ids_X: Tensor | None = None, output_XE: Tensor | None = None) -> None:
         V, device = base.vocab_size, base.device
         self.base = base
         self.ids = torch.arange(V, device=device) if ids_X is None else ids_X.to(device, torch.long)
@@ -39,6 +40,7 @@ class DraftVocabulary:
         if not (np.diff(self.host_ids) > 0).all() or not 0 <= self.host_ids[0] <= self.host_ids[-1] < V:
             raise ValueError(f"draft tokens must be rising ids below {V}")
         self.lm_weight = base.lm_weight if ids_X is None else base.lm_weight[self.ids]
+        self.output = self.lm_weight if output_XE is None else output_XE
         self._number_V = torch.full((V,), len(self.ids), device=device)
         self._number_V[self.ids] = torch.arange(len(self.ids), device=device)
 
@@ -48,10 +50,10 @@ class DraftVocabulary:
 
     @cached_property
     def _lm_head(self) -> nn.Linear:
-        return packed_product(self.lm_weight)
+        return packed_product(self.output.detach().to(self.lm_weight.dtype))
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., X] of states [..., D], in the base's precision and without a gradient."""
+        """[..., X] of states [..., E], in the base's precision and without a gradient."""
         return self._lm_head(states.to(self.lm_weight.dtype))
 
     def numbered(self, ids: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ctcdraft.model.heads import (
     CtcConfig,
     EagleConfig,
     MedusaConfig,
+    MlpConfig,
     ParallelConfig,
     build_head,
     flops_per_draft,
@@ -239,6 +240,8 @@ def test_cost_counts_the_lm_head_once_per_slot(base):
     assert flops_per_draft(head, base) == (4 * 32 * 32, 4 * 260 * 32)
     head = head_on(base, EagleConfig(slots=3, width=16, heads=2, beam=5))
     assert flops_per_draft(head, base)[1] == (1 + 2 * 5) * 260 * 32
+    head = head_on(base, MlpConfig(slots=3, width=16, beam=5))
+    assert flops_per_draft(head, base) == (32 * 16 + 11 * 16 * 16, 11 * 260 * 16)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,22 @@
 import numpy as np
 import pytest
 import torch
-from drafting import random_head
+from drafting import TRAINING, random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctcdraft.model import export_head, load_base, load_head
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.draft.tree import Tree, chosen
-from ctcdraft.model.heads import EagleConfig
-from ctcdraft.model.heads.head import Vocabulary
-from ctcdraft.model.heads.vocabulary import DraftVocabulary
+from ctcdraft.model.heads import EagleConfig, MlpConfig
 from ctcdraft.model.loss.objective import anchor_losses
 
-KINDS = pytest.mark.parametrize("config", [EagleConfig(slots=4, width=32, beam=3)], ids=lambda config: config.kind)
+CONFIGS = [EagleConfig(slots=4, width=32, beam=3), MlpConfig(slots=4, width=24, beam=3)]
+KINDS = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+
+
+def read(head, base, ids):
+    return head.embedded(head.draft_vocabulary(base), ids, base.dtype).detach()
 
 
 def path_of(tree, node):
@@ -29,9 +33,9 @@ def path_of(tree, node):
 def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, config):
     head = random_head(config, base)
     hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
-    root = base.embed(ids)
+    root = read(head, base, ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
-    vocabulary = Vocabulary(DraftVocabulary(base), 8, None)
+    vocabulary = head.vocabulary(base, 8)
     for n, tree in enumerate(head.drafts(hidden, ids, Anchors.of(batch, position, 2), vocabulary)):
         assert len(tree) == 3 + 3 * 3 * 3
         paths = [path_of(tree, node) for node in range(len(tree))]
@@ -39,9 +43,9 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, 
         for path, psi in zip(paths, tree.psi, strict=True):
             labels = torch.tensor([path])
             at = Anchors.of(batch[n : n + 1], position[n : n + 1], 2)
-            slots = head(hidden, root, at, base.embed(labels))
-            length = torch.tensor([len(path)])
-            out = anchor_losses(slots.states_NTD, base.lm_weight, None, labels, length, objective="cross_entropy")
+            slots = head(hidden, root, at, read(head, base, labels))
+            length, output = torch.tensor([len(path)]), vocabulary.tokens.output
+            out = anchor_losses(slots.states_NTD, output, None, labels, length, objective="cross_entropy")
             assert float(out.log_psi_NU[0, -1].exp().detach()) == pytest.approx(float(psi), rel=1e-4)
 
 
@@ -50,7 +54,7 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base, con
     head = random_head(config, base)
     hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
     cache = head.new_cache(2, 32)
-    start, vocabulary = 0, Vocabulary(DraftVocabulary(base), 8, None)
+    start, vocabulary = 0, head.vocabulary(base, 8)
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
         newest = Anchors.of(torch.tensor([0, 1]), torch.tensor([end - start - 1] * 2), 2)
         got = head.drafts(hidden[:, start:end], root[:, start:end], newest, vocabulary, cache)
@@ -65,8 +69,8 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base, con
 @KINDS
 def test_anchors_do_not_see_each_other_or_what_follows_them(base, config):
     head = random_head(config, base)
-    hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
-    labels = torch.randn(2, 4, base.hidden_size).double()
+    hidden, root = torch.randn(1, 8, base.hidden_size).double(), read(head, base, torch.randint(260, (1, 8)))
+    labels = read(head, base, torch.randint(260, (2, 4)))
     zero = torch.zeros(1, dtype=torch.long)
     both = head(hidden, root, Anchors.of(torch.tensor([0, 0]), torch.tensor([1, 4]), 1), labels).states_NTD
     hidden[:, 5:], root[:, 5:] = 9.0, -9.0
@@ -78,8 +82,8 @@ def test_anchors_do_not_see_each_other_or_what_follows_them(base, config):
 @KINDS
 def test_documents_that_share_a_row_know_nothing_of_each_other(base, config):
     head = random_head(config, base)
-    hidden, root = (torch.randn(1, 8, base.hidden_size).double() for _ in range(2))
-    labels = torch.randn(1, 4, base.hidden_size).double()
+    hidden, root = torch.randn(1, 8, base.hidden_size).double(), read(head, base, torch.randint(260, (1, 8)))
+    labels = read(head, base, torch.randint(260, (1, 4)))
     zero = torch.zeros(1, dtype=torch.long)
     document = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     allowed = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
@@ -87,6 +91,18 @@ def test_documents_that_share_a_row_know_nothing_of_each_other(base, config):
     packed = head(hidden, root, Anchors.of(zero, torch.tensor([5]), 1, mask), labels).states_NTD
     alone = head(hidden[:, 3:], root[:, 3:], Anchors.of(zero, torch.tensor([2]), 1), labels).states_NTD
     assert torch.allclose(packed, alone, atol=1e-10)
+
+
+@KINDS
+def test_exported_and_loaded_it_drafts_the_same_bits(base_folder, tmp_path, config):
+    base = load_base(str(base_folder))
+    head = random_head(config, base)
+    export_head(head, base, tmp_path / "head", TRAINING)
+    loaded, (hidden, ids) = load_head(tmp_path / "head", base), (torch.randn(1, 7, base.hidden_size), torch.arange(7))
+    at = Anchors.of(torch.tensor([0]), torch.tensor([6]), 1)
+    (want,), (got,) = (one.drafts(hidden, ids.unsqueeze(0), at, one.vocabulary(base, 8)) for one in (head, loaded))
+    assert np.array_equal(want.tokens, got.tokens)
+    assert np.array_equal(want.psi, got.psi)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,74 @@
+"""`mlp`: a recurrent perceptron from the base's hidden state on, with token tables of its own.
+
+Wertheimer et al. 2024 (IBM's combined token and embedding speculator, arXiv 2404.19124), all stages one as in their
+released code (fms-extras, `tie_wts` and `scale_input`).
+
+Shape suffixes: B batch, L positions, Q rows of one pass, N anchors, D hidden size of the base, W width.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from transformers import Cache
+
+from ..base.context import Anchors, AttentionMask
+from ..base.llm import Base
+from .head import CHECKED, Size
+from .stepwise import StepwiseConfig, StepwiseHead
+from .vocabulary import DraftVocabulary
+
+EPS = 1e-6  # of its norms
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class MlpConfig(StepwiseConfig):
+    kind: Literal["mlp"] = "mlp"
+    width: Size = 512  # of states and token tables
+
+
+class MlpHead(StepwiseHead):
+    """s_k = GELU(norm(P s_{k-1} + E x_{k-1} sqrt((1 - a^2) W/2) / a)), a = 2^(-1/2T), token k by softmax(H s_k): s_0 is
+    the base's normed state over sqrt 2, with a P of its own, x_0 the root. Neither it nor they look at anything else.
+
+    tokens: how many it drafts. All others that it can read share one embedding.
+    """
+
+    config: MlpConfig
+    attentions = 0
+    once = ("enter",)
+
+    def __init__(self, config: MlpConfig, hidden_size: int, tokens: int) -> None:
+        super().__init__(config, hidden_size)
+        W = config.width
+        self.embedding = nn.Embedding(tokens + 1, W)
+        self.enter = nn.Linear(hidden_size, W, bias=False)
+        self.proceed = nn.Linear(W, W, bias=False)
+        self.norm = nn.RMSNorm(W, eps=EPS)
+        self.shift = nn.Parameter(torch.zeros(W))
+        self.output = nn.Linear(W, tokens, bias=False)
+        for table in (self.embedding, self.enter, self.proceed, self.output):
+            nn.init.trunc_normal_(table.weight, std=W**-0.5)
+        self.state_weight = 0.5 ** (0.5 / config.slots)  # so that s_0 is half of the last state
+        self.token_weight = math.sqrt((1.0 - self.state_weight**2) * W / 2.0)
+
+    def draft_vocabulary(self, base: Base) -> DraftVocabulary:
+        return DraftVocabulary(base, super().draft_vocabulary(base).ids, self.output.weight)
+
+    def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.embedding(tokens.numbered(ids))
+
+    def begin(
+        self, hidden_BLD: Tensor, token_BLW: Tensor, mask: AttentionMask, cache: Cache, anchors: Anchors
+    ) -> Tensor:
+        state_ND = F.rms_norm(anchors.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
+        return self._next(self.enter(state_ND), anchors.own(token_BLW))
+
+    def step(self, state_BQW: Tensor, token_BQW: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
+        return self._next(self.proceed(state_BQW), token_BQW)
+
+    def _next(self, state: Tensor, token: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.state_weight * state + self.token_weight * token) + self.shift)
