@@ -50,6 +50,8 @@ VARIANTS = {
     "diffusion": ("head=diffusion", A_LABEL_PER_SLOT, CROSS_ENTROPY),
     "eagle": ("head=eagle", "head.slots=7", A_LABEL_PER_SLOT, CROSS_ENTROPY),
     "mlp": ("head=mlp", "head.slots=7", A_LABEL_PER_SLOT, CROSS_ENTROPY),
+    "glide": ("head=glide", "head.slots=7", A_LABEL_PER_SLOT, CROSS_ENTROPY),
+    "glide without keys": ("head=glide", "head.slots=7", "head.cross=false", A_LABEL_PER_SLOT, CROSS_ENTROPY),
     "medusa": ("head=medusa", "head.slots=7", A_LABEL_PER_SLOT, CROSS_ENTROPY),
 }
 SETTLED = 40  # steps that are timed, behind as many that are not

@@ -4,7 +4,17 @@ from .base.llm import Base
 from .decode.decoder import Decoder, Generation
 from .draft.config import DraftConfig
 from .export import export_head, load_head
-from .heads import CtcConfig, EagleConfig, Head, HeadConfig, MedusaConfig, MlpConfig, ParallelConfig, head_on
+from .heads import (
+    CtcConfig,
+    EagleConfig,
+    GlideConfig,
+    Head,
+    HeadConfig,
+    MedusaConfig,
+    MlpConfig,
+    ParallelConfig,
+    head_on,
+)
 from .load.pretrained import load_base
 from .loss.objective import fused_ctc_loss
 
@@ -15,6 +25,7 @@ __all__ = [
     "DraftConfig",
     "EagleConfig",
     "Generation",
+    "GlideConfig",
     "Head",
     "HeadConfig",
     "MedusaConfig",

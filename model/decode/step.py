@@ -56,7 +56,7 @@ class EagerStep:
         self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
         self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
-        own = None if head is None else head.new_cache(rows, capacity + head.config.slots)
+        self.own_cache = own = None if head is None else head.new_cache(rows, capacity + head.config.slots)
         self.caches = [self.cache] if own is None else [self.cache, own]
         self.unread = slice(-1, None) if own is None else slice(None)  # of new states, those that the head has to see
         self.begin()
@@ -159,7 +159,8 @@ class EagerStep:
             hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
             following_BL = pad_sequence(following, True).to(self.base.device)
             anchors = self.cache.newest(counts, max(counts), self.base.device)
-            return self.head.drafts(hidden_BLD, following_BL, anchors, self.vocabulary, self.caches[-1], noise())
+            given = hidden_BLD, following_BL, anchors, self.vocabulary, self.cache
+            return self.head.drafts(*given, noise_NTV=noise(), own=self.own_cache)
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[Outcome]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand; where children

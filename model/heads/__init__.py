@@ -1,5 +1,5 @@
 """What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and on
-`stepwise` eagle and mlp. Parts: copies of the base's last layers (last_layers), block, transition, draft vocabulary."""
+`stepwise` eagle, mlp and glide. Parts: copies of the base's last layers (last_layers), block, transition, vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +12,7 @@ from ..base.context import Attended
 from ..base.llm import Base
 from .diffusion import DiffusionConfig, DiffusionHead
 from .eagle import EagleConfig, EagleHead
+from .glide import GlideConfig, GlideHead
 from .head import Head, HeadConfig
 from .last_layers import LastLayers, layers_to_copy
 from .medusa import MedusaConfig, MedusaHead
@@ -19,7 +20,8 @@ from .mlp import MlpConfig, MlpHead
 from .slots import CtcConfig, ParallelConfig, SlotHead
 
 AnyHeadConfig = Annotated[
-    CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | DiffusionConfig, Field(discriminator="kind")
+    CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | GlideConfig | DiffusionConfig,
+    Field(discriminator="kind"),
 ]
 # What is computed once for the whole vocabulary, or looked up, or counts as the LM head:
 TABLED = ("transition.to_state", "transition.from_context", "embedding", "output")
@@ -36,6 +38,8 @@ def head_on(base: Base, config: HeadConfig) -> Head:
     where the base has fewer layers."""
     attended, drafted = attended_on(base, config), config.draft_vocab_size
     config = replace(config, draft_vocab_size=None if drafted is None or drafted >= base.vocab_size else drafted)
+    if isinstance(config, GlideConfig):
+        return GlideHead(config, base, attended)
     if isinstance(config, MlpConfig):
         return MlpHead(config, base.hidden_size, config.draft_vocab_size or base.vocab_size)
     return build_head(config, base.hidden_size, None if attended is None else LastLayers(base, attended))
@@ -54,8 +58,14 @@ def build_head(config: HeadConfig, hidden_size: int, body: LastLayers | None = N
 
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
-    """The layers of the base that a head of that config copies, if any. Raises ValueError as `head_on` does."""
-    return layers_to_copy(base, config.layers) if isinstance(config, ParallelConfig) else None
+    """The layers of the base that a head of that config copies or looks at, if any. Raises ValueError as `head_on`
+    does, and where it looks at layers of several shapes."""
+    if not isinstance(config, GlideConfig):
+        return layers_to_copy(base, config.layers) if isinstance(config, ParallelConfig) else None
+    attended = base.attended(config.layers) if config.cross else None
+    if config.cross and attended is None:
+        raise ValueError(f"head=glide: keys and values of {base.name} have several shapes: take head.cross=false")
+    return attended
 
 
 def parameters_of(module: nn.Module) -> int:

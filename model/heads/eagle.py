@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..base.context import AttentionMask
+from ..base.context import AttentionMask, KeysAndValues
 from .block import Block
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
@@ -22,8 +22,8 @@ from .stepwise import StepwiseConfig, StepwiseHead
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class EagleConfig(StepwiseConfig):
     kind: Literal["eagle"] = "eagle"
-    width: Size = 128  # of its layer
-    heads: Size = 4  # attention heads of that layer
+    width: Size = 128  # of its layer; of glide's: 256; of states and token tables of mlp: 512
+    heads: Size = 4  # attention heads of such a layer
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
@@ -42,6 +42,8 @@ class EagleHead(StepwiseHead):
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, hidden_size, bias=False)
 
-    def step(self, state_BQE: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
-        x = self.enter(torch.cat([token_BQD, state_BQE], dim=-1))
+    def step(
+        self, state_BQD: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues
+    ) -> Tensor:
+        x = self.enter(torch.cat([token_BQD, state_BQD], dim=-1))
         return self.leave(self.norm(self.block(x, mask, cache)))

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, Attended
+from ..base.context import Anchors, Attended, KeysAndValues
 from ..base.llm import Base
 from ..draft.budget import Calibration
 from ..draft.prompt_lookup import CopyRates
@@ -107,13 +107,15 @@ class Head(nn.Module, ABC):
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
         noise_NTV: Tensor | None = None,
+        own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
         """Of each anchor a Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to
         choose from. root_BL: the tokens after each position.
 
-        Rows are whole sequences; with a cache (see `new_cache`) the positions behind what it held, and the anchor of
-        each is the last that is no padding. noise: what is added to log-probabilities of the tokens that slot t may
-        hold, when candidates are chosen; a head that scores nodes by itself does not look at it.
+        Rows are whole sequences; with the base's cache, in which they are committed already, its newest positions, and
+        the anchor of each is the last that is no padding. own: what `new_cache` gave, which then holds them too. noise:
+        what is added to log-probabilities of the tokens that slot t may hold, when candidates are chosen; a head that
+        scores nodes by itself does not look at it.
         """
 
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,8 +124,16 @@ class Head(nn.Module, ABC):
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
         """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included. None: it
-        drafts from the base's cache, in which the new positions are committed already."""
+        drafts from the base's cache alone."""
         return None
+
+    def keys_and_values(self, hidden_BLX: Tensor, cache: TreeCache | None = None) -> KeysAndValues:
+        """Of the attended layers: of whole sequences from behind the hidden states, else from the base's cache."""
+        if self.attended is None:
+            return {}
+        if cache is None:
+            return self.attended.keys_and_values(hidden_BLX)
+        return {layer: cache.committed(layer) for layer in self.attended.layers}
 
     @property
     def lm_rows(self) -> int:
@@ -171,6 +181,7 @@ class OnePassHead(Head):
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
         noise_NTV: Tensor | None = None,
+        own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
         root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
         slots = self.fill(hidden_BLD, root_BLD, anchors, cache, vocabulary.tokens)

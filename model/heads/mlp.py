@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..base.context import Anchors, AttentionMask
+from ..base.context import Anchors, AttentionMask, KeysAndValues
 from ..base.llm import Base
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
@@ -62,12 +62,21 @@ class MlpHead(StepwiseHead):
         return self.embedding(tokens.numbered(ids))
 
     def begin(
-        self, hidden_BLD: Tensor, token_BLW: Tensor, mask: AttentionMask, cache: Cache, anchors: Anchors
+        self,
+        hidden_BLD: Tensor,
+        token_BLW: Tensor,
+        mask: AttentionMask,
+        cache: Cache,
+        read: KeysAndValues,
+        *,
+        at: Anchors,
     ) -> Tensor:
-        state_ND = F.rms_norm(anchors.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
-        return self._next(self.enter(state_ND), anchors.own(token_BLW))
+        state_ND = F.rms_norm(at.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
+        return self._next(self.enter(state_ND), at.own(token_BLW))
 
-    def step(self, state_BQW: Tensor, token_BQW: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
+    def step(
+        self, state_BQW: Tensor, token_BQW: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues
+    ) -> Tensor:
         return self._next(self.proceed(state_BQW), token_BQW)
 
     def _next(self, state: Tensor, token: Tensor) -> Tensor:

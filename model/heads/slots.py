@@ -137,10 +137,7 @@ class SlotHead(OnePassHead):
                 x_NTD = block(x_NTD, everywhere)
             x_NTD = self.norm(x_NTD)
         else:  # each slot sees the positions up to its anchor, and all slots of that anchor
-            if cache is None:
-                read = self.body.attended.keys_and_values(hidden_BLX)
-            else:
-                read = {layer: cache.committed(layer) for layer in self.body.attended.layers}
+            read = self.keys_and_values(hidden_BLX, cache)
             B, _, S, _ = next(iter(read.values()))[0].shape
             A, T, device = anchors.most, self.config.slots, x_NTD.device
             position_BA, context_BAS = anchors.context(S)

@@ -6,7 +6,8 @@ the likeliest nodes of the last depth. Training is unrolled on a head's own stat
 3.2).
 
 Shape suffixes: B batch, L positions, A anchors of a row (padded), N anchors, T passes, U labels, S entries attended to,
-Q rows of one pass, X nodes of one depth, D hidden size of the base, E what a state holds, F an embedded token.
+Q rows of one pass, X nodes of one depth, or of states what `Base.hidden` gives, D hidden size of the base, E what a
+state holds, F an embedded token.
 """
 
 from abc import abstractmethod
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, AttentionMask
+from ..base.context import Anchors, AttentionMask, KeysAndValues
 from ..draft.tree import Tree
 from ..lattice.candidates import Lattice
 from .head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
@@ -40,33 +41,46 @@ class StepwiseHead(Head):
     attentions = 1
 
     @abstractmethod
-    def step(self, state_BQE: Tensor, token_BQF: Tensor, mask: AttentionMask, cache: Cache) -> Tensor:
-        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds."""
+    def step(
+        self, state_BQE: Tensor, token_BQF: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues
+    ) -> Tensor:
+        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds.
+
+        read: what attended layers of the base made of the positions that the mask begins with; a row sees as much of
+        them as of its own entries there.
+        """
 
     def begin(
-        self, hidden_BLD: Tensor, token_BLF: Tensor, mask: AttentionMask, cache: Cache, anchors: Anchors
+        self,
+        hidden_BLX: Tensor,
+        token_BLF: Tensor,
+        mask: AttentionMask,
+        cache: Cache,
+        read: KeysAndValues,
+        *,
+        at: Anchors,
     ) -> Tensor:
         """The first states of the anchors [N, E]: behind the token after each position, with the base's hidden states
         for states."""
-        return anchors.own(self.step(hidden_BLD, token_BLF, mask, cache))
+        return at.own(self.step(hidden_BLX, token_BLF, mask, cache, read))
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.attentions, batch, capacity + self.config.slots * self.config.beam)
 
-    def forward(self, hidden_BLD: Tensor, root_BLF: Tensor, anchors: Anchors, label_NUF: Tensor | None = None) -> Slots:
+    def forward(self, hidden_BLX: Tensor, root_BLF: Tensor, anchors: Anchors, label_NUF: Tensor | None = None) -> Slots:
         """T passes along the labels, each on the state of the one before; roots and labels as `embedded`."""
         assert label_NUF is not None
-        (B, L, _), cache = hidden_BLD.shape, DynamicCache()
-        mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLD.device).unsqueeze(0))
-        state_NE = self.begin(hidden_BLD, root_BLF, mask, cache, anchors)
+        (B, L, _), cache, read = hidden_BLX.shape, DynamicCache(), self.keys_and_values(hidden_BLX)
+        mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLX.device).unsqueeze(0))
+        state_NE = self.begin(hidden_BLX, root_BLF, mask, cache, read, at=anchors)
         position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         states = [state_NE]
         for step in range(1, min(self.config.slots, label_NUF.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
-            read_BA = anchors.spread(state_NE), anchors.spread(label_NUF[:, step - 1])
-            state_BAE = self.step(*read_BA, AttentionMask(position_BA + step, seen_BAS.unsqueeze(1)), cache)
-            state_NE = anchors.gathered(state_BAE)
+            state_BAE, token_BAF = anchors.spread(state_NE), anchors.spread(label_NUF[:, step - 1])
+            mask = AttentionMask(position_BA + step, seen_BAS.unsqueeze(1))
+            state_NE = anchors.gathered(self.step(state_BAE, token_BAF, mask, cache, read))
             states.append(state_NE)
         return Slots(torch.stack(states, dim=1), None)
 
@@ -77,27 +91,32 @@ class StepwiseHead(Head):
     @torch.no_grad()
     def drafts(
         self,
-        hidden_BLD: Tensor,
+        hidden_BLX: Tensor,
         root_BL: Tensor,
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
         noise_NTV: Tensor | None = None,
+        own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        (B, L, _), tokens = hidden_BLD.shape, vocabulary.tokens
-        root_BLF = self.embedded(tokens, root_BL, hidden_BLD.dtype)
-        if cache is None:
+        (B, L, _), tokens, read = hidden_BLX.shape, vocabulary.tokens, self.keys_and_values(hidden_BLX, cache)
+        root_BLF = self.embedded(tokens, root_BL, hidden_BLX.dtype)
+        if own is None:
             assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
-            cache = self.new_cache(B, L)
-        state_NE = self.begin(hidden_BLD, root_BLF, cache.causal_mask(L, hidden_BLD.device), cache, anchors)
-        before, drafted = cache.lengths.copy(), dict[int, Tree]()
+            own = self.new_cache(B, L)
+        mask = own.causal_mask(L, hidden_BLX.device)
+        state_NE = self.begin(hidden_BLX, root_BLF, mask, own, read, at=anchors)
+        before, drafted = own.lengths.copy(), dict[int, Tree]()
         for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
-            cache.lengths[b] = before[b] + position + 1
-            drafted[n] = self._beam(state_NE[n], b, cache, tokens)
+            own.lengths[b] = end = before[b] + position + 1
+            seen = {layer: (k[b : b + 1, :, :end], v[b : b + 1, :, :end]) for layer, (k, v) in read.items()}
+            drafted[n] = self._beam(state_NE[n], b, own, seen, tokens)
         return [drafted[n] for n in range(len(drafted))]
 
-    def _beam(self, state_E: Tensor, sequence: int, cache: TreeCache, tokens: DraftVocabulary) -> Tree:
+    def _beam(
+        self, state_E: Tensor, sequence: int, cache: TreeCache, read: KeysAndValues, tokens: DraftVocabulary
+    ) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
         beam, length, device = min(self.config.beam, len(tokens)), int(cache.lengths[sequence]), state_E.device
         log_p_X, token_X = self._children(state_E.unsqueeze(0), tokens, beam)
@@ -108,10 +127,10 @@ class StepwiseHead(Head):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
-            read_QF = self.embedded(tokens, token_X[best_Q], state_E.dtype)
+            token_QF = self.embedded(tokens, token_X[best_Q], state_E.dtype)
             mask = AttentionMask(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
             with cache.only(sequence):
-                state_QE = self.step(state_QE[from_Q].unsqueeze(0), read_QF.unsqueeze(0), mask, cache)[0]
+                state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache, read)[0]
             cache.lengths[sequence] += Q
             row_X, before_Q = torch.arange(Q, device=device).repeat_interleave(beam), log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)

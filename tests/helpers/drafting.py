@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from ctcdraft.model import Decoder, DraftConfig, export_head
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.draft.tree import Tree
-from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, MlpConfig, ParallelConfig, head_on
+from ctcdraft.model.heads import CtcConfig, EagleConfig, GlideConfig, MedusaConfig, MlpConfig, ParallelConfig, head_on
 from ctcdraft.model.heads.diffusion import DiffusionConfig
 
 HEADS = [
@@ -21,6 +21,7 @@ HEADS = [
     DiffusionConfig(slots=5, layers=1, fills=3),
     EagleConfig(slots=5, width=32, beam=3),
     MlpConfig(slots=5, width=24, beam=3),
+    GlideConfig(slots=5, width=32, beam=3),
 ]
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}

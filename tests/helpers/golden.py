@@ -29,6 +29,7 @@ CASES = {
     "medusa": ["head=medusa", "objective=cross_entropy"],
     "eagle": ["head=eagle", "objective=cross_entropy"],
     "mlp": ["head=mlp", "objective=cross_entropy"],
+    "glide": ["head=glide", "objective=cross_entropy"],
     "packed": ["train.pack=true", "data.features=bf16", "zero=2", "train.micro_batch=2"],
     "sampled": ["bench.temperatures=[0,0.8]", "bench.seeds=1", "head.layers=1"],
 }

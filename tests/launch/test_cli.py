@@ -29,7 +29,7 @@ def test_the_gpu_recipes_are_the_real_thing():
 
 
 def test_every_choice_composes():
-    for kind in ("ctc", "parallel", "medusa", "eagle", "mlp", "diffusion"):
+    for kind in ("ctc", "parallel", "medusa", "eagle", "mlp", "glide", "diffusion"):
         assert compose("train", [f"head={kind}"]).head.kind == kind
     for group in ("base", "objective", "zero", "draft", "bench", "logger"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
@@ -134,7 +134,7 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (
             ["head=hydra"],
-            "error: head=hydra: there is no such choice; choose one of ctc, diffusion, eagle, medusa, mlp, parallel",
+            "error: head=hydra: there is no such choice; choose one of ctc, diffusion, eagle, glide, medusa, mlp, parallel",
         ),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
         (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=5"),

@@ -24,6 +24,7 @@ def stepped(trainer, steps):
         ["zero=2"],
         ["zero=3"],
         ["zero=3", "head=mlp", "objective=cross_entropy"],
+        ["zero=3", "head=glide", "objective=cross_entropy"],
         ["zero=2", "train.precision=bf16"],
         ["zero=2", "zero.offload=true"],
         ["zero=3", "zero.offload=true"],

@@ -3,21 +3,27 @@
 import numpy as np
 import pytest
 import torch
-from drafting import TRAINING, random_head
+from drafting import TRAINING, prompts, random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctcdraft.model import export_head, load_base, load_head
+from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
+from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.draft.tree import Tree, chosen
-from ctcdraft.model.heads import EagleConfig, MlpConfig
+from ctcdraft.model.heads import EagleConfig, GlideConfig, MlpConfig
 from ctcdraft.model.loss.objective import anchor_losses
 
-CONFIGS = [EagleConfig(slots=4, width=32, beam=3), MlpConfig(slots=4, width=24, beam=3)]
+CONFIGS = [
+    EagleConfig(slots=4, width=32, beam=3),
+    MlpConfig(slots=4, width=24, beam=3),
+    GlideConfig(slots=4, width=32, beam=3, layers=2),
+    GlideConfig(slots=4, width=32, beam=3, cross=False),
+]
 KINDS = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 
 
-def read(head, base, ids):
+def embedded(head, base, ids):
     return head.embedded(head.draft_vocabulary(base), ids, base.dtype).detach()
 
 
@@ -32,8 +38,9 @@ def path_of(tree, node):
 @KINDS
 def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, config):
     head = random_head(config, base)
-    hidden, ids = torch.randn(2, 7, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 7))
-    root = read(head, base, ids)
+    ids = torch.randint(base.vocab_size, (2, 7))
+    hidden = base.hidden(ids.roll(1, 1), attended=head.attended)
+    root = embedded(head, base, ids)
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
     vocabulary = head.vocabulary(base, 8)
     for n, tree in enumerate(head.drafts(hidden, ids, Anchors.of(batch, position, 2), vocabulary)):
@@ -43,7 +50,7 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, 
         for path, psi in zip(paths, tree.psi, strict=True):
             labels = torch.tensor([path])
             at = Anchors.of(batch[n : n + 1], position[n : n + 1], 2)
-            slots = head(hidden, root, at, read(head, base, labels))
+            slots = head(hidden, root, at, embedded(head, base, labels))
             length, output = torch.tensor([len(path)]), vocabulary.tokens.output
             out = anchor_losses(slots.states_NTD, output, None, labels, length, objective="cross_entropy")
             assert float(out.log_psi_NU[0, -1].exp().detach()) == pytest.approx(float(psi), rel=1e-4)
@@ -52,14 +59,18 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, 
 @KINDS
 def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base, config):
     head = random_head(config, base)
-    hidden, root = torch.randn(2, 9, base.hidden_size).double(), torch.randint(base.vocab_size, (2, 9))
-    cache = head.new_cache(2, 32)
+    ids = torch.randint(base.vocab_size, (2, 10))
+    read, root, cache, own = ids[:, :-1], ids[:, 1:], TreeCache(base.depth, 2, 32), head.new_cache(2, 32)
     start, vocabulary = 0, head.vocabulary(base, 8)
     for end in (4, 5, 9):  # each draft's own entries must not stay behind
         newest = Anchors.of(torch.tensor([0, 1]), torch.tensor([end - start - 1] * 2), 2)
-        got = head.drafts(hidden[:, start:end], root[:, start:end], newest, vocabulary, cache)
+        mask = cache.causal_mask(end - start, ids.device)
+        hidden = base.hidden(read[:, start:end], mask, cache=cache, attended=head.attended)
+        cache.commit([range(end - start)] * 2)
+        got = head.drafts(hidden, root[:, start:end], newest, vocabulary, cache, own=own)
         at = Anchors.of(torch.tensor([0, 1]), torch.tensor([end - 1] * 2), 2)
-        want = head.drafts(hidden[:, :end], root[:, :end], at, vocabulary)
+        whole = base.hidden(read[:, :end], attended=head.attended)
+        want = head.drafts(whole, root[:, :end], at, vocabulary)
         for a, b in zip(got, want, strict=True):
             assert np.array_equal(a.tokens, b.tokens)
             assert np.allclose(a.psi, b.psi, rtol=1e-5)
@@ -69,8 +80,9 @@ def test_step_by_step_it_drafts_what_it_drafts_within_a_whole_sequence(base, con
 @KINDS
 def test_anchors_do_not_see_each_other_or_what_follows_them(base, config):
     head = random_head(config, base)
-    hidden, root = torch.randn(1, 8, base.hidden_size).double(), read(head, base, torch.randint(260, (1, 8)))
-    labels = read(head, base, torch.randint(260, (2, 4)))
+    ids = torch.randint(260, (1, 9))
+    hidden, root = base.hidden(ids[:, :-1], attended=head.attended), embedded(head, base, ids[:, 1:])
+    labels = embedded(head, base, torch.randint(260, (2, 4)))
     zero = torch.zeros(1, dtype=torch.long)
     both = head(hidden, root, Anchors.of(torch.tensor([0, 0]), torch.tensor([1, 4]), 1), labels).states_NTD
     hidden[:, 5:], root[:, 5:] = 9.0, -9.0
@@ -82,15 +94,41 @@ def test_anchors_do_not_see_each_other_or_what_follows_them(base, config):
 @KINDS
 def test_documents_that_share_a_row_know_nothing_of_each_other(base, config):
     head = random_head(config, base)
-    hidden, root = torch.randn(1, 8, base.hidden_size).double(), read(head, base, torch.randint(260, (1, 8)))
-    labels = read(head, base, torch.randint(260, (1, 4)))
+    ids = torch.randint(260, (1, 9))
+    root, labels = embedded(head, base, ids[:, 1:]), embedded(head, base, torch.randint(260, (1, 4)))
     zero = torch.zeros(1, dtype=torch.long)
     document = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     allowed = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
     mask = AttentionMask(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), allowed)
+    hidden = base.hidden(ids[:, :-1], mask, attended=head.attended)
     packed = head(hidden, root, Anchors.of(zero, torch.tensor([5]), 1, mask), labels).states_NTD
     alone = head(hidden[:, 3:], root[:, 3:], Anchors.of(zero, torch.tensor([2]), 1), labels).states_NTD
     assert torch.allclose(packed, alone, atol=1e-10)
+
+
+@KINDS
+def test_while_decoding_its_cache_is_that_of_a_fresh_encoding(base, config):
+    head, rounds = random_head(config, base), []
+
+    class Checked(Decoder):
+        def advance(self, step):
+            super().advance(step)
+            for row, request in enumerate(step.active):
+                length = int(step.own_cache.lengths[row])
+                assert length <= int(step.cache.lengths[row])
+                ids, root = (
+                    torch.from_numpy(request.read[part]).unsqueeze(0) for part in (slice(length), slice(1, length + 1))
+                )
+                at, fresh = Anchors.of(torch.tensor([0]), torch.tensor([length - 1]), 1), head.new_cache(1, length)
+                hidden = base.hidden(ids, attended=head.attended)
+                head.drafts(hidden, root, at, head.vocabulary(base, 8), own=fresh)
+                for layer in range(head.attentions):
+                    for got, want in zip(step.own_cache.committed(layer), fresh.committed(layer), strict=True):
+                        assert torch.allclose(got[row, :, :length], want[0], atol=1e-9)
+                rounds.append(length)
+
+    outs = Checked(base, head, DraftConfig(nodes=8, budget="fixed")).generate(prompts(3, seed=5), 16)
+    assert len(rounds) >= max(out.steps for out in outs) > 1
 
 
 @KINDS
@@ -98,9 +136,9 @@ def test_exported_and_loaded_it_drafts_the_same_bits(base_folder, tmp_path, conf
     base = load_base(str(base_folder))
     head = random_head(config, base)
     export_head(head, base, tmp_path / "head", TRAINING)
-    loaded, (hidden, ids) = load_head(tmp_path / "head", base), (torch.randn(1, 7, base.hidden_size), torch.arange(7))
-    at = Anchors.of(torch.tensor([0]), torch.tensor([6]), 1)
-    (want,), (got,) = (one.drafts(hidden, ids.unsqueeze(0), at, one.vocabulary(base, 8)) for one in (head, loaded))
+    loaded, ids = load_head(tmp_path / "head", base), torch.arange(2, 10).unsqueeze(0)
+    hidden, at = base.hidden(ids, attended=head.attended), Anchors.of(torch.tensor([0]), torch.tensor([6]), 1)
+    (want,), (got,) = (one.drafts(hidden, ids, at, one.vocabulary(base, 8)) for one in (head, loaded))
     assert np.array_equal(want.tokens, got.tokens)
     assert np.array_equal(want.psi, got.psi)
 

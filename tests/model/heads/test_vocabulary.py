@@ -11,7 +11,7 @@ from drafting import random_head, slots_behind
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.export import export_head
-from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, MlpConfig, ParallelConfig
+from ctcdraft.model.heads import CtcConfig, EagleConfig, GlideConfig, MedusaConfig, MlpConfig, ParallelConfig
 from ctcdraft.model.heads.vocabulary import DraftVocabulary, most_frequent
 
 IDS = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
@@ -22,6 +22,7 @@ KINDS = [
     MedusaConfig(draft_vocab_size=10, slots=4),
     EagleConfig(draft_vocab_size=10, slots=4, width=32, heads=2, beam=3),
     MlpConfig(draft_vocab_size=10, slots=4, width=24, beam=3),
+    GlideConfig(draft_vocab_size=10, slots=4, width=32, beam=3),
 ]
 
 
