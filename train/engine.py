@@ -20,10 +20,11 @@ if not torch.cuda.is_available():
 
 import deepspeed
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ctcdraft.model.heads import Head, parameters_of
 
+from .task import DraftTask
 from .watchdog import DEAD_SECONDS, Watchdog
 from .zero import optimizer_of, start_moments
 
@@ -133,7 +134,7 @@ def local_world_size() -> int:
 
 
 def build_engine(
-    task: nn.Module,
+    task: DraftTask,
     optim: OptimConfig,
     zero: ZeroConfig,
     *,
@@ -160,6 +161,8 @@ def build_engine(
         if stage == 3:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, config=config)
+    if stage == 3 and task.vocabulary.output.requires_grad:  # a weight of the head that the task's own forward uses
+        deepspeed.zero.register_external_parameter(task, task.vocabulary.output)
     start_moments(engine)
     return engine
 
