@@ -1,5 +1,5 @@
 """What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and on
-`stepwise` eagle, mlp and glide. Parts: copies of the base's last layers (last_layers), block, transition, vocabulary."""
+`stepwise` eagle, mlp and glide. Parts: copies of the base's layers (last_layers), block, transition, vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import replace

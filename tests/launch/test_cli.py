@@ -134,7 +134,8 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
         (
             ["head=hydra"],
-            "error: head=hydra: there is no such choice; choose one of ctc, diffusion, eagle, glide, medusa, mlp, parallel",
+            "error: head=hydra: there is no such choice; choose one of ctc, diffusion, eagle, glide, medusa, mlp, "
+            "parallel",
         ),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
         (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=5"),
