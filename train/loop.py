@@ -48,13 +48,14 @@ class Trainer:
         self.state, self.best = load_checkpoint(self.step.engine, self.checkpoints)
         self.anomalies = AnomalyChecks(blanks=plan.head.topology.band is None)
         self.stopped_by: int | None = None  # a signal
+        self.log: RunLog | None = None
 
     def finished(self) -> bool:
         return self.plan.train.finished(self.state)
 
     def run(self, log: RunLog | None) -> TrainState:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
-        state, train = self.state, self.plan.train
+        state, train, self.log = self.state, self.plan.train, log
         saved = (state.step, state.best) if state.step else None
         bar = tqdm(
             total=train.steps,
@@ -143,6 +144,8 @@ class Trainer:
         if ds.rank() == 0:
             for sentence in sentences:
                 tqdm.write(f"warning: {sentence}", file=sys.stderr)
+                if self.log:
+                    self.log.alert(sentence)
 
     def _is_due(self) -> bool:
         """Is the head evaluated after the step that is done?"""

@@ -299,7 +299,7 @@ OWNERS = {
     "hydra": {"launch"},
     "omegaconf": {"launch"},
     "deepspeed": {"train"},
-    "wandb": {"train/log.py"},
+    "wandb": {"train/sinks.py"},
     "vllm": {"serve/vllm.py"},
 }
 

@@ -9,16 +9,17 @@ import pytest
 import wandb
 from wandb_file import history
 
-from ctcdraft.train.log import LoggerConfig, Media, RunLog
+from ctcdraft.train.log import RunLog
+from ctcdraft.train.sinks import PANELS, LoggerConfig, Media, Wandb, set_up_dashboard
 
 pytestmark = pytest.mark.slow
 
 UNREACHABLE = """
 import sys
 from pathlib import Path
-from ctcdraft.train import log
-log.INIT_SECONDS = 3
-run = log.RunLog(Path(sys.argv[1]), log.LoggerConfig("wandb"), {}, 0)
+from ctcdraft.train import log, sinks
+sinks.INIT_SECONDS = 3
+run = log.RunLog(Path(sys.argv[1]), sinks.LoggerConfig("wandb"), {}, 0)
 for step, loss in ((1, 3.0), (2, 2.0)):
     run.write({"step": step, "train/loss": loss})
 run.close()
@@ -29,7 +30,11 @@ class Run:
     """What W&B was asked for, and told."""
 
     def __init__(self, **asked):
-        self.asked, self.logged = asked, []
+        self.asked, self.logged, self.alerts = asked, [], []
+        self.offline, self.entity = asked["mode"] == "offline", "someone"
+
+    def alert(self, title, text, level):
+        self.alerts.append(text)
 
     def log(self, row, step=None):
         self.logged.append((step, row))
@@ -130,9 +135,9 @@ def test_what_is_no_row_of_its_own_step_does_not_stay(tmp_path, rubbish):
 
 def test_a_run_outlives_wandb(tmp_path, capsys):
     log = RunLog(tmp_path / "run", LoggerConfig("none"), {}, 0)
-    log.wandb = Mock()
+    log.sink = Wandb(Mock())
     log.write({"step": 1, "loss": 3.0})
-    log.wandb.log.side_effect = ConnectionResetError("Connection lost")
+    log.sink.run.log.side_effect = ConnectionResetError("Connection lost")
     log.write({"step": 2, "loss": 2.0})
     log.write({"step": 3, "loss": 1.0})
     log.summary(Media({}, {}, {}))
@@ -141,3 +146,61 @@ def test_a_run_outlives_wandb(tmp_path, capsys):
     assert [row["step"] for row in rows] == [1, 2, 3]
     said = capsys.readouterr().out
     assert said.count("W&B: gone (Connection lost)") == said.count("\n") == 1
+
+
+def test_warnings_are_alerts(runs, tmp_path):
+    log = RunLog(tmp_path, LoggerConfig("wandb"), {}, 0)
+    log.alert("the loss jumped")
+    log.close()
+    assert runs[0].alerts == ["the loss jumped"]
+
+
+def test_the_dashboard_is_laid_out_once_and_only_online(runs, tmp_path, monkeypatch, capsys):
+    import wandb_workspaces.workspaces as workspaces
+
+    saved = []
+    monkeypatch.setattr(workspaces.Workspace, "save", lambda self: saved.append(self) or self)
+    monkeypatch.setattr(workspaces.Workspace, "url", "https://wandb.example/ctcdraft")
+    RunLog(tmp_path / "a", LoggerConfig("wandb", dashboard=True), {}, 0).close()
+    RunLog(tmp_path / "b", LoggerConfig("offline", dashboard=True), {}, 0).close()
+    (one,) = saved
+    assert (one.entity, one.project) == ("someone", "ctcdraft")
+    assert {section.name: tuple(panel.y[0] for panel in section.panels) for section in one.sections} == PANELS
+    assert "dashboard at https://wandb.example/ctcdraft" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    with pytest.raises(ValueError, match="needs the package wandb-workspaces"):
+        set_up_dashboard(None, "ctcdraft")
+
+
+def test_a_csv_file_has_the_rows_and_every_column(tmp_path):
+    for step, rows in ((0, ({"a": 1.5}, {"a": 2.5}, {"a": 3.5, "dev/b": 0.25})), (2, ({"a": 4.5},))):
+        log = RunLog(tmp_path, LoggerConfig("csv"), {}, step)
+        for number, row in enumerate(rows, step + 1):
+            log.write({"step": number, **row})
+        log.close()
+    assert (tmp_path / "metrics.csv").read_text() == "step,a\n1,1.5\n2,2.5\n3,4.5\n"
+    log = RunLog(tmp_path, LoggerConfig("csv"), {}, 3)
+    log.write({"step": 4, "dev/b": 0.5})
+    log.close()
+    assert (tmp_path / "metrics.csv").read_text() == "step,a,dev/b\n1,1.5,\n2,2.5,\n3,4.5,\n4,,0.5\n"
+
+
+def test_tensorboard_has_the_same_figures(tmp_path):
+    from matplotlib import pyplot
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pyplot.imsave(tmp_path / "p.png", [[0.0, 1.0]])
+    log = RunLog(tmp_path / "run", LoggerConfig("tensorboard"), {}, 0)
+    for step, loss in ((1, 3.0), (2, 2.0)):
+        log.write({"step": step, "train/loss": loss})
+    log.alert("the loss jumped")
+    log.summary(Media({"eval/tokens_per_step": 2.5, "eval/head": "ctc"}, {"p": tmp_path / "p.png"}, {}))
+    log.close()
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 3.0), (2, 2.0)]
+    assert [event.value for event in found.Scalars("eval/tokens_per_step")] == [2.5]
+    assert found.Tags()["images"] == ["plots/p"]
+    assert found.Tags()["tensors"] == ["warnings/text_summary"]

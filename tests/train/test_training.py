@@ -17,6 +17,8 @@ from bases import write_base
 from safetensors.torch import load_file
 from wandb_file import history
 
+from ctcdraft.train.sinks import PANELS
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +184,7 @@ def test_wandb_offline_holds_the_same_rows(workplace):
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in want]
     assert [row["_step"] for row in rows] == [row["step"] for row in want]
     assert {"draft/psi_sum", "optim/lr", "perf/tokens_per_second", "time/head"} <= set(rows[0])
+    assert {key for panel in PANELS.values() for key in panel} <= {key for row in rows for key in row}
     tail = [row for row in history(file) if any(key.startswith("eval/table") for key in row)]
     assert len(tail) == 1
     assert any(key.startswith("plots/calibration") for key in tail[0])
