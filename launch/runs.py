@@ -44,14 +44,16 @@ def run_folder(name: str, runs_dir: str) -> Path:
 def check_inputs(config: TrainEntry) -> Path:
     """runs/<name>, after a look at everything that can be wrong before long work starts.
 
-    Raises ValueError when a data or bench file is missing or empty, or when the folder belongs to a run of
-    another configuration, naming the first option that differs.
+    Raises ValueError when a data or bench file is missing or empty, when there is no head to start from, or when the
+    folder belongs to a run of another configuration, naming the first option that differs.
     """
     for path in config.data.paths:
         check_source("data.path", path)
     check_source("data.keep_out", config.data.keep_out)
     check_source("bench.path", config.bench.path)
     config.train.split(ds.world_size())
+    if config.train.start_from is not None:
+        read_config(run_folder(config.train.start_from, config.runs_dir) / "head")
     settings = _settings(config)
     source = Path(config.base.path or config.base.kind).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(settings)[:6]}"

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
@@ -94,7 +95,13 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 def load_head(folder: str | Path, base: Base) -> Head:
     """The exported head of a folder, or of a name on the Hub, as `Head.for_drafting` of the dtype that it was exported
-    in.
+    in. Raises ValueError as `trained_head` does."""
+    head, dtype = trained_head(folder, base)
+    return head.for_drafting(base, dtype)
+
+
+def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
+    """The head as it was when it was exported, to be trained on, and in which dtype that was.
 
     Raises ValueError, in one sentence, when the folder is no exported head, is damaged, or was trained on
     another base (config, tokenizer or LM head differ).
@@ -131,7 +138,7 @@ def load_head(folder: str | Path, base: Base) -> Head:
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error
-    return head.for_drafting(base, next(part.dtype for part in state.values() if part.is_floating_point()))
+    return head, next(part.dtype for part in state.values() if part.is_floating_point())
 
 
 def head_folder(place: str | Path) -> Path:

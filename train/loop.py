@@ -43,7 +43,9 @@ class Trainer:
         self.plan, self.base, self.watchdog = plan, base, watchdog
         self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
         self.seconds: dict[str, float] = defaultdict(float)  # since the last row, by part
-        self.step = Stepper(plan, base, load_corpus(data_folder, "train"), features, self._timed)
+        corpus, before = load_corpus(data_folder, "train"), plan.train.start_from
+        start = None if before is None else run_folder.parent / before / "head"
+        self.step = Stepper(plan, base, corpus, features, self._timed, start=start)
         self.dev = dev_sequences(data_folder, plan.train.max_length, plan.train.eval_anchors)
         self.state, self.best = load_checkpoint(self.step.engine, self.checkpoints)
         self.anomalies = AnomalyChecks(blanks=plan.head.topology.band is None)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ctcdraft.data.features import Features
 from ctcdraft.data.store import Corpus
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.draft.config import DraftConfig
+from ctcdraft.model.export import trained_head
 from ctcdraft.model.heads import AnyHeadConfig
 
 from . import engine as ds
@@ -57,6 +59,8 @@ class TrainConfig(BatchConfig):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     max_minutes: MayDiffer[ds.Positive | None] = None  # stop, save, export and evaluate after so long
     log_every: MayDiffer[PositiveInt] = 10  # steps from one logged row to the next
+    # a run, whose exported head the weights begin as, its draft tokens too; null: fresh ones
+    start_from: str | None = None
     # steps between evaluations on development data; the best head there is exported
     eval_every: PositiveInt = 400
     eval_anchors: PositiveInt = 4096  # drafts of an evaluation, at least: whole development sequences
@@ -101,7 +105,7 @@ class Stepped(NamedTuple):
 
 
 class Stepper:
-    """Builds the engine, and steps. timed: a context for each part of a step, by its name."""
+    """Builds the engine, and steps. timed: a context for each part of a step, by its name; start: an exported head."""
 
     def __init__(
         self,
@@ -110,11 +114,18 @@ class Stepper:
         corpus: Corpus,
         features: Features | None,
         timed: Callable[[str], AbstractContextManager[None]],
+        *,
+        start: Path | None = None,
     ) -> None:
         self.plan, self.base, self.timed = plan, base, timed
         self.micro, self.accumulate = plan.train.split(ds.world_size())
         torch.manual_seed(plan.seed)
         head = head_for(plan.head, base, corpus)
+        if start is not None:
+            before, _ = trained_head(start, base)
+            if before.config != head.config:
+                raise ValueError(f"train.start_from: the head in {start} is {before.config}, and not {head.config}")
+            head.load_state_dict(before.state_dict())
         self.task = DraftTask(head, plan.objective, base, negatives_for(plan.objective, head, base, corpus))
         self.dtype = ds.PRECISIONS[plan.train.precision]
         self.engine = ds.build_engine(
