@@ -71,10 +71,10 @@ class Decoder:
         """Continue one prompt (text or tokens), or several together, each until an end-of-sequence token, a stop
         string, max_new_tokens or the end of the context.
 
-        settings: temperature, top_k, top_p, repetition_penalty, seed, stop and eos, see Settings. One prompt gives a
-        Generation, a list of prompts a list of them. What a request yields depends on its prompt, settings and seed
-        alone, not on what it shares a batch with. Raises ValueError on an empty prompt, one that fills the context,
-        or settings outside their range.
+        settings: temperature, top_k, top_p, repetition_penalty, seed, stop, eos, keep_trees, see Settings. One prompt
+        gives a Generation, a list of prompts a list of them. What a request yields depends on its prompt, settings and
+        seed alone, not on what it shares a batch with. Raises ValueError on an empty prompt, one that fills the
+        context, or settings outside their range.
         """
         listed = not isinstance(prompts, str) and len(prompts) > 0
         several = listed and (isinstance(prompts[0], str) or np.ndim(prompts[0]) > 0)  # type: ignore[arg-type]
@@ -149,6 +149,8 @@ class Decoder:
             request.out.accepted.append(len(path))
             request.out.expected.append(float(tree.psi.sum()) if len(tree) else 0.0)
             request.out.accepted_from.update(tree.sources(path))
+            if request.out.trees is not None:
+                request.out.trees.append((tree, path))
             request.append(tree.tokens[path].tolist(), outcome.bonus)
 
     @contextmanager

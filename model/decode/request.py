@@ -27,6 +27,7 @@ class Settings(TypedDict, total=False):
 
     seed: of the noise; one number for all requests, which then share their noise, or one for each (for several samples
     of one prompt). stop: strings that end the text. eos: tokens that end a request instead of the base's own.
+    keep_trees: the generation keeps every draft.
     """
 
     temperature: float
@@ -36,6 +37,7 @@ class Settings(TypedDict, total=False):
     seed: int | Sequence[int]
     stop: Sequence[str]
     eos: Sequence[int] | None
+    keep_trees: bool
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Generation:
     each token whether it was an accepted draft. nodes, accepted and expected hold, per step, how many tokens the draft
     had, how many of them were accepted, and the sum of psi that foretold these; accepted_from counts who proposed them:
     `head`, `lookup` or `both`. seconds splits the time of the whole batch into verify, draft, tree and other.
+    trees: each step's draft and its accepted nodes, where they were asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -58,6 +61,7 @@ class Generation:
     accepted_from: Counter[str] = field(default_factory=Counter)
     expected: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    trees: list[tuple[Tree, list[int]]] | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -184,6 +188,7 @@ def requests_of(
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] = (),
     eos: Sequence[int] | None = None,
+    keep_trees: bool = False,
     **sampling: Any,
 ) -> list[Request]:
     """One request per prompt; sampling: fields of `Sampling`. Raises ValueError on what cannot be asked."""
@@ -198,7 +203,8 @@ def requests_of(
     for prompt, own_seed in zip(prompts, seeds, strict=True):
         tokens = _tokens(base, prompt)
         text = TextStream(base.tokenizer, stop, tokens) if streamed or stop else None
-        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text, eos))
+        out = Generation(trees=[] if keep_trees else None)
+        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text, eos, out=out))
         requests[-1].fit(base)
     return requests
 
