@@ -26,6 +26,7 @@ from ctcdraft.model.export import load_head
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
 from .evaluate import Evaluated, Measurement, existing, latest, write_results
+from .page import count_page
 from .question import Question
 from .report import DEPTHS, count_table
 from .results import LOOKUP_ALONE, accepted_by_source, by_category, calibration, shares_by_depth, tokens_per_step
@@ -36,7 +37,8 @@ ROWS = 16  # answers that the base gives together
 
 def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Path, cache: Path) -> Evaluated:
     """Count each head as the draft settings say (with a fixed number of nodes), without prompt lookup, and as a chain
-    without it; and prompt lookup alone. results.json and report.md go into `folder`; `cache` keeps the base's answers.
+    without it; and prompt lookup alone. results.json, report.md and report.html go into `folder`; `cache` keeps the
+    base's answers.
 
     Raises ValueError as loading heads and questions does, and where a benchmark samples; nothing is written then.
     """
@@ -67,6 +69,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     with latest(folder) as fresh:
         results = write_results(fresh, setting, {"questions": len(questions), "drafts": found})
         (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
+        (fresh / "report.html").write_text(count_page(results), encoding="utf-8")
     return Evaluated(results, folder)
 
 

@@ -26,7 +26,8 @@ from ctcdraft.model.heads import Head
 
 from .bench import BenchConfig, load_questions, questions_hash
 from .control import bound_in_words
-from .plots import draw
+from .page import evaluation_page
+from .plots import draw, panels_of
 from .question import Question
 from .report import report, tables
 from .results import LOOKUP_ALONE, grouped, growth, heads_at, measured, of_one_head
@@ -65,7 +66,7 @@ class Measurement:
         if base.device.type == "cuda":
             device = torch.cuda.get_device_name(base.device)
         return {
-            "format": 4,  # of results.json: what was measured in another is measured anew
+            "format": 5,  # of results.json: what was measured in another is measured anew
             "bench": self.bench.kind,
             "bench_options": asdict(self.bench),
             "bench_hash": questions_hash(self.bench.path),
@@ -99,10 +100,15 @@ class Evaluated:
         return int(any(head["identical"]["beyond_bound"] for heads in several for head in heads.values()))
 
     @property
+    def page(self) -> Path:
+        """The same to look at."""
+        return self.folder / "report.html"
+
+    @property
     def table(self) -> str:
         """What ends a command."""
         title = f"{self.results['bench']} on {self.results['base']['name']}"
-        end = f"lies in {self.folder}{' (reused)' if self.reused else ''}"
+        end = f"lies in {self.folder}{' (reused)' if self.reused else ''}; as a page: {self.page}"
         return "\n" + "\n\n".join([title, *tables(self.results), end]) + "\n"
 
 
@@ -110,8 +116,8 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     """Decode the benchmark plainly, with each of the heads and with prompt lookup alone, interleaved, unless this very
     evaluation is there.
 
-    `folder` gets results.json, report.md, plots and answers.jsonl, of one head, which is called "", or of several side
-    by side. Raises ValueError as its parts do, and nothing is written then.
+    `folder` gets results.json, report.md, report.html, plots and answers.jsonl, of one head, which is called "", or of
+    several side by side. Raises ValueError as its parts do, and nothing is written then.
     """
     setting = measurement.setting(head_folders)
     found = existing(folder, setting)
@@ -135,7 +141,8 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
         rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))
         write_jsonl(fresh / "answers.jsonl", rows)
         (fresh / "report.md").write_text(report(results))
-        draw(results, fresh)
+        draw(panels_of(results), fresh)
+        (fresh / "report.html").write_text(evaluation_page(results, turns, base.tokenizer), encoding="utf-8")
     return Evaluated(results, folder)
 
 
@@ -158,6 +165,7 @@ def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
             "plain_seconds": sum(turn.plain_seconds for turn in decoded),
             "identical": sum(turn.compared and turn.divergence is None for turn in decoded),
             "turns": len(decoded),
+            "accepted": [turn.drafted.accepted for turn in decoded],  # draft tokens of each step, by turn
         }
 
 

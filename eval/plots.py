@@ -1,7 +1,9 @@
-"""The pictures of an evaluation."""
+"""The pictures of an evaluation: PNG files beside report.md, and SVG within its page, in the page's own colours."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,51 +12,116 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from cycler import cycler
 
 from .results import Block, columns, figure_of, heads_at
 
+STYLE = {"text.parse_math": False}  # names are other people's: a dollar is a dollar
+SERIES = [f"#00000{i}" for i in range(1, 9)]  # of which each stands for a colour that the page knows as --series-i
+PAGE = {"#262626": "currentColor", "#cccccc": "var(--line)", "#808080": "var(--muted)"} | {
+    colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, 1)
+}
+PAGE_STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "axes.prop_cycle": cycler(color=SERIES),
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "text.color": "#262626",
+}
+INCHES = 5.0  # across, in the page
+LONGEST_NAME = 32
 
-def draw(results: dict[str, Any], folder: Path) -> None:
-    """Write acceptance by depth, tokens per step by category, expected against accepted, and heads side by side."""
+
+@dataclass(frozen=True)
+class Panel:
+    """What paints one picture onto axes, and how many inches high it is."""
+
+    title: str
+    paint: Callable[[Any], None]
+    height: float = 3.6
+
+
+def panels_of(results: dict[str, Any]) -> dict[str, list[Panel]]:
+    """The panels of each picture of a decoded evaluation, by the picture's name."""
     blocks = columns(results)
-    with _picture(folder / "accepted_by_depth.png") as (axes,):
+    by_temperature = {f"temperature {t:g}": heads for t, heads in heads_at(results).items()}
+    categories = {label: block["per_category"] for label, block in blocks.items()}
+
+    def depths(axes: Any) -> None:
         for label, block in blocks.items():
             axes.plot(range(1, len(block["accepted_by_depth"]) + 1), block["accepted_by_depth"], "o-", label=label)
-        title = f"steps that accept at least so many ({results['bench']})"
-        axes.set(xlabel="draft tokens", ylabel="share of steps", ylim=(0, 1), title=title)
-    with _picture(folder / "by_category.png") as (axes,):
-        for label, block in blocks.items():
-            _intervals(axes, block["per_category"], "tokens_per_step", label)
-        axes.set_title("by category, 95% interval (plain decoding = 1)")
-    with _picture(folder / "calibration.png") as (axes,):
-        axes.axline((0, 0), slope=1, color="grey", linestyle=":")
+        axes.set(xlabel="draft tokens", ylabel="share of steps", ylim=(0, 1))
+
+    def beliefs(axes: Any) -> None:
+        axes.axline((0, 0), slope=1, color="#808080", linestyle=":")
         for label, block in blocks.items():
             bins = block["calibration"]["bins"]
             axes.plot([b["expected"] for b in bins], [b["accepted"] for b in bins], "o-", label=label)
-        axes.set(xlabel="expected (sum of psi)", ylabel="accepted draft tokens", title="draft tokens per step")
-    with _picture(folder / "heads.png", columns=2) as both:
-        for axes, name in zip(both, ("tokens_per_step", "speedup"), strict=True):
-            for temperature, heads in heads_at(results).items():
-                _intervals(axes, heads, name, f"temperature {temperature:g}")
-            axes.set_title("95% interval (plain decoding = 1)")
+        axes.set(xlabel="expected (sum of psi)", ylabel="accepted draft tokens")
+
+    return {
+        "heads": [intervals(by_temperature, "tokens_per_step"), intervals(by_temperature, "speedup")],
+        "by_category": [intervals(categories, "tokens_per_step", ", by category")],
+        "accepted_by_depth": [Panel("steps that accept at least so many", depths)],
+        "calibration": [Panel("draft tokens per step, expected and accepted", beliefs)],
+    }
 
 
-@contextmanager
-def _picture(path: Path, columns: int = 1) -> Iterator[Any]:
-    """Axes to draw on, [columns]; the picture is written at the end."""
-    with plt.style.context("seaborn-v0_8-whitegrid"):
-        figure, (axes,) = plt.subplots(1, columns, figsize=(6.4 * columns, 3.6), squeeze=False, layout="constrained")
-        yield axes
-        for one in axes:
-            one.legend()
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
+def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: str = "") -> Panel:
+    """Of each series, a figure of each named block with its interval, beside a line at plain decoding's."""
+    names = list(dict.fromkeys(name for blocks in series.values() for name in blocks))
+
+    def paint(axes: Any) -> None:
+        axes.axvline(1.0, color="#808080", linestyle=":")
+        for i, (label, blocks) in enumerate(series.items()):
+            values, bounds = zip(*(figure_of(block, figure) for block in blocks.values()), strict=True)
+            places = np.array([names.index(name) for name in blocks]) + (i - (len(series) - 1) / 2) * 0.6 / len(series)
+            axes.errorbar(values, places, xerr=np.abs(np.transpose(bounds) - values), fmt="o", capsize=3, label=label)
+        axes.set_yticks(range(len(names)), [_short(name) for name in names])
+        axes.set_ylim(len(names) - 0.4, -0.6)
+
+    title = f"{figure.replace('_', ' ')}{behind}, 95% interval (plain decoding = 1)"
+    return Panel(title, paint, 1.2 + len(names) * (0.2 + 0.1 * len(series)))
 
 
-def _intervals(axes: Any, blocks: Mapping[str, Block], name: str, label: str) -> None:
-    """A figure of each block with its interval, beside a line at plain decoding's."""
-    values, intervals = zip(*(figure_of(block, name) for block in blocks.values()), strict=True)
-    axes.errorbar([*blocks], values, np.abs(np.transpose(intervals) - values), fmt="o", capsize=3, label=label)
-    axes.axhline(1.0, color="grey", linestyle=":")
-    axes.tick_params("x", rotation=30)
-    axes.set_ylabel(name.replace("_", " "))
+def draw(pictures: Mapping[str, Sequence[Panel]], folder: Path) -> None:
+    """Write each picture as <name>.png, its panels side by side."""
+    for name, panels in pictures.items():
+        with plt.style.context(["seaborn-v0_8-whitegrid", STYLE]):
+            size = 6.4 * len(panels), max(3.6, *(panel.height for panel in panels))
+            figure, (several,) = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+            for axes, panel in zip(several, panels, strict=True):
+                panel.paint(axes)
+                axes.set_title(panel.title)
+                axes.legend()
+            figure.savefig(folder / f"{name}.png", dpi=120)
+            plt.close(figure)
+
+
+def svgs(panels: Iterable[Panel]) -> list[tuple[str, str]]:
+    """(title, SVG element) of each panel: text stays text, colours are the page's, nothing is loaded or run."""
+    found = []
+    for panel in panels:
+        with plt.style.context(["seaborn-v0_8-whitegrid", STYLE, PAGE_STYLE]):
+            figure, axes = plt.subplots(figsize=(INCHES, panel.height), layout="constrained")
+            panel.paint(axes)
+            count = len(axes.get_legend_handles_labels()[1])
+            if count > 1:
+                figure.set_figheight(panel.height + 0.22 * count)
+                figure.legend(loc="outside lower left", frameon=False)
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+            plt.close(figure)
+        found.append((panel.title, _themed(text.getvalue())))
+    return found
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+
+
+def _themed(svg: str) -> str:
+    """Without prologue and ids that another picture has too, and in the page's colours."""
+    svg = re.sub(r' id="[a-z0-9]+_\d+"', "", svg[svg.index("<svg") :])
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    return re.sub(r"(?<=: )#[0-9a-f]{6}", lambda colour: PAGE.get(colour[0], colour[0]), svg)

@@ -1,6 +1,6 @@
 """results.json -> report.md, and the tables that end a command on the terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +16,8 @@ DIVERGENCE = (
     *("question", "turn", "position", "seed"),
     *("top2_gap", "other_gap", "bound", "shape_change", "float32_gap"),
 )
+
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # header and rows
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -55,12 +57,15 @@ def figures(block: Block) -> dict[str, str]:
 def tables(results: dict[str, Any]) -> list[str]:
     """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
     found = [count_table(results)] if "drafts" in results else []
+    return found + [markdown_table(header, rows) for header, rows in figure_rows(results)]
+
+
+def figure_rows(results: dict[str, Any]) -> Iterator[Table]:
+    """The figures of a decoded evaluation by temperature, a column per head."""
     for temperature, heads in heads_at(results).items():
         several = [figures(block) for block in heads.values()]
         rows = [(name, *(one[name] for one in several)) for name in several[0]]
-        shown = [row for row in rows if {*row[1:]} != {"-"}]
-        found.append(markdown_table((f"temperature {temperature:g}", *heads), shown))
-    return found
+        yield (f"temperature {temperature:g}", *heads), [row for row in rows if {*row[1:]} != {"-"}]
 
 
 def count_table(results: Mapping[str, Any]) -> str:
@@ -71,6 +76,11 @@ def count_table(results: Mapping[str, Any]) -> str:
 
 def drafts_table(drafts: Mapping[str, Block]) -> str:
     """What `figures_of` gives of each draft."""
+    return markdown_table(*draft_rows(drafts))
+
+
+def draft_rows(drafts: Mapping[str, Block]) -> Table:
+    """A row for each draft."""
     rows = []
     for label, one in drafts.items():
         right = " ".join(f"{share:.2f}" for share in one["right_at_depth"])
@@ -78,7 +88,12 @@ def drafts_table(drafts: Mapping[str, Block]) -> str:
         rows.append((label, _tau(one), f"{one['expected']:.2f} / {one['accepted']:.2f}", right, sources))
     depths = ", ".join(map(str, DEPTHS))
     header = ("draft", "tokens per step", "psi / accepted", f"right at depth {depths}", " / ".join(SOURCES.values()))
-    return markdown_table(header, rows)
+    return header, rows
+
+
+def setting_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured, and on what."""
+    return [(key, _words(results[key])) for key in SETTING]
 
 
 def report(results: dict[str, Any]) -> str:
@@ -86,7 +101,6 @@ def report(results: dict[str, Any]) -> str:
     blocks = columns(results)
     first = next(iter(blocks.values()))
     heads = ", ".join(f"`{label}`" for label in results.get("heads") or [results["head"]["kind"]])
-    setting = [(key, _words(results[key])) for key in SETTING]
     categories = [
         (name, label, group["questions"], _tau(group), _speedup(group))
         for name in first["per_category"]
@@ -104,7 +118,7 @@ def report(results: dict[str, Any]) -> str:
         f"{first['questions']} questions at batch 1, plain and speculative interleaved in the same runner. "
         "transformers' own `generate` is greedy, on the first few questions. Brackets are 95% bootstrap intervals "
         "over questions; a difference is on the same resampled questions.",
-        markdown_table(("measured", ""), setting),
+        markdown_table(("measured", ""), setting_rows(results)),
         "## By category",
         markdown_table(("category", "", "questions", "tokens per step", "speedup"), categories),
         "![by category](by_category.png)",

@@ -108,7 +108,10 @@ def aggregate(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
         "accepted_by_source": accepted_by_source(turns),
         "calibration": calibration(turns),
         "time_share": {**shares, "other": 1 - sum(shares.values())},
-        "per_category": {name: rates(group, seed) for name, group in by_category(turns).items()},
+        "per_category": {
+            name: {**rates(group, seed), "accepted_by_depth": shares_by_depth(of_steps(group, "accepted"))}
+            for name, group in by_category(turns).items()
+        },
     }
 
 

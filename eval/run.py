@@ -5,7 +5,7 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from .control import Control, Divergence, Flips
 from .question import Question
 
 GENERATE_TURNS = 8
+SHOWN = 8  # answers at most whose drafts are kept
 Side = TypeVar("Side")
 
 
@@ -50,7 +51,8 @@ def run(
     base: Base, heads: Mapping[str, Decoder], questions: Sequence[Question], config: BenchConfig, seed: int = 0
 ) -> dict[str, list[Turn]]:
     """Decode every question plainly and with each of the heads, in each of the benchmark's settings, in
-    `balanced_orders`. Per head its turns, question by question.
+    `balanced_orders`. Per head its turns, question by question. The first answers of the first `SHOWN`
+    categories keep their drafts.
 
     A turn whose prompt leaves no room in the context is skipped. Raises ValueError when that leaves nothing.
     """
@@ -67,6 +69,8 @@ def run(
                 decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
     turns: dict[str, list[Turn]] = {label: [] for label in heads}
     orders = balanced_orders([*sides])
+    shown = {question.category: i for i, question in reversed([*enumerate(questions)])}  # the first of each category
+    shown_at = sorted(shown.values())[:SHOWN]
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
     for (i, question), (j, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
         order = orders[(i + j) % len(orders)]
@@ -78,7 +82,10 @@ def run(
                 for several in turns.values():
                     several.append(Turn(question, setting, number, skipped=why))
                 break
-            timed = {label: _timed(sides[label], prompt, question, setting, config.max_new_tokens) for label in order}
+            keep = i in shown_at and j == number == 0  # a reference per step: no time
+            timed = {
+                label: _timed(sides[label], prompt, question, setting, config.max_new_tokens, keep) for label in order
+            }
             plain, plain_seconds = timed[None]
             flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
             for label, several in turns.items():
@@ -133,13 +140,11 @@ def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig
 
 
 def _timed(
-    decoder: Decoder, prompt: list[int], question: Question, setting: Setting, max_new_tokens: int
+    decoder: Decoder, prompt: list[int], question: Question, setting: Setting, max_new_tokens: int, keep_trees: bool
 ) -> tuple[Generation, float]:
     synchronize = torch.cuda.synchronize if decoder.base.device.type == "cuda" else bool
     synchronize()
     start = time.perf_counter()
-    generation = decoder.generate(
-        prompt, max_new_tokens, temperature=setting.temperature, seed=setting.seed, stop=question.stop
-    )
+    generation = decoder.generate(prompt, max_new_tokens, **asdict(setting), stop=question.stop, keep_trees=keep_trees)
     synchronize()
     return generation, time.perf_counter() - start

@@ -10,6 +10,7 @@ Results go to runs/<name>/eval/<bench>/, of several heads to eval/<bench>-heads/
 eval/<bench>-count/.
 """
 
+import webbrowser
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,8 @@ def main(config: EvalEntry) -> int:
         name = f"{run.name}-{found.folder.name}"
         log_evaluation(found.folder, name, config.logger, asdict(config), media_of(found))
     print(found.table, flush=True)
+    if config.open:
+        webbrowser.open(found.page.resolve().as_uri())
     return found.exit_code
 
 

@@ -20,5 +20,7 @@ def media_of(found: Evaluated) -> Media:
             table.append({"temperature": temperature, "head": label, **figures(block)})
     rows = read_jsonl(folder / "answers.jsonl")
     questions = [{**row, "answers": "\n\n".join(row["answers"])} for row in rows]
+    for row in questions:
+        del row["accepted"]  # a list per turn is no cell
     plots = {path.stem: path for path in sorted(folder.glob("*.png"))}
     return Media(logged, plots, {"eval/table": table, "eval/questions": questions})

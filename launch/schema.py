@@ -120,6 +120,7 @@ class EvalEntry(HeadChoice):
     # true: do not decode, count tokens per step along the base's own answers: minutes, not hours
     count: bool = False
     cache_dir: str = ".cache"  # where these answers are kept
+    open: bool = False  # true: show report.html in a browser
 
     def __post_init__(self) -> None:
         if self.heads and (self.name is not None or self.head.path is not None):

@@ -68,7 +68,15 @@ def test_results_hold_every_field_of_the_design(chat_base, head_folder, question
     assert set(results["per_category"]) == {"cat0", "cat1"}
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [len(answer["answers"]) for answer in answers] == [2] * 5
-    for name in ("report.md", "accepted_by_depth.png", "by_category.png", "calibration.png", "heads.png"):
+    assert sum(len(steps) for answer in answers for steps in answer["accepted"]) == results["steps"]
+    for name in (
+        "report.md",
+        "report.html",
+        "accepted_by_depth.png",
+        "by_category.png",
+        "calibration.png",
+        "heads.png",
+    ):
         assert (folder / name).stat().st_size > 100
     text = (folder / "report.md").read_text()
     assert "10 of 10" in text

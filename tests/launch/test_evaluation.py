@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import webbrowser
 
 import pytest
 from bases import TEMPLATE, tiny_tokenizer, write_base
@@ -94,6 +95,21 @@ def test_a_head_that_learns_on_the_way_is_measured_by_itself(place, capsys):
     assert sorted(p.name for p in (place / "runs" / "b" / "head").iterdir()) == sorted(
         p.name for p in (place / "shipped" / "b").iterdir()
     )
+
+
+def test_the_page_is_opened_where_that_is_asked_for(place, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    words = ("name=a", "logger=none")
+    assert start(place, *words) == 0
+    assert opened == []
+    assert start(place, *words, "open=true") == 0
+    page = place / "runs" / "a" / "eval" / "toy" / "report.html"
+    assert opened == [page.as_uri()]
+    assert f"as a page: {page}" in capsys.readouterr().out
+    assert start(place, *words, "open=true", "count=true", f"cache_dir={place}/cache") == 0
+    assert opened[1] == (place / "runs" / "a" / "eval" / "toy-count" / "report.html").as_uri()
+    assert "prompt lookup alone" in (place / "runs" / "a" / "eval" / "toy-count" / "report.html").read_text()
 
 
 def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):

@@ -1,0 +1,156 @@
+"""report.html: an evaluation as one page, which loads nothing and runs no script but its own (html/).
+
+Questions, answers and names are other people's text. Jinja escapes all of it, the script puts it into text nodes, and
+the page's Content-Security-Policy allows no other script and no address.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ctcdraft.model.decode.text import TextStream
+from ctcdraft.model.draft.tree import Tree, source_name
+
+from .plots import Panel, intervals, panels_of, svgs
+from .report import DEPTHS, draft_rows, figure_rows, figures, setting_rows
+from .results import Block, columns, heads_at
+from .run import Turn
+
+HTML = Path(__file__).resolve().parent / "html"
+STEPS_SHOWN = 256  # of an answer, with their trees
+Table = tuple[str, Sequence[Any], Sequence[Sequence[Any]]]  # caption, header, rows; a float is shown as a share
+
+
+def page(
+    title: str,
+    about: str,
+    panels: Iterable[Panel],
+    tables: Sequence[Table],
+    *,
+    tiles: Sequence[Any] = (),
+    times: Mapping[str, Mapping[str, float]] | None = None,
+    answers: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """HTML of one page. tiles: what `_tile` says of each head; times: shares by what is timed; answers: `shown`."""
+    script = (HTML / "page.js").read_text(encoding="utf-8")
+    environment = Environment(loader=FileSystemLoader(HTML), autoescape=True, undefined=StrictUndefined)
+    return environment.get_template("page.html").render(
+        title=title,
+        about=about,
+        tiles=tiles,
+        charts=[(name, Markup(svg)) for name, svg in svgs(panels)],
+        times=times or {},
+        answers=answers,
+        tables=tables,
+        style=Markup((HTML / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def evaluation_page(results: dict[str, Any], turns: Mapping[str, Sequence[Turn]], tokenizer: Any) -> str:
+    """Of a decoded benchmark; turns by head, one head alone under ""."""
+    blocks, (first, *_) = columns(results), heads_at(results).values()
+    names = [label or results["head"]["kind"] for label in turns]
+    answers = [
+        shown(name, turn, tokenizer)
+        for name, several in zip(names, turns.values(), strict=True)
+        for turn in several
+        if turn.drafted.trees
+    ]
+    depths = [
+        (label, name, group["questions"], *_at_depths(group))
+        for label, block in first.items()
+        for name, group in [("all", block), *block["per_category"].items()]
+    ]
+    return page(
+        f"{results['bench']}: {', '.join(names[:-1])} on {results['base']['name']}",
+        f"{blocks[next(iter(blocks))]['questions']} questions at batch 1, {results['dtype']} on {results['device']}. "
+        "Plain and speculative decoding interleaved in the same runner; brackets are 95% bootstrap intervals over "
+        "questions.",
+        [panel for panels in panels_of(results).values() for panel in panels],
+        [
+            *(("Figures", *table) for table in figure_rows(results)),
+            ("Steps that accept at least so many draft tokens", ("head", "category", "questions", *DEPTHS), depths),
+            ("Measured", ("", ""), setting_rows(results)),
+        ],
+        tiles=[_tile(label, block) for label, block in first.items()],
+        times={label: block["time_share"] for label, block in blocks.items()},
+        answers=answers,
+    )
+
+
+def count_page(results: dict[str, Any]) -> str:
+    """Of a counted benchmark."""
+    drafts = results["drafts"]
+    categories = {label: one["per_category"] for label, one in drafts.items()}
+    return page(
+        f"{results['bench']}, counted: drafts on {results['base']['name']}",
+        f"{results['questions']} questions, drafts of {results['decoder']['nodes']} nodes replayed along the base's "
+        "own answers; brackets are 95% bootstrap intervals over questions.",
+        [
+            intervals({"": drafts}, "tokens_per_step"),
+            intervals(categories, "tokens_per_step", ", by category"),
+        ],
+        [("Drafts", *draft_rows(drafts)), ("Measured", ("", ""), setting_rows(results))],
+    )
+
+
+def shown(head: str, turn: Turn, tokenizer: Any) -> dict[str, Any]:
+    """An answer whose drafts were kept, as the page steps through it: per token its text, per step its tree."""
+    out, question = turn.drafted, turn.question
+    texts: dict[int, str] = {}
+
+    def text_of(token: int) -> str:
+        if token not in texts:
+            texts[token] = tokenizer.decode([token])
+        return texts[token]
+
+    def nodes(tree: Tree) -> list[tuple[str, int, float, str]]:
+        found = zip(tree.tokens, tree.parents, tree.psi, tree.all_sources(), strict=True)
+        return [(text_of(int(t)), int(parent), round(float(psi), 4), source_name(by)) for t, parent, psi, by in found]
+
+    left, steps = len(out.tokens) - 1, []
+    for number, (tree, path) in enumerate(out.trees or ()):
+        taken = min(len(path) + 1, left)  # an end within a draft leaves out the rest
+        left -= taken
+        kept = nodes(tree) if number < STEPS_SHOWN else None
+        steps.append({"taken": taken, "drafted": len(tree), "path": path, "nodes": kept})
+    stream, tokens = TextStream(tokenizer), []
+    for token in out.tokens:
+        before = len(stream.text)
+        stream.push(token)
+        tokens.append(text_of(token) if token in tokenizer.all_special_ids else stream.text[before:])
+    read = len(stream.text)
+    stream.finish()
+    tokens[-1] = stream.text[read:] + tokens[-1]  # half a character
+    return {
+        "head": head,
+        "category": question.category,
+        "question": question.turns[turn.number] if question.turns else tokenizer.decode(question.prompt),
+        "tokens": tokens,
+        "steps": steps,
+        "seconds": turn.seconds,
+        "plain": {
+            "tokens": turn.plain_tokens,
+            "seconds": turn.plain_seconds,
+            "text": None if turn.text == out.text else turn.text,
+        },
+    }
+
+
+def _tile(label: str, block: Block) -> tuple[str, list[str], list[str], str]:
+    """The head, tokens per step and speedup with their intervals, and what is identical."""
+    said = figures(block)
+    tau, speedup = said["tokens per step (plain = 1.00)"], said["speedup over plain decoding"]
+    return label, tau.split(" ", 1), speedup.split(" ", 1), said["identical to plain decoding"]
+
+
+def _at_depths(block: Block) -> list[float]:
+    shares = block["accepted_by_depth"]
+    return [shares[depth - 1] if depth <= len(shares) else 0.0 for depth in DEPTHS]
