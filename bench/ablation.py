@@ -19,7 +19,9 @@ from measure import machine
 from tqdm import tqdm
 
 from ctcdraft.data.store import read_jsonl
-from ctcdraft.eval.report import markdown_table
+from ctcdraft.eval.page import page
+from ctcdraft.eval.plots import intervals
+from ctcdraft.eval.report import DEPTHS, markdown_table
 from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.loss.divergence import Divergence
@@ -118,6 +120,23 @@ class Study:
             sys.exit(f"{entry} {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
 
 
+def drafts_of(name, found):
+    """What was counted of a run: its chain, its tree, and that beside prompt lookup."""
+    return {
+        "chain": found[f"{name}, no lookup, chain"],
+        f"N={NODES}": found[f"{name}, no lookup"],
+        f"N={NODES}, lookup": found[name],
+    }
+
+
+def comparison(about, drafts, table):
+    """The page: variants side by side, by way of drafting, and how often they are right at a depth."""
+    ways = {way: {variant: kinds[way] for variant, kinds in drafts.items()} for way in next(iter(drafts.values()))}
+    right = [(variant, way, *kinds[way]["right_at_depth"]) for variant, kinds in drafts.items() for way in ways]
+    depths = ("Share of positions with so many right draft tokens", ("variant", "draft", *DEPTHS), right)
+    return page("Ablation", about, [intervals(ways, "tokens_per_step")], [("Variants", *table), depths])
+
+
 def row(variant, steps, drafts):
     """One line of the table: chain, tree, and that beside lookup, each with its interval."""
 
@@ -148,11 +167,8 @@ def main():
     study = Study(given, overrides)
     trained = {variant: study.train(variant) for variant in tqdm(study.variants, "training", unit="run")}
     found, questions = study.count()
-    table = []
-    for variant in study.variants:
-        name = study.name(variant)
-        kinds = [found[f"{name}, no lookup, chain"], found[f"{name}, no lookup"], found[name]]
-        table.append(row(variant, trained[variant]["step"], kinds))
+    drafts = {variant: drafts_of(study.name(variant), found) for variant in study.variants}
+    table = [row(variant, trained[variant]["step"], kinds.values()) for variant, kinds in drafts.items()]
     header = ("variant", "steps", "slot 1 right", "chain", f"N={NODES}", f"N={NODES}, lookup", "psi / accepted")
     command = " ".join(["python bench/ablation.py", *sys.argv[1:]])
     lookup = next(one for label, one in found.items() if not label.startswith(f"{given.name}-"))
@@ -162,7 +178,9 @@ def main():
         f"the tree without lookup. Prompt lookup alone: {lookup['tokens_per_step']:.2f}.\n\n"
     )
     (given.out / f"{given.name}.md").write_text(text + markdown_table(header, table) + "\n")
-    print(text + markdown_table(header, table))
+    html = given.out / f"{given.name}.html"
+    html.write_text(comparison(" ".join(text.split("\n\n")[1:]), drafts, (header, table)), encoding="utf-8")
+    print(f"{text}{markdown_table(header, table)}\n\nas a page: {html}")
 
 
 if __name__ == "__main__":

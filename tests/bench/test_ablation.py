@@ -1,0 +1,25 @@
+"""The page that ends `make ablation`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import ablation
+
+
+def test_variants_stand_side_by_side_on_a_page():
+    def counted(value):
+        interval = [value - 0.1, value + 0.1]
+        figures = {"tokens_per_step": value, "tokens_per_step_ci95": interval, "expected": value, "accepted": value}
+        return {**figures, "right_at_depth": [value / 4] * 5}
+
+    names = {"study-a<b>": 2.0, "study-c": 3.0}
+    ways = {", no lookup, chain": 0.1, ", no lookup": 0.2, "": 0.3}
+    found = {f"{name}{way}": counted(value + more) for name, value in names.items() for way, more in ways.items()}
+    drafts = {name.removeprefix("study-"): ablation.drafts_of(name, found) for name in names}
+    rows = [ablation.row(variant, 100, kinds.values()) for variant, kinds in drafts.items()]
+    html = ablation.comparison("10 minutes each", drafts, (("variant", "steps"), rows))
+    for shown in ("a&lt;b&gt;", "2.10 [2.00, 2.20]", "3.30 [3.20, 3.40]", "10 minutes each", "chain", "N=32, lookup"):
+        assert shown in html
+    assert "a<b>" not in html
+    assert html.count('class="share"') == 2 * 3 * 5
