@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-COMMANDS = ("train", "eval", "prepare", "export", "doctor", "chat", "serve")
+COMMANDS = ("train", "eval", "prepare", "export", "doctor", "chat", "serve", "runs")
 
 
 def main() -> None:

@@ -1,6 +1,10 @@
-"""A run's folder: its name, the record of what it is, its base and its head; and heads that lie elsewhere."""
+"""A run's folder: its name, the record of what it is, its base and its head; and heads that lie elsewhere.
+
+python launch/runs.py [runs_dir=...] lists the runs that are there, the newest last.
+"""
 
 import json
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +16,12 @@ import yaml
 
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import check_source
+from ctcdraft.data.store import read_object
 from ctcdraft.data.template import with_template_args
+from ctcdraft.eval.report import markdown_table
+from ctcdraft.launch.cli import enter, options_in
+from ctcdraft.launch.pipeline import load
+from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed, digest_of, write_atomically
@@ -21,10 +30,6 @@ from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.dev import fit_to_dev
 from ctcdraft.train.options import decisive
-
-from .cli import options_in
-from .pipeline import load
-from .schema import BasePath, EvalEntry, HeadChoice, TrainEntry
 
 LONGEST_NAME = 200
 RECORDED = ("dtype", "template", "eos", "date")  # of base, in paths.json
@@ -73,15 +78,21 @@ def check_inputs(config: TrainEntry) -> Path:
 
 def find_run(name: str | None, runs_dir: str) -> Path:
     """The run folder of that name, or the newest. Raises ValueError where there is none."""
-    runs = Path(runs_dir)
-    found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    if name is None and not found:
-        raise ValueError(f"there is no run in {runs}/: start with `make train`")
-    folder = found[-1].parent if name is None else run_folder(name, runs_dir)
+    if name is None:
+        return all_runs(runs_dir)[-1]
+    folder = run_folder(name, runs_dir)
     if not (folder / "config.yaml").is_file():
-        there = ", ".join(sorted(path.parent.name for path in found)) or "none"
-        raise ValueError(f"name={name}: no such run in {runs}/ (there: {there})")
+        there = ", ".join(sorted(path.parent.name for path in Path(runs_dir).glob("*/config.yaml"))) or "none"
+        raise ValueError(f"name={name}: no such run in {Path(runs_dir)}/ (there: {there})")
     return folder
+
+
+def all_runs(runs_dir: str) -> list[Path]:
+    """The folders of all runs, the newest last. Raises ValueError where there is none."""
+    found = sorted(Path(runs_dir).glob("*/config.yaml"), key=_begun)
+    if not found:
+        raise ValueError(f"there is no run in {Path(runs_dir)}/: start with `make train`")
+    return [path.parent for path in found]
 
 
 @contextmanager
@@ -254,3 +265,34 @@ def _as_trained(base: Base, heads: Sequence[Path], template_args: dict[str, Any]
             stacklevel=2,
         )
     return with_template_args(base, args)
+
+
+# -- the list of them ---------------------------------------------------------------------------------------
+
+
+def main(config: RunsEntry) -> int:
+    header = ("run", "base", "head", "steps", "tokens per step", "speedup", "bench", "begun")
+    print(markdown_table(header, map(_listed, all_runs(config.runs_dir))), flush=True)
+    return 0
+
+
+def _listed(folder: Path) -> tuple[str, ...]:
+    """The row of a run; of one that is not done, or whose summary is damaged, there are no figures."""
+    try:
+        found = read_object(folder / "summary.json")
+        speedup, (low, high) = found["speedup"]["ratio_of_means"], found["speedup"]["ci95"]
+        figures = (
+            *(found["base"], found["head"]["kind"], str(found["training"]["step"])),
+            *(f"{found['tokens_per_step']:.2f}", f"{speedup:.2f}x [{low:.2f}, {high:.2f}]", found["bench"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        figures = ("-",) * 6
+    return folder.name, *figures, time.strftime("%Y-%m-%d %H:%M", time.localtime(_begun(folder / "config.yaml")))
+
+
+def _begun(record: Path) -> float:
+    return record.stat().st_mtime
+
+
+if __name__ == "__main__":
+    enter("runs", RunsEntry, main)

@@ -166,7 +166,22 @@ class ServeEntry:
     wait: PositiveInt = 1800  # seconds in which it must answer: large models take long to load
 
 
-ENTRIES = {"train": TrainEntry, "eval": EvalEntry, "chat": ChatEntry, "export": ExportEntry, "serve": ServeEntry}
+@with_config(NO_OTHERS)
+@dataclass(frozen=True)
+class RunsEntry:
+    """launch/runs.py (conf/runs.yaml)."""
+
+    runs_dir: str = "runs"  # where runs lie
+
+
+ENTRIES = {
+    "train": TrainEntry,
+    "eval": EvalEntry,
+    "chat": ChatEntry,
+    "export": ExportEntry,
+    "serve": ServeEntry,
+    "runs": RunsEntry,
+}
 
 
 def defaults_of(schema: Any) -> dict[str, Any]:

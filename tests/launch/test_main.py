@@ -23,7 +23,7 @@ def test_a_command_runs_its_entry_with_what_stands_behind_it(monkeypatch):
 def test_another_word_gets_the_list_of_commands(words):
     done = subprocess.run([sys.executable, "-m", "ctcdraft.launch.main", *words], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("usage: ctcdraft train|eval|prepare|export|doctor|chat|serve [options]")
+    assert done.stderr.startswith("usage: ctcdraft train|eval|prepare|export|doctor|chat|serve|runs [options]")
 
 
 def test_an_entry_started_by_name_is_the_entry():
