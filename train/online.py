@@ -66,10 +66,12 @@ class OnlineDecoder(Decoder):
         for request in requests:
             self._keep(request)
         if self.due >= self.every:
-            while self.due >= self.every:
-                self._learn()
-                self.due -= self.every
-            self.renew(_drafting(self.task.head, self.head, self.base))
+            devices = [self.base.device] if self.base.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):  # who decodes finds torch's generators as they were
+                while self.due >= self.every:
+                    self._learn()
+                    self.due -= self.every
+                self.renew(_drafting(self.task.head, self.head, self.base))
         requests[0].out.seconds["learn"] = time.perf_counter() - start
 
     @torch.no_grad()
@@ -104,6 +106,7 @@ class OnlineDecoder(Decoder):
         kept = [self.finished[number][1] for number in sampler.sequences(self.steps)]
         hidden_BLX, root_BLD = pad_sequence(kept, batch_first=True), self.base.embed(roots_of(batch))
         self.task.negatives = negatives_for(self.task.objective, self.task.head, self.base, corpus)
+        torch.manual_seed(self.steps)  # for heads that draw
         with torch.enable_grad():
             loss, metrics = self.task(hidden_BLX.to(own), root_BLD.to(own).detach(), batch)
             (loss / metrics.anchors).backward()

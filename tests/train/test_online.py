@@ -8,7 +8,7 @@ from bases import write_base
 from drafting import HEADS, prompts, random_head
 
 from ctcdraft.model import CtcConfig, Decoder, DraftConfig, load_base
-from ctcdraft.model.heads import head_on
+from ctcdraft.model.heads import DiffusionConfig, head_on
 from ctcdraft.train.online import OnlineConfig, OnlineDecoder, decoder_for
 
 DRAFT = DraftConfig(nodes=8, prompt_lookup=0)
@@ -56,16 +56,22 @@ def test_what_it_learnt_is_what_it_drafts_with(base):
         assert (got == one).all()
 
 
-def test_the_same_stream_twice_gives_the_same_weights(base):
+@pytest.mark.parametrize("config", [SMALL, DiffusionConfig(slots=4, layers=1, fills=2)], ids=lambda config: config.kind)
+def test_the_same_stream_twice_gives_the_same_weights(base, config):
+    """Whatever torch's own generator is at, and it is left there."""
     found = []
-    for _ in range(2):
-        decoder = OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=24, buffer=100))
+    for seed in range(2):
+        decoder = OnlineDecoder(base, fresh(base, config), DRAFT, OnlineConfig(every=24, buffer=100))
+        torch.manual_seed(seed)
         for prompt in prompts(8):
             decoder.generate(prompt, 16)
         found.append(weights_of(decoder))
+        drawn = torch.rand(())
+        assert drawn == torch.rand((), generator=torch.Generator().manual_seed(seed))
     assert decoder.steps >= 4
     assert torch.equal(*found)
-    assert not torch.equal(found[0], weights_of(OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=24))))
+    unlearnt = OnlineDecoder(base, fresh(base, config), DRAFT, OnlineConfig(every=24))
+    assert not torch.equal(found[0], weights_of(unlearnt))
 
 
 class Shuffled(OnlineDecoder):
