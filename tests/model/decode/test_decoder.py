@@ -52,6 +52,21 @@ def test_every_draft_looks_up_all_that_was_read(base, monkeypatch, fixed):
         length += accepted + 1
 
 
+def test_drafts_are_kept_where_they_are_asked_for(base):
+    prompt = prompts(1, seed=4)[0]
+    decoder = oracle_decoder(base, Decoder(base).generate(prompt, 40).tokens, wrong_at=2)
+    found = decoder.generate(prompt, 40, keep_trees=True)
+    assert [len(tree) for tree, _ in found.trees] == found.nodes
+    assert [len(path) for _, path in found.trees] == found.accepted
+    done = 1
+    for tree, path in found.trees:
+        assert tree.tokens[path].tolist() == found.tokens[done : done + len(path)]
+        assert tree.path_of(found.tokens[done:])[: len(path)] == path
+        done += len(path) + 1
+    assert sum(found.accepted) > 5
+    assert decoder.generate(prompt, 40).trees is None
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_scripted_drafts_are_accepted_and_the_cache_equals_a_fresh_prefill(tmp_path, family):
     base = load_base(str(write_base(tmp_path / "b", family, eos_token_id=259)), dtype="fp64")
