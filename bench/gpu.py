@@ -148,8 +148,11 @@ def run(words, seconds, log, environment):
 
 
 def write(rows, out):
-    """The table so far, and the same as JSON."""
-    (out / "gpu.json").write_text(json.dumps({"machine": machine(), "parts": rows}, indent=1) + "\n")
+    """The table so far, and the same as JSON, with the last figures that the training logged."""
+    log = out / "runs" / "gpu" / "metrics.jsonl"
+    training = json.loads(log.read_text().splitlines()[-1]) if log.is_file() and log.stat().st_size else None
+    whole = {"machine": machine(), "parts": rows, "training": training}
+    (out / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
     table = markdown_table(("part", "what", "outcome", "seconds", "last words"), [row.values() for row in rows])
     (out / "gpu.md").write_text(f"# The GPU in one call\n\n{machine()}\n\n{table}\n")
     return table

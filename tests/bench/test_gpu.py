@@ -45,6 +45,7 @@ def test_a_dry_run_does_every_part(tmp_path):
     assert json.loads((tmp_path / "errors" / "fused_ctc.json").read_text())["error"]
     assert json.loads((tmp_path / "loss" / "fused_ctc.json").read_text())["compared"]
     assert json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert json.loads((tmp_path / "gpu.json").read_text())["training"]["time/head"] > 0
 
 
 def test_what_is_missing_and_what_has_no_time_left_is_skipped_with_the_reason(tmp_path):
