@@ -140,8 +140,8 @@ def anchor_losses(
 
     states [N, T, D], and blank logits [N, T]; or, where they depend on what was collapsed before (`Transition`), those
     behind every prefix of a slot's window, [N, T, W, D] and [N, T, W]. blank is None exactly for `cross_entropy`.
-    weight [U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to the logits in a normaliser, 0 for
-    every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
+    weight [U], or [N, U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to logits in a normaliser,
+    0 for every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
     blank_is_odds: blank holds its log-odds against all tokens together, not a logit beside theirs.
     soft [N, U, D]: what stands for each label's row of the LM head in the loss, as the mean row under the base's own
     distribution; log psi stays that of the labels.
@@ -179,6 +179,8 @@ def anchor_losses(
     kept = feasible_N.nonzero().squeeze(1)
     states = states if len(kept) == N else states[kept]
     labels_NU, lengths_N, slots_N = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    if weight_U is not None and weight_U.dim() == 2:
+        weight_U = weight_U[kept]
     window_TW = topology.window(states.shape[1], U).to(device)
     slot_T1 = torch.arange(len(window_TW), device=device).unsqueeze(1)
     seen = slot_T1 < slots_N[:, None, None]

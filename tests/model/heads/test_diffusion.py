@@ -48,16 +48,17 @@ def test_one_fill_is_a_parallel_heads(base, whole):
 def test_the_masked_loss_is_the_formula(base, whole, monkeypatch, mask_T):
     """Mean over the masked slots of -w_k log p_k(y_k), for every mask of three slots."""
     ids = torch.randint(2, 260, (1, 8), generator=torch.Generator().manual_seed(1))
-    labels = torch.stack([ids[0, 2:5], ids[0, 4:7]])
-    batch = Batch(ids, torch.tensor([0, 0]), torch.tensor([0, 2]), labels, torch.tensor([3, 3])).to(base.device)
+    labels = torch.stack([ids[0, 2:5], ids[0, 3:6], ids[0, 4:7]])
+    lengths = torch.tensor([3, 0, 3])  # the second has no label, and no loss
+    batch = Batch(ids, torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2]), labels, lengths).to(base.device)
     objective = ObjectiveConfig(kind="cross_entropy", labels=T, negatives=None, distill=0.0)
     task, hidden = DraftTask(whole, objective, base), base.hidden(batch.ids_BL, attended=whole.attended)
-    with_mask(whole, monkeypatch, mask_T, 2)
+    with_mask(whole, monkeypatch, mask_T, 3)
     slots = task.slots(hidden, base.embed(batch.ids_BL.roll(-1, 1)), batch)
     loss_N = task.losses(slots, hidden, batch).loss_N
     log_p_NT = (slots.states_NTD @ base.lm_weight.T).log_softmax(2).gather(2, batch.labels_NU.unsqueeze(2)).squeeze(2)
     weight_T = torch.tensor([0.8**k * masked for k, masked in enumerate(mask_T)], dtype=torch.float64)
-    want_N = -(log_p_NT.cpu() * weight_T).sum(1) / weight_T.sum().clamp(min=1e-30)
+    want_N = -(log_p_NT.cpu() * weight_T).sum(1) / weight_T.sum().clamp(min=1e-30) * (lengths > 0)
     assert torch.allclose(loss_N.cpu(), want_N)
 
 
