@@ -29,6 +29,7 @@ PAGE_STYLE = {
     "text.color": "#262626",
 }
 INCHES = 5.0  # across, in the page
+TALLEST = 60.0  # inches: of thousands of categories no PNG could be written
 LONGEST_NAME = 32
 
 
@@ -81,7 +82,7 @@ def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: st
         axes.set_ylim(len(names) - 0.4, -0.6)
 
     title = f"{figure.replace('_', ' ')}{behind}, 95% interval (plain decoding = 1)"
-    return Panel(title, paint, 1.2 + len(names) * (0.2 + 0.1 * len(series)))
+    return Panel(title, paint, min(TALLEST, 1.2 + len(names) * (0.2 + 0.1 * len(series))))
 
 
 def draw(pictures: Mapping[str, Sequence[Panel]], folder: Path) -> None:

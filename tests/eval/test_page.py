@@ -10,6 +10,7 @@ from drafting import export_random_heads
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.eval.evaluate import Measurement, evaluate
+from ctcdraft.eval.plots import draw, intervals, svgs
 from ctcdraft.model import DraftConfig, load_base
 
 HIT = "document.documentElement.dataset.hit = 1"
@@ -214,3 +215,13 @@ def test_the_policy_holds_where_escaping_would_not(browser, folder, tmp_path):
         hits.append(page.locator("html").get_attribute("data-hit"))
         page.close()
     assert hits == [None, "1"]
+
+
+@pytest.mark.slow
+def test_thousands_of_categories_are_drawn(tmp_path):
+    block = {"tokens_per_step": 2.0, "tokens_per_step_ci95": [1.0, 3.0]}
+    panel = intervals({"one": {f"category {i}": block for i in range(3000)}}, "tokens_per_step")
+    draw({"many": [panel]}, tmp_path)
+    assert (tmp_path / "many.png").stat().st_size > 1000
+    ((_, svg),) = svgs([panel])
+    assert "category 2999" in svg
