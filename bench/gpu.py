@@ -113,6 +113,15 @@ PARTS = [
         command="bench/train_step.py --shape vicuna_7b --out {out}/step.json",
         dry="bench/train_step.py --shape tiny --anchors 8 --rounds 1 --out {out}/step.json",
     ),
+    Part(
+        name="engine",
+        what="vLLM with that head and without",
+        minutes=12,
+        command="bench/serve.py --head {out}/runs/gpu/head --base {smollm2} --env {prefix} --dtype bfloat16 "
+        "--bench mt_bench --path {mt_bench} --questions 16 --batch 1 4 16 --logs {out} --out {out}/engine.json",
+        dry="bench/serve.py --help",
+        modules=("vllm",),
+    ),
 ]
 
 
@@ -181,7 +190,7 @@ def main():
         if given.only and part.name not in given.only:
             continue
         command = part.dry if given.dry else part.command
-        words = [word.format(out=out, **files) for word in shlex.split(command)]
+        words = [word.format(out=out, prefix=sys.prefix, **files) for word in shlex.split(command)]
         words += [word for name, *options in given.more if name == part.name for word in options]
         start = time.monotonic()
         seconds, outcome, last = min(60 * part.minutes, end - start), lacking(part, command, files), ""

@@ -1,5 +1,6 @@
 """The GPU's hour on a CPU: every part runs at a tiny size, and what is late or lacks something holds nobody up."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -35,7 +36,9 @@ def parts_of(folder):
 
 def test_a_dry_run_does_every_part(tmp_path):
     done = start(["--dry", "--out", tmp_path])
-    assert {row["part"]: row["outcome"] for row in parts_of(tmp_path)} == {part.name: "done" for part in gpu.PARTS}
+    without = "done" if importlib.util.find_spec("vllm") else "skipped: vllm is not installed"
+    wanted = {part.name: without if "vllm" in part.modules else "done" for part in gpu.PARTS}
+    assert {row["part"]: row["outcome"] for row in parts_of(tmp_path)} == wanted
     assert done.returncode == 0
     table = (tmp_path / "gpu.md").read_text()
     assert all(f"| {part.name} " in table for part in gpu.PARTS)
