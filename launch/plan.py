@@ -103,7 +103,8 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
 def rows_of(config: TrainEntry, found: Estimate, gpus: int) -> list[tuple[str, str]]:
     """What is printed."""
     where = f"each of {gpus} GPUs" if gpus else "a process on this CPU"
-    rows = [("base", f"{found.parameters:,} parameters, {found.active:,} of them meet a token")]
+    rows = [("rows of a step", f"{config.train.batch} (train.batch)")]
+    rows += [("base", f"{found.parameters:,} parameters, {found.active:,} of them meet a token")]
     rows += [(name, f"{size / GB:.2f} GB") for name, size in found.parts.items() if size]
     rows.append((f"memory of {where}", f"{found.total / GB:.1f} GB"))
     if gpus:
@@ -120,8 +121,11 @@ def rows_of(config: TrainEntry, found: Estimate, gpus: int) -> list[tuple[str, s
 
 
 def planned(config: TrainEntry, gpus: int) -> TrainEntry:
-    """On GPUs what `auto` comes to there."""
-    return replace(config, train=replace(config.train, precision="bf16")) if gpus else config
+    """On GPUs what `auto` comes to there, and a row at least for each."""
+    if not gpus:
+        return config
+    batch = -(-config.train.batch // gpus) * gpus
+    return replace(config, train=replace(config.train, precision="bf16", batch=batch))
 
 
 def _active(module: nn.Module, base: Base) -> int:

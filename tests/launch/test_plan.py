@@ -86,6 +86,7 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
     out, err = told(monkeypatch, capsys, "gpus=2", *words)
     assert err.endswith("0")
     assert "| memory of each of 2 GPUs" in out
+    assert "| 6 (train.batch)" in told(monkeypatch, capsys, "gpus=3", *words)[0]  # the default of 4, a row for each rank
     as_json = json.loads(told(monkeypatch, capsys, "--json", "gpus=0", *words)[0])
     assert as_json["total"] == pytest.approx(sum(as_json["parts"].values()))
 
@@ -97,7 +98,6 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
         (["gpus=2", "base=none.json"], "base=none.json: no such file"),
         (["gpus=2", "base={folder}/tokenizer.json"], "tokenizer.json: no causal LM"),
         (["gpus=many", "base={folder}/config.json"], "gpus=many: a whole number"),
-        (["gpus=3", "base={folder}/config.json"], "does not split over 3 ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(base_folder, monkeypatch, capsys, words, sentence):
