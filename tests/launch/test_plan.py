@@ -86,7 +86,7 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
     out, err = told(monkeypatch, capsys, "gpus=2", *words)
     assert err.endswith("0")
     assert "| memory of each of 2 GPUs" in out
-    assert "| 6 (train.batch)" in told(monkeypatch, capsys, "gpus=3", *words)[0]  # the default of 4, a row for each rank
+    assert "| 6 (train.batch)" in told(monkeypatch, capsys, "gpus=3", *words)[0]  # of 4 rows, and 3 ranks
     as_json = json.loads(told(monkeypatch, capsys, "--json", "gpus=0", *words)[0])
     assert as_json["total"] == pytest.approx(sum(as_json["parts"].values()))
 
