@@ -45,7 +45,9 @@ class DiffusionHead(SlotHead):
 
     def __init__(self, config: DiffusionConfig, hidden_size: int, body: LastLayers | None = None) -> None:
         super().__init__(config, hidden_size, body)
-        self.shown = nn.Parameter(torch.zeros(hidden_size))
+        self.show = nn.Linear(hidden_size, hidden_size)  # of a shown token, as `enter` of the root
+        nn.init.zeros_(self.show.weight)
+        nn.init.zeros_(self.show.bias)
 
     @property
     def lm_rows(self) -> int:
@@ -86,6 +88,7 @@ class DiffusionHead(SlotHead):
         return Slots(x_NTD, None)
 
     def _shown(self, shown_NT: Tensor, token_NTD: Tensor, root_BLD: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        """What `states` takes: the mark of shown slots, and their tokens, the root's in all others."""
+        """What `states` takes: what shown slots read, and their tokens, the root's in all others."""
         shown_NT1 = shown_NT.unsqueeze(2)
-        return shown_NT1 * self.shown, token_NTD.where(shown_NT1, anchors.own(root_BLD).unsqueeze(1))
+        read_NTD = self.show(F.rms_norm(token_NTD, token_NTD.shape[-1:])) * shown_NT1
+        return read_NTD, token_NTD.where(shown_NT1, anchors.own(root_BLD).unsqueeze(1))

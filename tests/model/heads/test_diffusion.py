@@ -39,7 +39,7 @@ def with_mask(head, monkeypatch, mask_T, N):
 
 def test_one_fill_is_a_parallel_heads(base, whole):
     control = head_on(base, ParallelConfig(slots=T, layers=1, draft_vocab_size=None)).to(base.device, base.dtype).eval()
-    control.load_state_dict({k: v for k, v in whole.state_dict().items() if k != "shown"})
+    control.load_state_dict({k: v for k, v in whole.state_dict().items() if not k.startswith("show.")})
     given = reading(base, whole)
     assert torch.equal(whole.fill(*given).states_NTD, control.fill(*given).states_NTD)
 
@@ -94,7 +94,8 @@ def test_each_fill_sees_the_surest_tokens_of_the_one_before(base, whole):
         for number in range(T):
             mark, token = torch.zeros_like(got), own_root.unsqueeze(1).expand_as(got).clone()
             for k, id_ in shown.items():
-                mark[n, k], token[n, k] = whole.shown, base.embed(torch.tensor(id_, device=base.device))
+                token[n, k] = base.embed(torch.tensor(id_, device=base.device))
+                mark[n, k] = whole.show(torch.nn.functional.rms_norm(token[n, k], token.shape[-1:]))
             states = whole.states(hidden, root, anchors, shown=(mark, token))[n]
             kept = states if kept is None else torch.stack([kept[k] if k in shown else states[k] for k in range(T)])
             log_p = (kept @ base.lm_weight.T).log_softmax(1)
