@@ -28,10 +28,17 @@ TOLERANCE = 1e-5  # relative, of losses on other ranks: fp32 sums in another ord
 
 
 class Rows(list):
-    """A log that keeps what is written to it."""
+    """A log that keeps what is written to it, and what it is told to look at."""
 
     write = list.append
     __bool__ = lambda self: True  # noqa: E731
+
+    def __init__(self):
+        super().__init__()
+        self.alerts = []
+
+    def alert(self, sentence):
+        self.alerts.append(sentence)
 
 
 def head_weights(trainer):

@@ -116,6 +116,7 @@ def test_too_many_in_a_row_end_the_run_with_a_sentence(small, tmp_path, monkeypa
     poisoned(monkeypatch, "loss", times=99)
     with pytest.raises(ValueError, match=r"3 steps in a row, up to step 3, .* lower optim.lr \(now 0.001\)"):
         trainer.run(rows)
+    assert [sentence.split(":")[0] for sentence in rows.alerts] == [f"step {n} is skipped" for n in (1, 2, 3)]
     assert [row["step"] for row in rows] == [1, 2]
 
 
