@@ -105,7 +105,8 @@ def continuations(
     """
     inputs, total_NTW = _behind_prefixes(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, topology)
     (N, T, _), U, K = emit_NTW.shape, labels_NU.shape[1], other_NUK.shape[2]
-    log_pb_NTU1, log_pn_NTU1 = (each[:, :, :U, None] for each in prefix_states(*inputs, slot_lengths_N))
+    log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(*inputs, slot_lengths_N)
+    log_pb_NTU1, log_pn_NTU1 = log_pb_NTS[:, :, :U, None], log_pn_NTS[:, :, :U, None]
     last_NU1 = F.pad(labels_NU, (1, 0), value=-1)[:, :U, None]
     merged_N1UK = ((other_NUK == last_NU1) & topology.merge).unsqueeze(1)
     log_phi_NTUK = torch.logaddexp(log_pb_NTU1, log_pn_NTU1.masked_fill(merged_N1UK, LOG_ZERO))
@@ -115,7 +116,6 @@ def continuations(
     other_NTUK = nothing_NTSK.scatter(2, window_TW1.expand_as(other_NTWK), other_NTWK)[:, :, :U]
     past_NT = torch.arange(T, device=other_NUK.device) >= slot_lengths_N.unsqueeze(1)
     log_psi_NUK = (log_phi_NTUK + other_NTUK).masked_fill(past_NT[:, :, None, None], LOG_ZERO).logsumexp(dim=1)
-    log_psi_NU, _ = prefix_lattice(*inputs, slot_lengths_N, "reference")
     return log_psi_NUK - F.pad(log_psi_NU, (1, 0))[:, :U, None]
 
 

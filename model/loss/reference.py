@@ -53,12 +53,12 @@ def prefix_states(
     log_blank_NTS: Tensor,
     repeat_NU: Tensor,
     slot_lengths_N: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """log pb and log pn [N, T, S] of `prefix_lattice`'s recursion: that the slots before t collapse to exactly y_1..y_s
-    and end in a blank, or in y_s. Of slots past slot_lengths those of the last one."""
-    _, states = _recursion(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log pb and log pn [N, T, S] of `prefix_lattice`'s recursion, and its log psi [N, U]: that the slots before t
+    collapse to exactly y_1..y_s and end in a blank, or in y_s. Of slots past slot_lengths those of the last one."""
+    starts, states = _recursion(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
     log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states[:-1], strict=True))
-    return log_pb_NTS, log_pn_NTS
+    return log_pb_NTS, log_pn_NTS, torch.stack(starts).logsumexp(dim=0)
 
 
 def _recursion(
