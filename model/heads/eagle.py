@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..base.context import AttentionMask, KeysAndValues
-from .block import Block
+from .block import Block, check_heads
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
 
@@ -26,8 +26,7 @@ class EagleConfig(StepwiseConfig):
     heads: Size = 4  # attention heads of such a layer
 
     def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(f"head.width={self.width} is no even multiple of head.heads={self.heads}")
+        check_heads(self.width, self.heads)
 
 
 class EagleHead(StepwiseHead):

@@ -21,15 +21,12 @@ from transformers.models.llama.modeling_llama import rotate_half
 from ..base.cache import PassingCache
 from ..base.context import Attended, AttentionMask, KeysAndValues
 from ..base.llm import Base
-from .block import Block
+from .block import Block, check_heads
 from .head import CHECKED, Layers, Size
 from .stepwise import StepwiseConfig, StepwiseHead
 
-TRIED, CLOSE = (
-    7,
-    2e-2,
-)  # a position of the trial, and how far a turned key may be from the base's, of the largest number
-
+TRIED = 7  # a position of the trial
+CLOSE = 2e-2  # how far a turned key may be from the base's, of its largest number
 Turn = Callable[[Tensor, Tensor], Tensor]  # heads [B, H, Q, w] to positions [B, Q]
 
 
@@ -42,8 +39,7 @@ class GlideConfig(StepwiseConfig):
     cross: bool = True  # attention to the base's keys and values; false: a language model of its own, the control
 
     def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(f"head.width={self.width} is no even multiple of head.heads={self.heads}")
+        check_heads(self.width, self.heads)
 
 
 class GlideHead(StepwiseHead):
