@@ -21,7 +21,7 @@ from ctcdraft.data.template import with_template_args
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.launch.cli import enter, options_in
 from ctcdraft.launch.pipeline import load
-from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry
+from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry, defaults_of
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, read_config
 from ctcdraft.model.folders import claimed, digest_of, write_atomically
@@ -50,7 +50,8 @@ def check_inputs(config: TrainEntry) -> Path:
     """runs/<name>, after a look at everything that can be wrong before long work starts.
 
     Raises ValueError when a data or bench file is missing or empty, when there is no head to start from, or when the
-    folder belongs to a run of another configuration, naming the first option that differs.
+    folder belongs to a run of another configuration, naming the first option that differs. An option that is younger
+    than the run had its default then.
     """
     for path in config.data.paths:
         check_source("data.path", path)
@@ -66,8 +67,9 @@ def check_inputs(config: TrainEntry) -> Path:
     if not (folder / "config.yaml").is_file():
         return folder
     before, now = dict(options_in(settings_of(folder))), dict(options_in(settings))
+    defaults = dict(options_in(defaults_of(TrainEntry) | {"head": defaults_of(type(config.head))}))
     for key in before | now:
-        values = before.get(key), now.get(key)
+        values = before.get(key, defaults.get(key)), now.get(key)
         if values[0] != values[1] and not all(isinstance(value, dict) for value in values):
             was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in values)
             raise ValueError(

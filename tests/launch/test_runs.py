@@ -1,12 +1,15 @@
-"""`ctcdraft runs`: what is there, and what it is worth."""
+"""Runs: which are there and what they are worth, and which command goes on with one."""
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from ctcdraft.launch import runs
-from ctcdraft.launch.schema import RunsEntry
+from ctcdraft.launch.cli import compose, typed
+from ctcdraft.launch.schema import RunsEntry, TrainEntry
 
 SUMMARY = {
     "base": "SmolLM2",
@@ -41,3 +44,44 @@ def test_runs_are_listed_with_their_figures_the_newest_last(tmp_path, capsys):
 def test_without_a_run_it_says_how_to_begin(tmp_path):
     with pytest.raises(ValueError, match=r"there is no run in .*: start with `make train`"):
         runs.main(RunsEntry(str(tmp_path)))
+
+
+def begun(tmp_path, *options):
+    """(the configuration, the folder, the record) of a run that has begun."""
+    words = ["experiment=smoke", "base=toy", "name=older", f"runs_dir={tmp_path}", *options]
+    config = typed(compose("train", words), TrainEntry)
+    folder = tmp_path / "older"
+    base = SimpleNamespace(path="base", identity={})
+    runs.open_run(folder, config, base, tmp_path / "data")
+    return config, folder, yaml.safe_load((folder / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize("removed", [("objective", "teacher_k"), ("train", "pack"), ("head", "rank"), ("objective",)])
+def test_an_option_that_is_younger_than_the_run_had_its_default(tmp_path, removed):
+    config, folder, record = begun(tmp_path)
+    part = record["run"]
+    for name in removed[:-1]:
+        part = part[name]
+    del part[removed[-1]]
+    (folder / "config.yaml").write_text(yaml.safe_dump(record))
+    if removed == ("objective",):  # of which labels has no default
+        with pytest.raises(ValueError, match=r"is a run without objective.labels, this one is with objective.labels="):
+            runs.check_inputs(config)
+    else:
+        assert runs.check_inputs(config) == folder
+
+
+def test_a_younger_option_that_is_not_at_its_default_makes_another_run(tmp_path):
+    config, folder, record = begun(tmp_path, "objective.teacher_k=8")
+    del record["run"]["objective"]["teacher_k"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(record))
+    with pytest.raises(ValueError, match=r"with objective.teacher_k=16, this one is with objective.teacher_k=8"):
+        runs.check_inputs(config)
+
+
+def test_an_option_of_the_run_that_is_no_more_makes_another_run(tmp_path):
+    config, folder, record = begun(tmp_path)
+    record["run"]["objective"]["follow"] = 0.5
+    (folder / "config.yaml").write_text(yaml.safe_dump(record))
+    with pytest.raises(ValueError, match=r"is a run with objective.follow=0.5, this one is without objective.follow"):
+        runs.check_inputs(config)
