@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import httpx
 import numpy as np
-from measure import told
+from measure import keep, told
 from tqdm import tqdm
 
 from ctcdraft.eval.bench import BenchConfig, load_questions
@@ -40,7 +40,7 @@ def speculation(system, options):
         own |= {"method": "custom_class", "model": "ctcdraft.serve.vllm.Proposer"}
         length = "fixed" if system == "head-fixed" else "measured"
         return own, {"ctcdraft": {"head": str(options.head.resolve()), "length": length}}
-    if system == "ngram":
+    if system == "ngram":  # `suffix` needs the package arctic-inference
         own |= {"prompt_lookup_min": 1, "prompt_lookup_max": 8}
     return own | {"method": system}, None
 
@@ -140,7 +140,7 @@ def main():
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--env", type=Path, default=Path(".venv-vllm"))
-    parser.add_argument("--systems", nargs="+", default=["plain", "head", "ngram"])
+    parser.add_argument("--systems", nargs="+", default=["plain", "head", "ngram", "suffix"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--bench", default="toy")
     parser.add_argument("--path")
@@ -157,16 +157,22 @@ def main():
     base = load_base(str(options.base))
     bench = BenchConfig(kind=options.bench, path=options.path, questions=options.questions)
     prompts = [question.prompt_after(base) for question in load_questions(bench, base, None, 0)]
-    servers = {}
+    servers, up, rows, missing = {}, {}, [], ""
     try:
         for number, system in enumerate(options.systems):
             servers[system] = server = started(system, options.port + number, options, options.logs)
-            serve.wait_until_healthy(server.engine, server.address, server.log, 900)
-        rows = [row for batch in options.batch for row in measured(servers, prompts, batch, options)]
+            try:
+                serve.wait_until_healthy(server.engine, server.address, server.log, 900)
+                up[system] = server
+            except ValueError as error:  # a control whose package is not there
+                missing += f"\n{system}: {error}"
+        for batch in options.batch:
+            rows += measured(up, prompts, batch, options)
+            keep(rows, options.out)
     finally:
         for server in servers.values():
             serve.end(server.engine)
-    told(f"; {len(prompts)} questions, {options.tokens} tokens at most", table(rows), rows, options.out)
+    told(f"; {len(prompts)} questions, {options.tokens} tokens at most", table(rows) + missing)
 
 
 if __name__ == "__main__":

@@ -2,109 +2,106 @@
 
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
 grows along a chain, so the likeliest n tokens of all chains are beginnings of them, and the n with the most tokens per
-second is the best. psi counts as much as it was seen to be worth in batches of that size. Large batches make rows dear:
-there chains get short. Where even the draft itself costs more than it brings, the head rests, and copies, which cost
-nothing, are all that is drafted.
+second is the best. psi counts as much as it was seen to be worth. Time is taken to depend on rows alone: what one batch
+size shows is known of the next, and in large batches, whose rows are dear, chains get short. A head rests where its
+latest chains would not have paid for drafting them; copies, which cost nothing, go on.
 
 `draft.budget=measured` does this for one sequence of our own decoder (model/draft/budget.py).
 """
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.model.draft.tree import Tree
+from ctcdraft.model.draft.tree import LOOKUP, Tree
 
-WEIGHT = 0.15  # of a new observation
-OUTLIER = 3.0  # times the average: what the machine does besides
-TRIES = (0.0, 1.0, 0.5, 0.25)  # shares of the longest chains with which a batch size begins
-ROUNDS = 3  # of these
-AGAIN = 128  # steps from one such try to the next
-REST, LONGEST_REST = 32, 512  # steps that a head rests for, twice as many each time
-MARGIN = 1.02  # that drafting must be faster by
-
-
-class StepTimes:
-    """Seconds of steps of one batch size by their rows, in buckets of an eighth, and of a head's drafts; and how many
-    drafted tokens were accepted, beside the psi that they had. All of it averages."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[float, float]] = {}  # bucket -> rows, seconds
-        self.draft: float | None = None
-        self.steps = 0
-        self.hope = self.hoped = self.accepted = 0.0
-
-    def observe(self, rows: int, seconds: float, accepted: int) -> None:
-        """A step whose drafts were accepted to that extent."""
-        self.hoped += WEIGHT * (self.hope - self.hoped)
-        self.accepted += WEIGHT * (accepted - self.accepted)
-        bucket = round(8 * np.log2(rows))
-        old_rows, old = self.known.get(bucket, (float(rows), seconds))
-        self.known[bucket] = _averaged(old_rows, rows), _averaged(old, seconds)
-
-    def observe_draft(self, seconds: float) -> None:
-        self.draft = _averaged(self.draft or seconds, seconds)
-
-    def of(self, rows_N: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of steps of so many rows: on a rising line through what was observed, and straight on beyond it."""
-        sizes, seconds = np.array(sorted(self.known.values())).T
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        found = np.interp(rows_N, sizes, seconds)
-        if len(sizes) > 1:
-            slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
-            found += slope * np.maximum(rows_N - sizes[-1], 0)
-        return found
+KEEP = 0.97  # of what was seen, from one step to the next
+OUTLIER = 3.0  # times what was expected: what the machine does besides
+SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
+SPREAD = 0.01  # of the mean size: sizes that differ by less say little
+PLAIN = 64  # steps from one without drafts to the next: what drafts are measured against
+LATEST = 32  # chains of a head by which it is judged
+TRYING = 0.01  # of the time goes into drafts of a head that rests
 
 
-def _averaged(old: float, new: float) -> float:
-    return old + WEIGHT * (min(new, OUTLIER * old) - old)
+class Line:
+    """Seconds by size, as lately seen: weighted least squares, of a slope between nothing and proportional."""
+
+    def __init__(self, seconds: float) -> None:
+        self.sums = 1e-6 * np.array([1.0, 1.0, 1.0, seconds, seconds])  # a guess that one observation outweighs
+
+    def observe(self, size: int, seconds: float) -> None:
+        if self.sums[0] > 1:
+            seconds = min(seconds, OUTLIER * self.at(size))
+        self.sums = KEEP * self.sums + np.array([1.0, size, size * size, seconds, size * seconds])
+
+    def at(self, size: Any) -> Any:
+        """size: a number or an array of them."""
+        mean, squares, seconds, products = self.sums[1:] / self.sums[0]
+        per_row, doubt = seconds / mean, (SPREAD * mean) ** 2
+        slope = (products - mean * seconds + doubt * SHARE * per_row) / (squares - mean * mean + doubt)
+        return seconds + min(max(slope, 0.0), per_row) * (size - mean)
 
 
 class Lengths:
-    """most: tokens of a chain, at most."""
+    """steps: seconds by rows; drafts: a head's, by requests."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._times: dict[int, StepTimes] = {}
-        self._resting, self._rest = 0, REST
+    def __init__(self) -> None:
+        self.steps, self.drafts = Line(1.0), Line(0.0)
+        self.count = 0
+        self._latest: deque[tuple[NDArray[np.float32], NDArray[np.float32]]] = deque(maxlen=LATEST)
+        self._hope = self._hoped = self._accepted = 0.0  # psi of the drafts under way; sums that fade
+        self._saved = 0.0  # seconds for the next try of a head that rests
 
-    def times(self, requests: int) -> StepTimes:
-        """Batches of like sizes share theirs."""
-        return self._times.setdefault(requests.bit_length(), StepTimes())
+    def observe(self, rows: int, seconds: float, accepted: float) -> None:
+        """The step of the drafts that `cut` has returned last."""
+        self._hoped, self._accepted = KEEP * self._hoped + self._hope, KEEP * self._accepted + accepted
+        self.steps.observe(rows, seconds)
 
     def rests(self, requests: int) -> bool:
-        """Is the head left out of this step? Not where a length is to be tried."""
-        self._resting = max(0, self._resting - 1)
-        return self._resting > 0 and self._tried(self.times(requests)) is None
+        """Is the head left out of this step?"""
+        if self.count % PLAIN == 0 or not self._latest:
+            return self.count % PLAIN == 0
+        chains, copies = zip(*self._latest, strict=True)
+        _, tokens, seconds = self._best(requests, chains)
+        _, copied, without = self._best(requests, copies)
+        lost = self.drafts.at(requests) + seconds - tokens * without / copied
+        self._saved += TRYING * without
+        if lost > self._saved:
+            return True
+        self._saved = 0.0
+        return False
 
     def cut(self, chains: Sequence[Tree], by_head: bool) -> list[Tree]:
-        """The beginnings that pay. by_head: the head has drafted, which took times(...).draft."""
-        times, B = self.times(len(chains)), len(chains)
-        tried = self._tried(times)
-        times.steps += 1
-        if tried is not None or not times.known:  # nothing is known while prompts are read in every step
-            cut = [chain.first(self.most if tried is None else tried) for chain in chains]
-            times.hope = float(sum(chain.psi.sum() for chain in cut))
-            return cut
-        psi_N = np.concatenate([chain.psi for chain in chains])
-        order_N = np.argsort(-psi_N, kind="stable")
-        hope = np.concatenate([[0.0], np.cumsum(psi_N[order_N], dtype=np.float64)])
-        tokens = B + hope * (times.accepted / times.hoped if times.hoped else 1.0)
-        seconds = times.of(B + np.arange(len(psi_N) + 1))
-        best = int(np.argmax(tokens / seconds))
+        """The beginnings that pay. by_head: the head has drafted."""
+        self.count += 1
         if by_head:
-            pays = tokens[best] / (seconds[best] + (times.draft or 0.0)) * seconds[0] >= MARGIN * B
-            self._resting = 0 if pays else self._rest
-            self._rest = REST if pays else min(2 * self._rest, LONGEST_REST)
-        times.hope = hope[best]
-        of_chain_N = np.repeat(np.arange(B), [len(chain) for chain in chains])
-        counts = np.bincount(of_chain_N[order_N[:best]], minlength=B)
+            self._latest.extend((chain.psi, _copied(chain)) for chain in chains)
+        count = 0 if self.count % PLAIN == 1 else self._best(len(chains), [chain.psi for chain in chains])[0]
+        of_chain_N = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
+        psi_N = np.concatenate([chain.psi for chain in chains])
+        kept_N = np.argsort(-psi_N, kind="stable")[:count]
+        self._hope = float(psi_N[kept_N].sum())
+        counts = np.bincount(of_chain_N[kept_N], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
 
-    def _tried(self, times: StepTimes) -> int | None:
-        """The length of chains that this step is to be timed with, if it is one of those."""
-        if times.steps < ROUNDS * len(TRIES):
-            return round(TRIES[times.steps % len(TRIES)] * self.most)
-        again, rest = divmod(times.steps, AGAIN)
-        return round(TRIES[again % len(TRIES)] * self.most) if rest == 0 else None
+    def _best(self, requests: int, psi: Sequence[NDArray[np.float32]]) -> tuple[int, float, float]:
+        """How many of the likeliest tokens of these chains pay most, where `requests` have such chains; tokens and
+        seconds of that step."""
+        psi_N = np.sort(np.concatenate(psi))[::-1]
+        each = requests / len(psi)
+        worth = (self._accepted + 1) / (self._hoped + 1)
+        tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(psi_N, dtype=np.float64)])
+        seconds = self.steps.at(requests + each * np.arange(len(psi_N) + 1))
+        best = int(np.argmax(tokens / seconds))
+        return best, tokens[best], seconds[best]
+
+
+def _copied(chain: Tree) -> NDArray[np.float32]:
+    """psi of the tokens that would be there without the head."""
+    if chain.source is None:
+        return chain.psi[:0]
+    return chain.psi[np.logical_and.accumulate(chain.source & LOOKUP > 0)]

@@ -112,7 +112,7 @@ class Proposer:
 
         self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
         self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
-        self.lengths = Lengths(self.most) if self.options.length == "measured" else None
+        self.lengths = Lengths() if self.options.length == "measured" else None
         self.step: Step | None = None
         self.left: float | None = None  # when it got its last drafts
         wrap_set_up(GPUModelRunner)
@@ -191,13 +191,13 @@ class Proposer:
         lengths = self.lengths
         if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
             accepted = sum(map(len, sampled_token_ids)) - len(requests)
-            lengths.times(len(requests)).observe(begins[len(requests)], came - left, accepted)
+            lengths.observe(begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
         table_BM = step.attention.block_table_tensor[asked]
         trees = self.drafter.chains(step.hidden_NX[rows], read, table_BM, rooms, by_head)
         if lengths:
             if by_head:
-                lengths.times(len(asked)).observe_draft(time.perf_counter() - came)
+                lengths.drafts.observe(len(asked), time.perf_counter() - came)
             trees = lengths.cut(trees, by_head)
         for i, tree in zip(asked, trees, strict=True):
             chains[i] = tree.tokens.tolist()

@@ -2,68 +2,142 @@ import numpy as np
 import pytest
 
 from ctcdraft.model.draft.budget import chain_of
-from ctcdraft.serve.length import AGAIN, REST, ROUNDS, TRIES, Lengths
+from ctcdraft.model.draft.tree import EMPTY, HEAD, LOOKUP
+from ctcdraft.serve.length import PLAIN, SHARE, TRYING, Lengths, Line
 
 MOST = 8
-LEARN = ROUNDS * len(TRIES)
+COPY = np.full(MOST, HEAD | LOOKUP, np.int8)
 
 
-def serve(lengths, requests, psi, seconds, draft, steps, worth=1.0):
-    """Steps of a batch whose chains have psi, on an engine of that time per rows; the lengths that were chosen."""
-    chosen = []
+def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth=1.0, copied=False):
+    """Steps of a batch whose chains have psi, on an engine of that time per rows: how long each chain was, if the head
+    drafted, how much faster than plain decoding all of it was. copied: copies alone would draft the same."""
+    chosen, tokens, taken = [], 0.0, 0.0
+    chain = chain_of(list(range(MOST)), psi)
+    copy = type(chain)(chain.tokens, chain.parents, chain.depths, chain.psi, COPY)
     for _ in range(steps):
         by_head = not lengths.rests(requests)
-        drafted = [chain_of(list(range(MOST)), psi) if by_head else chain_of([]) for _ in range(requests)]
-        times = lengths.times(requests)
-        times.observe_draft(draft)
-        chains = lengths.cut(drafted, by_head)
+        chains = lengths.cut([copy if copied else chain if by_head else EMPTY] * requests, by_head)
         rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
-        times.observe(rows, seconds(rows), accepted)
+        if by_head:
+            lengths.drafts.observe(requests, draft)
+        lengths.observe(rows, seconds(rows), accepted)
+        tokens, taken = tokens + requests + accepted, taken + seconds(rows) + by_head * draft
         chosen.append(([len(chain) for chain in chains], by_head))
-    return chosen
+    return chosen, tokens / taken * seconds(requests) / requests
 
 
-def test_a_batch_size_begins_with_every_length():
-    chosen = serve(Lengths(MOST), 1, 0.9, lambda rows: 1.0, 0.0, LEARN)
-    assert [lengths for lengths, _ in chosen] == ROUNDS * [[round(share * MOST)] for share in TRIES]
+def linear(cost):
+    return lambda rows: 1.0 + cost * rows
+
+
+def best_length(psi, seconds):
+    gains = [(1 + sum(psi**d for d in range(1, n + 1))) / seconds(1 + n) for n in range(MOST + 1)]
+    return int(np.argmax(gains))
 
 
 def test_where_rows_cost_nothing_chains_are_whole():
-    chosen = serve(Lengths(MOST), 4, 0.5, lambda rows: 1.0, 0.01, LEARN + 20)
-    assert all(lengths == [MOST] * 4 for lengths, _ in chosen[LEARN:])
+    chosen, _ = serve(Lengths(), 4, 0.5, lambda rows: 1.0, 0.01)
+    assert all(lengths == [MOST] * 4 for step, (lengths, _) in enumerate(chosen) if step % PLAIN and step > 1)
 
 
 @pytest.mark.parametrize("cost", [0.05, 0.2, 0.5])
 def test_chains_end_where_a_row_costs_more_than_it_brings(cost):
-    psi, seconds = 0.6, lambda rows: 1.0 + cost * rows
-    chosen = serve(Lengths(MOST), 1, psi, seconds, 0.0, LEARN + 1)
-    gains = [(1 + sum(psi**d for d in range(1, n + 1))) / seconds(1 + n) for n in range(MOST + 1)]
-    assert chosen[-1][0] == [int(np.argmax(gains))]
+    psi, seconds = 0.6, linear(cost)
+    chosen, _ = serve(Lengths(), 1, psi, seconds)
+    assert chosen[-1][0] == [best_length(psi, seconds)]
 
 
 def test_likely_chains_of_a_batch_are_longer_than_unlikely_ones():
-    lengths = Lengths(MOST)
-    serve(lengths, 2, 0.5, lambda rows: 1.0 + 0.2 * rows, 0.0, LEARN)
+    lengths = Lengths()
+    serve(lengths, 2, 0.5, linear(0.2))
     sure, unsure = lengths.cut([chain_of(list(range(MOST)), 0.95), chain_of(list(range(MOST)), 0.2)], True)
     assert len(sure) == MOST
     assert len(unsure) <= 1
 
 
-def test_a_head_whose_drafts_cost_more_than_they_bring_rests_and_is_tried_again():
-    chosen = serve(Lengths(MOST), 16, 0.2, lambda rows: 1.0 + 0.1 * rows, 2.0, LEARN + 4 * REST)
-    later = [by_head for _, by_head in chosen[LEARN + 1 :]]
-    assert 0 < sum(later) <= len(later) / 10
-    seconds = sum(1 + 0.1 * (16 + sum(lengths)) + 2.0 * by_head for lengths, by_head in chosen[LEARN + 1 :])
-    assert seconds < 1.1 * (1 + 0.1 * 16) * len(later)
+@pytest.mark.parametrize(
+    ("psi", "seconds", "draft"),
+    [
+        (0.2, linear(0.1), 1.3),
+        (0.2, linear(0.1), 5.0),
+        (0.5, lambda rows: rows, 0.1),
+        (0.0, linear(0.0), 0.5),
+    ],
+    ids=["draft of half a step", "draft of two steps", "rows as dear as requests", "nothing accepted"],
+)
+def test_sixteen_requests_for_which_nothing_pays_lose_two_in_a_hundred_at_most(psi, seconds, draft):
+    chosen, speedup = serve(Lengths(), 16, psi, seconds, draft, steps=200)
+    assert any(by_head for _, by_head in chosen)
+    assert speedup > 0.98
+
+
+def test_one_request_for_which_whole_chains_pay_gets_them_after_three_steps():
+    chosen, speedup = serve(Lengths(), 1, 0.9, lambda rows: 1.0 + 0.02 * rows, 0.2, steps=200)
+    assert all(lengths == [MOST] for step, (lengths, _) in enumerate(chosen) if step % PLAIN and step > 3)
+    assert speedup > 4
+
+
+def test_a_head_that_pays_for_few_requests_drafts_as_soon_as_many_become_few():
+    lengths, cost = Lengths(), lambda rows: 0.05 + 0.009 * rows
+    draft = {16: 0.1, 1: 0.017}
+    for requests, pays in ((1, True), (16, False), (1, True), (16, False)):
+        chosen, speedup = serve(lengths, requests, 0.65, cost, draft[requests], steps=100)
+        assert (sum(by_head for _, by_head in chosen) > 90) == pays
+        assert speedup > (1.1 if pays else 0.98)
+
+
+def test_times_that_change_are_followed():
+    lengths, psi = Lengths(), 0.6
+    for cost in (0.05, 0.5, 0.0, 0.2):
+        chosen, _ = serve(lengths, 1, psi, linear(cost), steps=8 * PLAIN)
+        assert chosen[-1][0] == [best_length(psi, linear(cost))]
+
+
+def test_a_head_that_pays_again_is_found_out():
+    lengths, cost = Lengths(), linear(0.05)
+    resting, _ = serve(lengths, 4, 0.6, cost, draft=1.5)
+    assert sum(by_head for _, by_head in resting[PLAIN:]) <= TRYING * len(resting) + 1
+    drafting, _ = serve(lengths, 4, 0.6, cost, draft=0.1, steps=16 * PLAIN)
+    assert sum(by_head for _, by_head in drafting[-PLAIN:]) == PLAIN - 1
+
+
+def test_a_head_that_drafts_what_copies_draft_rests():
+    chosen, speedup = serve(Lengths(), 1, 0.9, lambda rows: 1.0, 0.2, copied=True)
+    assert sum(by_head for _, by_head in chosen) <= 0.1 * len(chosen)
+    assert chosen[-1][0] == [MOST]
+    assert speedup > 5
 
 
 def test_psi_that_promises_too_much_counts_for_what_it_is_worth():
-    cost = lambda rows: 1.0 + 0.2 * rows  # noqa: E731
-    honest = serve(Lengths(MOST), 1, 0.7, cost, 0.0, LEARN + 30)[-1][0]
-    boasting = serve(Lengths(MOST), 1, 0.7, cost, 0.0, LEARN + 30, worth=0.5)[-1][0]
+    honest = serve(Lengths(), 1, 0.7, linear(0.2))[0][-1][0]
+    boasting = serve(Lengths(), 1, 0.7, linear(0.2), worth=0.5)[0][-1][0]
     assert boasting[0] < honest[0]
 
 
-def test_lengths_are_tried_again_now_and_then():
-    chosen = serve(Lengths(MOST), 1, 0.1, lambda rows: float(rows), 0.0, 4 * AGAIN + 1)
-    assert {lengths[0] for lengths, _ in chosen[LEARN:]} == {0, *(round(share * MOST) for share in TRIES)}
+def test_a_line_is_that_of_what_was_seen_and_no_steeper_than_proportional():
+    line = Line(1.0)
+    for _ in range(200):
+        for size in (2, 10):
+            line.observe(size, 1.0 + 0.1 * size)
+    assert line.at(np.array([1, 20])) == pytest.approx([1.1, 3.0], rel=0.02)
+    for _ in range(200):
+        for size in (2, 10):
+            line.observe(size, size * size)
+    assert line.at(6) == pytest.approx(52, rel=0.05)
+    assert line.at(1) >= 52 / 6 * 0.9
+
+
+def test_a_line_through_one_size_knows_little_of_others():
+    line = Line(1.0)
+    for _ in range(20):
+        line.observe(16, 2.0)
+    assert line.at(np.array([16, 32])) == pytest.approx([2.0, 2.0 * (1 + SHARE)], rel=0.01)
+
+
+def test_one_step_that_the_machine_slowed_down_changes_little():
+    line = Line(1.0)
+    for size in [2, 4, 8] * 20:
+        line.observe(size, 1.0)
+    line.observe(4, 100.0)
+    assert line.at(4) < 1.1
