@@ -8,7 +8,9 @@ embedding and go to its LM head.
 Shape suffixes: B batch, Q rows of one pass, S positions of the base, H heads, W width.
 """
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +18,6 @@ import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.models.llama.modeling_llama import rotate_half
 
 from ..base.cache import PassingCache
 from ..base.context import Attended, AttentionMask, KeysAndValues
@@ -53,8 +54,8 @@ class GlideHead(StepwiseHead):
         self.enter = nn.Linear(base.hidden_size, config.width, bias=False)
         crosses: list[CrossAttention | None] = [None] * config.layers
         if attended is not None:
-            heads, turn = base.decoder.config.num_attention_heads, turn_of(base, attended)
-            crosses = [CrossAttention(config.width, heads, attended.width, turn) for _ in crosses]
+            size = config.width, base.decoder.config.num_attention_heads, attended.width
+            crosses = [CrossAttention(*size, turn_of(base, layer)) for layer in attended.layers]
         self.blocks = nn.ModuleList(GlideBlock(config, number, cross) for number, cross in enumerate(crosses))
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, base.hidden_size, bias=False)
@@ -117,24 +118,35 @@ class CrossAttention(nn.Module):
         return self.merge(found.transpose(1, 2).flatten(2))
 
 
-def turn_of(base: Base, attended: Attended) -> Turn:
-    """What turns a query as the base's keys are turned, by the angles of its own class. Raises ValueError where that
-    does not hold: tried on what these layers make of one token, which stands alone, at two positions."""
+def turn_of(base: Base, layer: int) -> Turn:
+    """What turns a query as that layer of the base turns its keys: its own class's function, by angles of the whole
+    base or of that kind of layer, or nothing. Raises ValueError where none of these does: tried on what the layer makes
+    of one token, which stands alone, at two positions."""
+    decoder = base.decoder
+    own_class, kinds = sys.modules[type(decoder).__module__], getattr(decoder.config, "layer_types", None) or ()
 
-    def turn(heads_BHQw: Tensor, positions_BQ: Tensor) -> Tensor:
-        cos, sin = (part.unsqueeze(1) for part in base.decoder.rotary_emb(heads_BHQw, positions_BQ))
-        return heads_BHQw * cos + rotate_half(heads_BHQw) * sin
+    def turned(heads_BHQw: Tensor, positions_BQ: Tensor, **kind: str) -> Tensor:
+        cos, sin = decoder.rotary_emb(heads_BHQw, positions_BQ, **kind)
+        first, rest = heads_BHQw[..., : cos.shape[-1]], heads_BHQw[..., cos.shape[-1] :]  # rest: of partial rotary
+        return torch.cat([own_class.apply_rotary_pos_emb(first, first, cos, sin)[0], rest], dim=-1)
 
-    def keys(position: int) -> Tensor:
-        watched, at = PassingCache(watched=attended.layers), torch.full((1, 1), position, device=base.device)
+    def key(position: int) -> Tensor:
+        watched, at = PassingCache(watched=[layer]), torch.full((1, 1), position, device=base.device)
         base.hidden(torch.ones_like(at), AttentionMask(at), cache=watched)
-        return torch.cat([watched.made[layer][0] for layer in attended.layers])
+        return watched.made[layer][0]
 
-    try:
-        near, far = keys(0), keys(TRIED)
-        wrong = float((turn(near, torch.full((1, 1), TRIED, device=base.device)) - far).abs().max() / far.abs().max())
-    except (RuntimeError, TypeError, AttributeError):
-        wrong = 1.0
-    if not wrong < CLOSE:
-        raise ValueError(f"head=glide: {base.name} turns its keys otherwise than Llama does: take head.cross=false")
-    return turn
+    here, there = (torch.full((1, 1), position, device=base.device) for position in (0, TRIED))
+    turns: list[Turn] = [turned, *(partial(turned, layer_type=kind) for kind in kinds[layer : layer + 1]), _unturned]
+    for turn in turns:
+        try:
+            near, far = turn(key(0), there), turn(key(TRIED), here)  # both by both, since some angles also scale
+            wrong = float((near - far).abs().max() / far.abs().max())
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+            continue
+        if wrong < CLOSE:
+            return turn
+    raise ValueError(f"head=glide: {base.name} turns its keys in a way that the head cannot: take head.cross=false")
+
+
+def _unturned(heads_BHQw: Tensor, positions_BQ: Tensor) -> Tensor:
+    return heads_BHQw

@@ -93,9 +93,10 @@ def test_another_sequences_keys_lose_acceptance(base):
 
 
 def test_a_base_whose_keys_are_turned_otherwise_is_refused_and_without_keys_it_is_not(tmp_path):
-    partial = load_base(str(write_base(tmp_path / "partial", "stablelm", partial_rotary_factor=0.5)))
-    learnt = load_base(str(write_base(tmp_path / "learnt", "gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64)))
-    for base in (partial, learnt):
-        with pytest.raises(ValueError, match=r"turns its keys otherwise than Llama does: take head.cross=false"):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    inside = load_base(str(write_base(tmp_path / "inside", "gptj", rotary_dim=4, **sizes)))
+    learnt = load_base(str(write_base(tmp_path / "learnt", "gpt2", **sizes)))
+    for base in (inside, learnt):
+        with pytest.raises(ValueError, match=r"turns its keys in a way that the head cannot: take head.cross=false"):
             head_on(base, CONFIG)
         assert head_on(base, GlideConfig(slots=3, width=32, cross=False)).attended is None

@@ -1,0 +1,130 @@
+"""Heads that read a base's keys and values, on every kind of base that turns or norms these in its own way."""
+
+import pytest
+import torch
+from architectures import base_of_architecture
+from drafting import prompts
+
+from ctcdraft.data.batches import Batch
+from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model.base.cache import TreeCache
+from ctcdraft.model.base.context import AttentionMask
+from ctcdraft.model.heads import CtcConfig, GlideConfig, head_on
+from ctcdraft.model.heads.glide import _unturned
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
+
+KINDS = {  # and what is changed of their row in architectures.py
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "qwen3": {},  # norms queries and keys
+    "olmo2": {},  # norms them over all heads
+    "gemma2": {},  # caps attention softly, windows
+    "gemma3_text": {},  # other angles in layers with a window
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "glm4": {"partial_rotary_factor": 0.5},  # and turns neighbours, not halves
+    "granite": {},
+    "smollm3": {"no_rope_layers": [1, 0]},  # turns nothing in its second layer
+}
+HEADS = {
+    "ctc": (CtcConfig(slots=4, layers=2, rank=8), ObjectiveConfig("prefix_ctc", labels=3, negatives=None)),
+    "glide": (
+        GlideConfig(slots=4, layers=2, width=32, beam=3),
+        ObjectiveConfig("cross_entropy", labels=4, negatives=None),
+    ),
+}
+FAR = [1, 5, 23]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return base_of_architecture(request.param, **KINDS[request.param])
+
+
+def key_at(base, layer, position):
+    """What a layer makes of one token that stands alone at a position, as the cache then holds it: turned."""
+    cache, at = TreeCache(base.depth, 1, 1), torch.full((1, 1), position)
+    base.hidden(torch.full((1, 1), 9), AttentionMask(at), cache=cache)
+    cache.commit([[0]])
+    return cache.committed(layer)[0]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_learns_on_it_and_its_drafts_change_no_token(kind, name):
+    """Prompts within the windows of 16 positions and beyond."""
+    config, objective = HEADS[name]
+    torch.manual_seed(0)
+    head = head_on(kind, config).double()
+    assert len(head.attended.layers) == 2
+    ids, at = torch.randint(2, 250, (2, 24)), torch.tensor([3, 9, 18])
+    positions = at.repeat(2)
+    labels = torch.stack([ids[n // 3, p + 2 : p + 2 + objective.labels] for n, p in enumerate(positions.tolist())])
+    batch = Batch(ids, torch.tensor([0, 0, 0, 1, 1, 1]), positions, labels, torch.full((6,), objective.labels))
+    task = DraftTask(head, objective, kind)
+    optimizer, losses = torch.optim.Adam(task.parameters(), 1e-3), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, _ = task(*base_features(kind, batch, torch.float64, head), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[1] < losses[0]
+    decoder = Decoder(kind, head.for_drafting(kind, torch.float64), DraftConfig(nodes=8, budget="fixed"))
+    for prompt in (prompts(1, seed=7, longest=9)[0], prompts(1, seed=8, longest=60)[0]):
+        for settings in ({}, {"temperature": 1.0, "seed": 3}):
+            out = decoder.generate(prompt, 16, eos=[], **settings)
+            assert out.tokens == Decoder(kind).generate(prompt, 16, eos=[], **settings).tokens
+            assert sum(out.nodes) > 20
+
+
+def test_glides_queries_meet_keys_by_their_distance_alone(kind):
+    """Of a query that the head turns and a key that the base turned: moved by as much, they meet as before."""
+    head = head_on(kind, HEADS["glide"][0])
+    generator, width = torch.Generator().manual_seed(0), head.attended.width
+    query = torch.randn(1, head.attended.heads, 1, width, generator=generator, dtype=torch.float64)
+    for layer, block in zip(head.attended.layers, head.blocks, strict=True):
+        near, turn = key_at(kind, layer, 0), block.cross.turn
+
+        def meets(query_at, position, turn=turn, layer=layer):
+            keys = key_at(kind, layer, position)
+            return (turn(query, torch.full((1, 1), query_at)) * keys).sum(dim=-1)
+
+        want = meets(2, 0)
+        for far in FAR:
+            assert torch.allclose(meets(2 + far, far), want, rtol=1e-4, atol=1e-4)  # angles are in float32
+        if turn is not _unturned:  # and the distance does count
+            assert (meets(2, 23) - want).abs().max() > 1e-2
+            unturned = (query * key_at(kind, layer, 23)).sum(dim=-1) - (query * near).sum(dim=-1)
+            assert unturned.abs().max() > 1e-2
+
+
+def test_copied_layers_make_of_the_bases_own_states_what_the_base_makes(kind):
+    """On the keys that the base has committed, at that position; elsewhere it is something else."""
+    head, ids = head_on(kind, HEADS["ctc"][0]), prompts(1, seed=1, longest=40)[0][:14]
+    assert len(ids) > 10
+    D, at = kind.hidden_size, len(ids) - 1
+    states = kind.hidden(torch.tensor([ids]), attended=head.attended)
+    cache = TreeCache(kind.depth, 1, len(ids))
+    kind.hidden(torch.tensor([ids[:-1]]), cache=cache, attended=head.attended)
+    cache.commit([range(at)])
+    read = {layer: cache.committed(layer) for layer in head.attended.layers}
+    body, everything = head.body.double(), torch.ones(1, 1, 1, at + 1, dtype=torch.bool)
+
+    def made(position):
+        mask = AttentionMask(torch.full((1, 1), position), everything)
+        return body(states[:, -1:, D : 2 * D], mask, read)
+
+    with torch.no_grad():
+        assert torch.allclose(made(at), states[:, -1:, :D], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(made(at + 9), states[:, -1:, :D], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["gptj", "gpt2", "gpt_oss", "llama4_text"])
+def test_a_base_that_turns_its_keys_in_another_way_is_refused_by_glide(name):
+    base = base_of_architecture(name)
+    with pytest.raises(ValueError, match=rf"^head=glide: {name} turns its keys in a way that the head cannot: take"):
+        head_on(base, HEADS["glide"][0])
+    assert head_on(base, GlideConfig(slots=4, width=32, cross=False)).attended is None
