@@ -28,10 +28,10 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import free_bytes
 from ctcdraft.model.heads import parameters_of
 from ctcdraft.train import engine as ds
+from ctcdraft.train.log import has_key
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import prepared_folder
-from ctcdraft.train.sinks import has_key
 from ctcdraft.train.toy_base import toy_folder
 
 PACKAGES = ("ctcdraft", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "numba", "numpy")

@@ -4,7 +4,7 @@ from ctcdraft.data.store import read_jsonl
 from ctcdraft.eval.evaluate import Evaluated
 from ctcdraft.eval.report import figures
 from ctcdraft.eval.results import heads_at
-from ctcdraft.train.sinks import Media
+from ctcdraft.train.log import Media
 
 FIGURES = ("tokens_per_step", "tokens_per_second", "speedup")
 

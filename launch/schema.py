@@ -17,10 +17,10 @@ from ctcdraft.model.heads.stepwise import StepwiseConfig
 from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
+from ctcdraft.train.log import LoggerConfig
 from ctcdraft.train.online import OnlineConfig
 from ctcdraft.train.options import MayDiffer
 from ctcdraft.train.prepare import DataConfig
-from ctcdraft.train.sinks import LoggerConfig
 from ctcdraft.train.step import Plan
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig

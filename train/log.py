@@ -1,14 +1,64 @@
-"""metrics.jsonl, and the same rows under the same names in one more place (sinks.py), written by rank 0 alone."""
+"""metrics.jsonl, and the same rows under the same names in one more place: W&B, TensorBoard or a CSV file. Rank 0 alone
+writes them."""
 
+import csv
 import json
-from collections.abc import Callable, Mapping
+import netrc
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from ctcdraft.data.secrets import masked
 from ctcdraft.model.folders import write_atomically
 
-from .sinks import Csv, LoggerConfig, Media, Sink, TensorBoard, Wandb, first_line, set_up_dashboard, wandb_run
+INIT_SECONDS = 30
+PANELS = {  # of the W&B dashboard: what is logged, by what it says
+    "Loss": ("train/loss", "optim/grad_norm", "optim/lr", "train/infeasible", "train/skipped"),
+    "Tokens per step": ("dev/tokens_per_step", "draft/psi_sum"),
+    "Blanks by slot": ("draft/blank_rate/slot_1", "draft/blank_rate/slot_2", "draft/blank_rate/slot_3"),
+    "Throughput": ("perf/tokens_per_second", "perf/step_seconds"),
+    "Memory": ("perf/peak_memory_gb",),
+    "Time of a step": ("time/data", "time/base", "time/head", "time/backward", "time/optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    # wandb: online with a key, else offline | offline | tensorboard | csv | none: metrics.jsonl alone
+    mode: Literal["wandb", "offline", "tensorboard", "csv", "none"] = "wandb"
+    project: str = "ctcdraft"  # of W&B
+    entity: str | None = None  # of W&B; null: the key's own
+    dashboard: bool = False  # true: lay out the project's panels in W&B, once, when the run starts
+
+
+class Media(NamedTuple):
+    """What an evaluation has to show: figures, pictures and tables, each under its name."""
+
+    figures: Mapping[str, Any]
+    plots: Mapping[str, Path]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+class Sink:
+    """Where figures go beside metrics.jsonl: this one nowhere, the others where they have a use for them."""
+
+    name = ""
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        """A step's figures."""
+
+    def summary(self, media: Media) -> None:
+        """The end of a run, or an evaluation."""
+
+    def alert(self, sentence: str) -> None:
+        """What a person should look at now; it was printed."""
+
+    def finish(self) -> None:
+        """Nothing more comes."""
 
 
 class RunLog:
@@ -42,32 +92,28 @@ class RunLog:
 
     def _tell(self, what: Callable[[Sink], None]) -> None:
         """W&B works in a process of its own, which may die, and a disk may be full: the training matters more."""
-        if self.sink is None:
-            return
         try:
             what(self.sink)
         except Exception as error:
             print(f"{self.sink.name}: gone ({first_line(error)}), {self.path} goes on without it", flush=True)
-            self.sink = None
+            self.sink = Sink()
 
 
 def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
     """A run of its own, inside the evaluation's folder."""
     sink = _sink(folder, name, config, settings, 0)
-    if sink is not None:
-        sink.summary(media)
-        sink.finish()
+    sink.summary(media)
+    sink.finish()
 
 
-def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], step: int) -> Sink | None:
-    """None where none is wanted, or W&B cannot even log offline."""
+def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], step: int) -> Sink:
     if config.mode == "tensorboard":
         return TensorBoard(folder, step)
     if config.mode == "csv":
         return Csv(folder)
     run = None if config.mode == "none" else wandb_run(folder, name, config, settings)
     if run is None:
-        return None
+        return Sink()
     if config.dashboard and not run.offline:
         print(f"W&B: dashboard at {set_up_dashboard(config.entity or run.entity, config.project)}", flush=True)
     return Wandb(run)
@@ -85,3 +131,148 @@ def _cut_after(path: Path, step: int) -> None:
                 kept.append(line)
                 last = found
     write_atomically(path, b"".join(kept))
+
+
+class Wandb(Sink):
+    """One W&B run. Warnings are its alerts."""
+
+    name = "W&B"
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        self.run.log(dict(row), step=step)
+
+    def summary(self, media: Media) -> None:
+        import wandb
+
+        self.run.summary.update(dict(media.figures))
+        logged: dict[str, Any] = {f"plots/{name}": wandb.Image(str(path)) for name, path in media.plots.items()}
+        for name, rows in media.tables.items():
+            columns: list[Any] = list(rows[0])
+            logged[name] = wandb.Table(columns, [[row[column] for column in columns] for row in rows])
+        self.run.log(logged)
+
+    def alert(self, sentence: str) -> None:
+        self.run.alert(title="ctcdraft", text=sentence, level="WARN")
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class TensorBoard(Sink):
+    """Event files in runs/<name>/tensorboard. Raises ValueError where the package tensorboard is missing."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError("logger=tensorboard needs the package tensorboard: pip install tensorboard") from error
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self.step = step
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        self.step = step
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, step)
+
+    def summary(self, media: Media) -> None:
+        from matplotlib.image import imread
+
+        for name, value in media.figures.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, self.step)
+        for name, path in media.plots.items():
+            self.writer.add_image(f"plots/{name}", imread(path), self.step, dataformats="HWC")
+
+    def alert(self, sentence: str) -> None:
+        self.writer.add_text("warnings", sentence, self.step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class Csv(Sink):
+    """metrics.csv, a column per figure: written anew, from metrics.jsonl, where a row brings a new one."""
+
+    name = "CSV"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.columns = folder, list[str]()
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        path, rows = self.folder / "metrics.csv", [{"step": step, **row}]
+        if not rows[0].keys() <= {*self.columns}:
+            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+            self.columns = [*dict.fromkeys(key for one in rows for key in one)]
+            path.write_text(",".join(self.columns) + "\n")
+        with path.open("a", newline="", encoding="utf-8") as stream:
+            csv.DictWriter(stream, self.columns, lineterminator="\n").writerows(rows)
+
+
+def set_up_dashboard(entity: str | None, project: str) -> str:
+    """The address of a W&B dashboard of `PANELS`, made in the project. Raises ValueError where the package
+    wandb-workspaces is missing."""
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise ValueError("logger.dashboard=true needs the package wandb-workspaces: pip install it") from error
+    sections = [
+        workspaces.Section(name=name, panels=[reports.LinePlot(title=key, y=[key]) for key in keys], is_open=True)
+        for name, keys in PANELS.items()
+    ]
+    made = workspaces.Workspace(entity=entity or "", project=project, name="ctcdraft", sections=sections)
+    return made.save().url
+
+
+def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
+    """A run, online or offline; None where W&B cannot even log offline."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.is_file():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and has_key()
+    if config.mode == "wandb" and not online:
+        print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
+
+    modes: list[Literal["online", "offline"]] = ["online", "offline"] if online else ["offline"]
+    for mode in modes:
+        try:
+            return wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=name,
+                id=id_file.read_text().strip(),
+                resume="allow" if mode == "online" else None,
+                dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
+                config=masked(dict(settings)),
+                mode=mode,
+                settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
+            )
+        except Exception as error:  # no network, a wrong key, a full disk: the training matters more
+            if mode == "online":
+                print(f"W&B: cannot go online ({first_line(error)}), logging offline", flush=True)
+                wandb.teardown()  # its process goes on trying, and would call the run's id one in use
+            else:
+                print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
+    return None
+
+
+def first_line(error: Exception) -> str:
+    return masked(str(error)).partition("\n")[0]
+
+
+def has_key() -> bool:
+    """Is there a W&B key, in the environment or in ~/.netrc?"""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

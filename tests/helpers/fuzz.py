@@ -38,9 +38,8 @@ from ctcdraft.model.heads import CtcConfig, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train import zero
 from ctcdraft.train.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from ctcdraft.train.log import RunLog
+from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.prepare import DataConfig, prepare
-from ctcdraft.train.sinks import LoggerConfig
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # for one input; it takes well under one

@@ -15,10 +15,9 @@ from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import attended_on
 from ctcdraft.train import engine as ds
-from ctcdraft.train.log import RunLog
+from ctcdraft.train.log import LoggerConfig, RunLog
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.prepare import prepare
-from ctcdraft.train.sinks import LoggerConfig
 
 INPUTS = ["base=local", "base.path=base", "data=sharegpt", "data.path=rows.json"]  # what `write_inputs` leaves
 OPTIONS = ["experiment=smoke", *INPUTS, "bench.questions=2"]

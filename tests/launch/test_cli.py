@@ -299,7 +299,7 @@ OWNERS = {
     "hydra": {"launch"},
     "omegaconf": {"launch"},
     "deepspeed": {"train"},
-    "wandb": {"train/sinks.py"},
+    "wandb": {"train/log.py"},
     "vllm": {"serve/vllm.py"},
 }
 

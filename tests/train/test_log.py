@@ -9,17 +9,16 @@ import pytest
 import wandb
 from wandb_file import history
 
-from ctcdraft.train.log import RunLog
-from ctcdraft.train.sinks import PANELS, LoggerConfig, Media, Wandb, set_up_dashboard
+from ctcdraft.train.log import PANELS, LoggerConfig, Media, RunLog, Wandb, set_up_dashboard
 
 pytestmark = pytest.mark.slow
 
 UNREACHABLE = """
 import sys
 from pathlib import Path
-from ctcdraft.train import log, sinks
-sinks.INIT_SECONDS = 3
-run = log.RunLog(Path(sys.argv[1]), sinks.LoggerConfig("wandb"), {}, 0)
+from ctcdraft.train import log
+log.INIT_SECONDS = 3
+run = log.RunLog(Path(sys.argv[1]), log.LoggerConfig("wandb"), {}, 0)
 for step, loss in ((1, 3.0), (2, 2.0)):
     run.write({"step": step, "train/loss": loss})
 run.close()

@@ -17,7 +17,7 @@ from bases import write_base
 from safetensors.torch import load_file
 from wandb_file import history
 
-from ctcdraft.train.sinks import PANELS
+from ctcdraft.train.log import PANELS
 
 pytestmark = pytest.mark.slow
 
