@@ -80,13 +80,18 @@ class Journal(dict[str, Any]):
         self._stream.close()
 
 
-def save_corpus(path: Path, examples: Sequence[Example]) -> None:
-    """Write the examples as flat arrays."""
-    arrays = {"offsets": np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)}
+def corpus_of(examples: Sequence[Example]) -> Corpus:
+    """The examples end to end."""
+    arrays: dict[str, Any] = {"offsets": np.cumsum([0, *(len(e.ids) for e in examples)], dtype=np.int64)}
     for name, dtype in COLUMNS.items():
         parts = (np.asarray(getattr(example, name), dtype) for example in examples)
         arrays[name] = np.concatenate([np.zeros(0, dtype), *parts])
-    save_file(arrays, path)
+    return Corpus(**arrays)
+
+
+def save_corpus(path: Path, examples: Sequence[Example]) -> None:
+    """Write the examples as flat arrays."""
+    save_file(vars(corpus_of(examples)), path)
 
 
 def join_corpora(path: Path, parts: Sequence[Path]) -> None:

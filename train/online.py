@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ctcdraft.data.batches import Sampler
-from ctcdraft.data.store import COLUMNS, Corpus, Example
+from ctcdraft.data.store import Example, corpus_of
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.request import Request
@@ -89,10 +89,7 @@ class OnlineDecoder(Decoder):
 
     def _learn(self) -> None:
         """One step on some of what is kept: a function of that and of the number of steps before it."""
-        columns = zip(*(example for example, _ in self.finished), strict=True)
-        ids, mask, labels = (np.concatenate(c).astype(kind) for c, kind in zip(columns, COLUMNS.values(), strict=True))
-        lengths = [len(hidden_LX) for _, hidden_LX in self.finished]
-        corpus = Corpus(ids, mask, labels, np.cumsum([0, *lengths]))
+        corpus = corpus_of([example for example, _ in self.finished])
         sampler = Sampler(
             corpus,
             batch=min(SEQUENCES, len(corpus)),

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.records import Conversation
-from ctcdraft.data.store import COLUMNS, Corpus
+from ctcdraft.data.store import corpus_of
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.rounding import bound_of, forced_logits, shape_noise
@@ -70,9 +70,7 @@ class OverfitCheck:
         example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
         self.ids, self.supervised = ([int(i) for i in column] for column in example[:2])
         self.prompt = prompt_ids(base.tokenizer, self.messages, None, base.template_args)
-        columns = zip(example, COLUMNS.values(), strict=True)
-        ids, mask, labels = (np.asarray(column, dtype) for column, dtype in columns)
-        corpus = Corpus(ids, mask, labels, np.array([0, len(ids)], np.int64))
+        corpus = corpus_of([example])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.head = head_for(plan.head, base, corpus)
