@@ -63,7 +63,15 @@ def read_rows(path: str, option: str = "data.path") -> Iterator[Any]:
     if not files:
         yield from _read_hub(option, path)
     for file in files:
-        yield from _file_rows(file)
+        number = 0
+        try:
+            with _opened(file) as stream:
+                for row in _rows(file, stream):
+                    yield row
+                    number += 1
+        except DAMAGE as error:
+            what = str(error).strip() or type(error).__name__
+            yield RowError(f"{file.name} is damaged after {number} rows ({what})")
 
 
 def read_mixture(paths: Sequence[str], weights: Sequence[float] | None = None) -> Iterator[tuple[str, Any]]:
@@ -136,17 +144,6 @@ def _opened(file: Path) -> BufferedReader:
         magic = stream.read(6)
     unpack = next((unpack for sign, unpack in PACKED.items() if magic.startswith(sign)), FileIO)
     return BufferedReader(unpack(file), CHUNK)
-
-
-def _file_rows(file: Path) -> Iterator[Any]:
-    number = 0
-    try:
-        with _opened(file) as stream:
-            for row in _rows(file, stream):
-                yield row
-                number += 1
-    except DAMAGE as error:
-        yield RowError(f"{file.name} is damaged after {number} rows ({str(error).strip() or type(error).__name__})")
 
 
 def _rows(file: Path, stream: BufferedReader) -> Iterable[Any]:
