@@ -17,9 +17,8 @@ import psutil
 import torch
 
 from ctcdraft.data.end_of_turn import missing_end
-from ctcdraft.data.generated import GENERATED
 from ctcdraft.data.records import Conversation, record_of
-from ctcdraft.data.sources import RowError, read_rows
+from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_manifest
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.launch.pipeline import configured_base, with_resolved_dtype
@@ -209,11 +208,8 @@ def _conversation(config: TrainEntry) -> list[dict[str, str]] | None:
     """The first of the configured conversations that can be used; None where the data is texts or tokens."""
     if config.data.kind == "text":
         return None
-    paths = config.data.paths
-    made = GENERATED[config.data.kind].conversations(1, config.seed) if not paths else ()
-    rows = (row for path in paths for row in read_rows(path)) if paths else made
-    for index, row in enumerate(rows):
+    for name, row in config.data.rows(config.seed):
         with suppress(RowError):
-            record = record_of(row, str(index), "sharegpt")
+            record = record_of(row, name, "sharegpt")
             return list(record.messages) if isinstance(record, Conversation) else None
     raise ValueError(f"data.path={config.data.path} holds no conversation")

@@ -46,6 +46,13 @@ class RowsConfig:
     def paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
+    def rows(self, seed: int) -> Iterator[tuple[str, Any]]:
+        """(name, raw row) of all that is there, or is generated."""
+        if self.paths:
+            return read_mixture(self.paths, self.weights)
+        made = GENERATED[self.kind].conversations(self.limit or GENERATED_ROWS, seed)
+        return ((str(number), row) for number, row in enumerate(made))
+
 
 @dataclass
 class Account:
@@ -78,13 +85,8 @@ def read_shards(config: RowsConfig, seed: int) -> Iterator[Shard]:
     alike land together."""
     seen: dict[bytes, str] = {}
     keep_out = NearDuplicates(_keep_out(config.keep_out)) if config.keep_out else None
-    if config.paths:
-        rows = read_mixture(config.paths, config.weights)
-    else:
-        made = GENERATED[config.kind].conversations(config.limit or GENERATED_ROWS, seed)
-        rows = ((str(number), row) for number, row in enumerate(made))
     shard = Shard()
-    for name, row in tqdm(islice(rows, config.limit), "reading", unit="row", mininterval=1):
+    for name, row in tqdm(islice(config.rows(seed), config.limit), "reading", unit="row", mininterval=1):
         if shard.account.read == config.shard_rows:
             yield shard
             shard = Shard()
