@@ -71,7 +71,10 @@ class OnlineDecoder(Decoder):
                 while self.due >= self.every:
                     self._learn()
                     self.due -= self.every
-                self.renew(_drafting(self.task.head, self.head, self.base))
+                assert self.head is not None
+                head = _copied(self.task.head, self.base)
+                head.calibration, head.copy_rates = self.head.calibration, self.head.copy_rates
+                self.renew(head.for_drafting(self.base, next(self.head.parameters()).dtype))
         requests[0].out.seconds["learn"] = time.perf_counter() - start
 
     @torch.no_grad()
@@ -124,11 +127,3 @@ def _copied(head: Head, base: Base) -> Head:
     copy = head_on(base, head.config).to(base.device, wide)
     copy.load_state_dict(head.state_dict())
     return copy
-
-
-def _drafting(trained: Head, before: Head | None, base: Base) -> Head:
-    """The head that drafts with these weights, in the precision and with the calibration of the one before."""
-    assert before is not None
-    head = _copied(trained, base)
-    head.calibration, head.copy_rates = before.calibration, before.copy_rates
-    return head.for_drafting(base, next(before.parameters()).dtype)
