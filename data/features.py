@@ -32,7 +32,7 @@ from tqdm import tqdm
 from ctcdraft.model.base.context import Attended
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import batches_by_length
-from ctcdraft.model.folders import MANIFEST, free_bytes, share_out, write_atomically
+from ctcdraft.model.folders import MANIFEST, digest_of, free_bytes, share_out, write_atomically
 
 from .store import Column, load_corpus, read_object
 
@@ -185,8 +185,7 @@ class FeatureStore:
             "tokenizer": identity["tokenizer"],
             "data": sequences,
         }
-        digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:12]
-        self.folder = cache / f"features-{kind}-{digest}"
+        self.folder = cache / f"features-{kind}-{digest_of(self.facts)[:12]}"
         self._shards = shards_of(self.corpus.lengths, positions)
 
     @property

@@ -146,7 +146,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def digest_of(facts: dict[str, Any]) -> str:
+def digest_of(facts: Any) -> str:
     """Changes with any of the facts, and not with their order."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -4,7 +4,6 @@ For tests, and for machines that reach no registry: an ordinary transformers fol
 template, made in minutes on one CPU core.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from transformers import (
 from ctcdraft.data.generated import TOY
 from ctcdraft.data.records import Conversation, conversation_of
 from ctcdraft.data.template import render
-from ctcdraft.model.folders import new_folder
+from ctcdraft.model.folders import digest_of, new_folder
 
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -70,7 +69,7 @@ Document = tuple[Tensor, Tensor]  # a conversation's tokens [L], and which the a
 def toy_folder(cache: Path, config: ToyBaseConfig) -> Path:
     """Where the toy base of that config lies in `cache`, made or not: its name hashes everything that shapes it."""
     parts = [asdict(config), TOY.fingerprint, CHAT_TEMPLATE, FORMAT_VERSION]
-    return cache / f"toy-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
+    return cache / f"toy-{digest_of(parts)[:12]}"
 
 
 def toy_base(cache: Path, config: ToyBaseConfig = ToyBaseConfig()) -> Path:
