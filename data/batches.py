@@ -38,7 +38,11 @@ class Batch(NamedTuple):
     stored_BLX: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch._make(None if tensor is None else tensor.to(device) for tensor in self)
+        return Batch._make(None if t is None else t.to(device, non_blocking=True) for t in self)
+
+    def pinned(self) -> "Batch":
+        """In memory that a GPU copies from by itself."""
+        return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self)
 
 
 @dataclass(eq=False)
@@ -86,15 +90,16 @@ class Sampler:
         """The `batch` row numbers of a step (from 0), of like length. What does not fill a batch is left out of an
         epoch."""
         epoch, at = divmod(step, self.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
+        known = self._order  # another thread may be an epoch ahead
+        if known is None or known[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
             count = self.steps_per_epoch * self.batch
             order = np.resize(rng.permutation(len(self.members)), count)
             for start in range(0, count, POOL * self.batch):
                 pool = order[start : start + POOL * self.batch]
                 pool[:] = pool[np.argsort(self.row_lengths[pool], kind="stable")]
-            self._order = epoch, rng.permutation(order.reshape(self.steps_per_epoch, self.batch))
-        return self._order[1][at]
+            known = self._order = epoch, rng.permutation(order.reshape(self.steps_per_epoch, self.batch))
+        return known[1][at]
 
     def tokens(self, step: int) -> int:
         """How many tokens a step sees, all ranks together, padding left out."""

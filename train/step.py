@@ -3,6 +3,7 @@ the options that decide it."""
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,8 @@ class Stepper:
             pack=plan.train.pack,
             features=features,
         )
+        self._reader = ThreadPoolExecutor(1, "batches")
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}
 
     def __call__(self, step: int) -> Stepped:
         """Forward and backward of the step's micro-batches, then the optimizer. Collective."""
@@ -157,7 +160,7 @@ class Stepper:
         scale = ds.world_size() * self.accumulate / max(1, anchors)
         for turn in range(self.accumulate):
             with self.timed("data"):
-                batch = self.batch(step, turn).to(self.base.device)
+                batch = self._next_batch(step, turn)
             with self.timed("base"):
                 hidden, roots = base_features(self.base, batch, self.dtype, self.task.head)
             with self.timed("head"):
@@ -178,6 +181,19 @@ class Stepper:
         """What this rank has in the micro-batch of that number."""
         at = (turn * ds.world_size() + ds.rank()) * self.micro
         return self.sampler.collate(step, slice(at, at + self.micro))
+
+    def _next_batch(self, step: int, turn: int) -> Batch:
+        """The same, on the device. The one behind it is read while this one is trained on."""
+        ahead = self._ahead.pop((step, turn), None)
+        batch = ahead.result() if ahead else self._read(step, turn)
+        last = turn == self.accumulate - 1
+        behind = (step + 1, 0) if last else (step, turn + 1)
+        self._ahead = {behind: self._reader.submit(self._read, *behind)}
+        return batch.to(self.base.device)
+
+    def _read(self, step: int, turn: int) -> Batch:
+        batch = self.batch(step, turn)
+        return batch.pinned() if self.base.device.type == "cuda" else batch
 
     def rows(self) -> str:
         """What the rows of a step are, in a sentence."""
