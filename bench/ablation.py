@@ -4,8 +4,11 @@ python bench/ablation.py [--hours H] [--only a,b] [--questions N] [--name NAME] 
 
 A variant trains for its share of the hours: its steps are timed first, so that its learning rate comes to its end, and
 how many it gets depends on that. Each head is then counted along the base's own answers to held-out questions
-(`eval.py count=true`): its chain, its tree, and that beside prompt lookup. A run that is there already is reused, so
-an interrupted command goes on where it was. On a GPU, or on another base: base=local base.path=<model> data=...
+(`eval.py count=true`): its chain, its tree, and that beside prompt lookup.
+
+Ways of drafting (`coupled`, `mcsd` ...) need no training: named in --only, they decode with the default's head
+(bench/drafts.py). A run that is there already is reused, so an interrupted command goes on where it was. On a GPU, or
+on another base: base=local base.path=<model> data=...
 """
 
 import argparse
@@ -15,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from drafts import PRESETS
 from measure import machine
 from tqdm import tqdm
 
@@ -58,6 +62,7 @@ VARIANTS = {
 }
 SETTLED = 40  # steps that are timed, behind as many that are not
 NODES = 32
+DECODED = 16  # questions, of those that are counted, that ways of drafting decode
 
 
 class Study:
@@ -65,9 +70,13 @@ class Study:
 
     def __init__(self, given, overrides):
         self.given, self.overrides = given, overrides
-        self.variants = given.only.split(",") if given.only else list(VARIANTS)
-        if unknown := sorted(set(self.variants) - set(VARIANTS)):
-            sys.exit(f"--only: no such variant: {unknown}; choose of {list(VARIANTS)}")
+        named = given.only.split(",") if given.only else list(VARIANTS)
+        if unknown := sorted(set(named) - {*VARIANTS, *PRESETS}):
+            sys.exit(f"--only: no such variant: {unknown}; choose of {[*VARIANTS, *PRESETS]}")
+        self.presets = [name for name in named if name in PRESETS]
+        self.variants = [name for name in named if name not in PRESETS]
+        if self.presets and "default" not in self.variants:
+            self.variants.insert(0, "default")
         self.minutes = 60 * given.hours / len(self.variants)
         self.runs = Path(self.config("default").runs_dir)
 
@@ -105,19 +114,28 @@ class Study:
         heads = f"heads=[{','.join(map(self.name, self.variants))}]"
         bench = ["bench=heldout", f"bench.questions={self.given.questions}", f"draft.nodes={NODES}"]
         words = [heads, "count=true", *bench, f"runs_dir={self.runs}"]
-        self.call("eval.py", words)
+        self.call("launch/eval.py", words)
         folder = self.runs / self.name(self.variants[0]) / "eval" / "heldout-count"
         results = json.loads((folder / "results.json").read_text())
         return results["drafts"], results["questions"]
 
+    def decode(self):
+        """Tables of the ways of drafting beside the tree, all with the default's head, at temperature 0 and 1."""
+        presets = ",".join(dict.fromkeys(["tree", *self.presets]))
+        words = [self.runs / self.name("default"), "--presets", presets, "--nodes", str(NODES)]
+        return self.call("bench/drafts.py", [*words, "--count", str(min(DECODED, self.given.questions))])
+
     def run(self, variant, options):
         words = [*self.words(variant), "train.log_every=1", "bench.max_new_tokens=8", "bench.questions=1", *options]
-        self.call("train.py", words)
+        self.call("launch/train.py", words)
 
-    def call(self, entry, words):
-        done = subprocess.run([sys.executable, ROOT / "launch" / entry, *words], capture_output=True, text=True)
+    def call(self, script, words):
+        """What it prints."""
+        done = subprocess.run([sys.executable, ROOT / script, *words], capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"{entry} {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+            said = done.stderr.strip()[-500:]
+            sys.exit(f"{script} {' '.join(map(str, words))} ended with {done.returncode}: {said}")
+        return done.stdout
 
 
 def drafts_of(name, found):
@@ -155,7 +173,8 @@ def main():
     parser.add_argument("--hours", type=float, default=3.0, help="of training, all variants together: 3")
     parser.add_argument("--questions", type=int, default=60, help="held-out ones that are counted: 60")
     parser.add_argument("--name", default="ablation", help="what the runs and the report are called")
-    parser.add_argument("--only", help="variants, separated by commas; all: " + ", ".join(VARIANTS))
+    known = f"variants: {', '.join(VARIANTS)}; ways of drafting: {', '.join(PRESETS)}"
+    parser.add_argument("--only", help=f"separated by commas; all variants where none is named; {known}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     given, overrides = parser.parse_known_args()
     if strange := [word for word in overrides if word.startswith("-")]:
@@ -177,10 +196,13 @@ def main():
         f"step on {questions} held-out questions, with 95% intervals; psi / accepted: draft tokens per step of "
         f"the tree without lookup. Prompt lookup alone: {lookup['tokens_per_step']:.2f}.\n\n"
     )
-    (given.out / f"{given.name}.md").write_text(text + markdown_table(header, table) + "\n")
+    tables = markdown_table(header, table) + "\n"
+    if study.presets:
+        tables += f"\n## Ways of drafting with the default's head\n\n{study.decode()}"
+    (given.out / f"{given.name}.md").write_text(text + tables)
     html = given.out / f"{given.name}.html"
     html.write_text(comparison(" ".join(text.split("\n\n")[1:]), drafts, (header, table)), encoding="utf-8")
-    print(f"{text}{markdown_table(header, table)}\n\nas a page: {html}")
+    print(f"{text}{tables}\nas a page: {html}")
 
 
 if __name__ == "__main__":

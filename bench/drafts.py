@@ -1,7 +1,8 @@
 """Every draft preset with the same head, at temperature 0 and above: real decoding, presets interleaved.
 
-python bench/drafts.py <exported head> --base <model> [--questions FILE] [--count N] [--tokens N] [--presets a,b]
-    [--temperatures 0 1] [--nodes 32] [--budget fixed] [--batches 1 4 16] [--dtype fp32] [--bench mt_bench]
+python bench/drafts.py <run> [--count N] [--tokens N] [--presets a,b] [--temperatures 0 1] [--nodes 32] [--budget fixed]
+    [--batches 1 4 16] [--dtype fp32] [--bench mt_bench --questions FILE]
+python bench/drafts.py <exported head> --base <model> ...
 
 A preset is a file of conf/draft; `ouroboros alone` and `prompt lookup` have no head. Intervals are 95% bootstrap ones
 over questions; the difference from the first preset is over the same resampled ones. `drafted` counts nodes per step,
@@ -22,8 +23,9 @@ from ctcdraft.eval.report import markdown_table
 from ctcdraft.eval.results import measured
 from ctcdraft.eval.run import run
 from ctcdraft.launch.cli import compose, typed
+from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import EvalEntry
-from ctcdraft.model import Decoder, load_base, load_head
+from ctcdraft.model import Decoder, load_head
 
 PRESETS = ("tree", "coupled", "mcsd", "cape", "adaedl", "ouroboros", "graph")
 ALONE = "ouroboros alone"
@@ -40,10 +42,29 @@ def interval(block, name, ends):
     return f"{block[name]:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def decoded(base, decoders, options):
-    bench = {"max_new_tokens": options.tokens, "questions": options.count, "warmups": 1, "seeds": 1}
-    config = BenchConfig(options.bench, path=options.questions, temperatures=options.temperatures, **bench)
-    turns = run(base, decoders, load_questions(config, base, None, 0), config)
+def chosen(options):
+    """The base, the head and the questions that are asked for: a run knows its base, and what it kept from training."""
+    folder = options.head.resolve()
+    words = [f"head.path={folder}", *([f"base.path={options.base}"] if options.base else [])]
+    if (folder / "paths.json").is_file():
+        words = [f"name={folder.name}", f"runs_dir={folder.parent}"]
+    base, heads, data = chosen_heads(typed(compose("eval", [*words, f"base.dtype={options.dtype}"]), EvalEntry))
+    count = max(options.batches, default=options.count)
+    kind = options.bench or ("heldout" if data else "mt_bench")
+    bench = BenchConfig(
+        kind,
+        path=options.questions,
+        temperatures=options.temperatures,
+        max_new_tokens=options.tokens,
+        questions=count,
+        warmups=1,
+        seeds=1,
+    )
+    return base, load_head(next(iter(heads.values())), base), bench, load_questions(bench, base, data, 0)
+
+
+def decoded(base, decoders, bench, questions):
+    turns = run(base, decoders, questions, bench)
     header = ("draft", "tokens per step", "beside the first", "speedup", "drafted", "accepted", "from", "identical")
     for temperature, blocks in measured(turns, 0).items():
         rows = []
@@ -72,9 +93,8 @@ def decoded(base, decoders, options):
         print(f"\nTemperature {temperature:g}\n\n{markdown_table(header, rows)}", flush=True)
 
 
-def batches(base, decoders, options):
-    config = BenchConfig(options.bench, path=options.questions, questions=max(options.batches))
-    prompts = [question.prompt_after(base) for question in load_questions(config, base, None, 0)]
+def batches(base, decoders, questions, options):
+    prompts = [question.prompt_after(base) for question in questions]
     for temperature in options.temperatures:
         rows = []
         for label, decoder in {"plain": Decoder(base), **decoders}.items():
@@ -97,9 +117,9 @@ def batches(base, decoders, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("head", type=Path)
-    parser.add_argument("--base", required=True)
-    parser.add_argument("--bench", default="mt_bench", help="mt_bench or toy")
+    parser.add_argument("head", type=Path, help="a run, or an exported head")
+    parser.add_argument("--base", help="of an exported head; a run knows its own")
+    parser.add_argument("--bench", help="mt_bench or toy; a run's held-out questions where none is named")
     parser.add_argument("--questions", help="a file, for mt_bench")
     parser.add_argument("--count", type=int, default=16, help="questions: 16")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer: 96")
@@ -111,8 +131,7 @@ def main():
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
     try:
-        base = load_base(options.base, options.dtype)
-        head = load_head(options.head, base)
+        base, head, bench, questions = chosen(options)
     except ValueError as error:
         parser.error(str(error))
     decoders = {preset: Decoder(base, head, draft_of(preset, options)) for preset in options.presets.split(",")}
@@ -121,9 +140,9 @@ def main():
     decoders["prompt lookup"] = Decoder(base, None, draft_of("tree", options))
     print(f"{machine()}; {options.dtype}, N={options.nodes}, budget {options.budget}")
     if options.batches:
-        batches(base, decoders, options)
+        batches(base, decoders, questions, options)
     else:
-        decoded(base, decoders, options)
+        decoded(base, decoders, bench, questions)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""The page that ends `make ablation`."""
+"""`make ablation`, and the page that it ends with."""
 
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import ablation
@@ -23,3 +26,24 @@ def test_variants_stand_side_by_side_on_a_page():
         assert shown in html
     assert "a<b>" not in html
     assert html.count('class="share"') == 2 * 3 * 5
+
+
+@pytest.mark.slow
+def test_variants_and_ways_of_drafting_run_by_name(tmp_path):
+    only = "medusa,adaedl,mcsd"
+    words = ["--hours", "0.001", "--questions", "2", "--only", only, "--out", tmp_path, "experiment=smoke"]
+    folders = [f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache"]
+    done = subprocess.run([sys.executable, ablation.__file__, *words, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "ablation.md").read_text()
+    heads = {line.split("|")[1].strip() for line in report.splitlines() if line.startswith("|")}
+    assert {"default", "medusa", "tree", "adaedl", "mcsd", "prompt lookup"} <= heads
+    assert report.count("in distribution") == 1
+    assert "Temperature 0" in report
+    assert "Temperature 1" in report
+
+
+def test_a_name_that_is_none_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ablation.py", "--only", "medusa,madusa", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"madusa.*choose of .*coupled"):
+        ablation.main()
