@@ -46,6 +46,7 @@ VARIANTS = {
     "weights 0.9^k": ("objective.decay=0.9",),
     "chosen tokens": ("objective.distill=0.0",),
     **{kind: (f"objective.divergence={kind}",) for kind in get_args(Divergence)},
+    "own drafts": ("objective.policy=mixed",),
     "6 labels": ("head.slots=7", "objective.labels=6"),
     "8 labels": ("head.slots=9", "objective.labels=8"),
     "8k draft tokens": ("head.draft_vocab_size=8192",),

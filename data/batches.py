@@ -25,7 +25,8 @@ class Batch(NamedTuple):
 
     Where a row holds several documents, document_BL says which (from 0; -1 on padding), and place_BL counts
     each document's positions from 0. Both are None where a row is one document. stored_BLX: the base's hidden states
-    with the attended layers' keys and values behind them, as they were encoded, where they were stored.
+    with the attended layers' keys and values behind them, as they were encoded, where they were stored. said_NUD: the
+    base's states that say each label, where the labels are none of the row (train/policy.py).
     """
 
     ids_BL: Tensor
@@ -36,6 +37,7 @@ class Batch(NamedTuple):
     document_BL: Tensor | None = None
     place_BL: Tensor | None = None
     stored_BLX: Tensor | None = None
+    said_NUD: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         return Batch._make(None if t is None else t.to(device, non_blocking=True) for t in self)

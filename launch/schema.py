@@ -79,6 +79,10 @@ class TrainEntry(Plan):
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
+        if self.objective.policy != "base" and self.zero.stage == 3:
+            raise ValueError(
+                f"objective.policy={self.objective.policy} drafts with whole weights: take zero=2 or lower"
+            )
         if isinstance(self.head, StepwiseConfig) and self.train.pack:
             raise ValueError(f"head={self.head.kind} drafts in rows of one document: leave train.pack at false")
 

@@ -23,6 +23,7 @@ from ctcdraft.model.heads import AnyHeadConfig
 from . import engine as ds
 from .checkpoint import TrainState
 from .options import MayDiffer
+from .policy import on_policy
 from .task import DraftTask, ObjectiveConfig, StepMetrics, base_features, head_for, negatives_for
 
 
@@ -163,6 +164,8 @@ class Stepper:
                 batch = self._next_batch(step, turn)
             with self.timed("base"):
                 hidden, roots = base_features(self.base, batch, self.dtype, self.task.head)
+            with self.timed("policy"):
+                batch = on_policy(self.plan.objective.policy, self.task.head, self.base, batch, hidden)
             with self.timed("head"):
                 loss, metrics = self.engine(hidden, roots, batch)
             with self.timed("backward"):

@@ -23,6 +23,8 @@ from ctcdraft.model.loss.linear_lse import multiplies_in_bfloat16
 from ctcdraft.model.loss.negatives import Negatives
 from ctcdraft.model.loss.objective import AnchorLoss, anchor_losses
 
+Policy = Literal["base", "draft", "mixed"]
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
@@ -42,6 +44,15 @@ class ObjectiveConfig:
     # which drafts would be accepted); null: cross-entropy of each slot
     divergence: Divergence | None = None
     teacher_k: PositiveInt = 16  # likeliest tokens of the base that a divergence tells apart; all others are one
+    # whose continuations are learnt from the base's distributions: base's own | draft: the head's | mixed: half of each
+    policy: Policy = "base"
+
+    def __post_init__(self) -> None:
+        if self.policy != "base" and self.distill != 1.0:
+            raise ValueError(
+                f"objective.policy={self.policy} needs objective.distill=1.0: a draft is no label, what the base says "
+                "of it is"
+            )
 
     @property
     def weights(self) -> list[float]:
@@ -196,13 +207,20 @@ class Said(NamedTuple):
 def base_says(base: Base, hidden_BLX: Tensor, batch: Batch, weight_SD: Tensor, bias_S: Tensor | None = None) -> Said:
     """What the base says where it said each anchor's labels, from its states; bias: see `anchor_losses`."""
     D, L = base.hidden_size, hidden_BLX.shape[1]
+    if batch.said_NUD is not None:
+        number_NU = torch.arange(batch.labels_NU.numel(), device=hidden_BLX.device).view_as(batch.labels_NU)
+        return Said(_logits(base, batch.said_NUD.flatten(0, 1), weight_SD, bias_S), number_NU)
     column_U = torch.arange(batch.labels_NU.shape[1], device=batch.labels_NU.device)
     before_NU = batch.position_N.unsqueeze(1) + 1 + column_U
     place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
     once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
-    states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K].to(weight_SD.dtype)
-    logits_KS = base.scaled(F.linear(states_KD, weight_SD).to(torch.promote_types(weight_SD.dtype, torch.float32)))
-    return Said(logits_KS if bias_S is None else logits_KS + bias_S, number_NU)
+    return Said(_logits(base, hidden_BLX[..., :D].flatten(0, 1)[once_K], weight_SD, bias_S), number_NU)
+
+
+def _logits(base: Base, states_KD: Tensor, weight_SD: Tensor, bias_S: Tensor | None) -> Tensor:
+    products_KS = F.linear(states_KD.to(weight_SD.dtype), weight_SD)
+    logits_KS = base.scaled(products_KS.to(torch.promote_types(weight_SD.dtype, torch.float32)))
+    return logits_KS if bias_S is None else logits_KS + bias_S
 
 
 def soft_labels(said: Said, labels_NU: Tensor, weight_SD: Tensor, share: float) -> Tensor:

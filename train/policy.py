@@ -1,0 +1,92 @@
+"""Labels that a head drafts itself, and what the base says of them: sequences of the student (Zhou et al. 2024,
+DistillSpec, arXiv 2310.08461, section 3; Agarwal et al. 2024, GKD, arXiv 2306.13649, algorithm 1).
+
+Along the base's own continuation a head learns what comes behind right drafts alone. Here its chain takes the place of
+that continuation at some anchors. The base reads it behind each of them, all in one forward of every row, and its
+distributions there are the soft labels. Drafts carry no gradient. A chain is the head's likeliest one: the papers draw
+theirs at temperature 1.
+
+Shape suffixes: B rows, L positions, N anchors, U labels, P drafted tokens that are read in a row, D hidden size.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ctcdraft.data.batches import Batch
+from ctcdraft.model.base.context import AttentionMask
+from ctcdraft.model.base.llm import Base
+from ctcdraft.model.draft.config import DraftConfig
+from ctcdraft.model.draft.drafter import Drafter, Frontier
+from ctcdraft.model.heads import Head
+
+from .task import Policy, anchors_of, document_mask, roots_of
+
+SHARES = {"draft": 1.0, "mixed": 0.5}  # of the anchors
+
+
+@torch.no_grad()
+def on_policy(policy: Policy, head: Head, base: Base, batch: Batch, hidden_BLX: Tensor) -> Batch:
+    """The batch with the head's drafts as labels at the policy's share of the anchors, drawn from torch's generator,
+    and with the base's states that say each label, `said_NUD`. No draft is longer than the labels that it stands for;
+    where it is empty they stay."""
+    if policy == "base":
+        return batch
+    chosen_M = (torch.rand(len(batch.batch_N)) < SHARES[policy]).nonzero().squeeze(1)
+    labels_NU, lengths_N = batch.labels_NU.clone(), batch.lengths_N.clone()
+    for n, chain in zip(chosen_M.tolist(), chains(head, base, batch, hidden_BLX, chosen_M), strict=True):
+        if len(chain):
+            labels_NU[n, : len(chain)] = torch.from_numpy(chain)
+            lengths_N[n] = len(chain)
+    batch = batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
+    return batch._replace(said_NUD=states_behind(base, batch))
+
+
+def chains(head: Head, base: Base, batch: Batch, hidden_BLX: Tensor, chosen_M: Tensor) -> list[NDArray[np.int64]]:
+    """The head's chain at each of those anchors."""
+    if not len(chosen_M):
+        return []
+    few = batch._replace(batch_N=batch.batch_N[chosen_M], position_N=batch.position_N[chosen_M])
+    drafter = Drafter(DraftConfig(kind="chain", nodes=batch.labels_NU.shape[1], prompt_lookup=0))
+    roots_BL, vocabulary = roots_of(batch), head.vocabulary(base, drafter.config.top_k)
+    drafts = head.drafts(hidden_BLX, roots_BL, anchors_of(few), vocabulary)
+    roots, rooms = roots_BL[few.batch_N, few.position_N].cpu().numpy(), batch.lengths_N[chosen_M].tolist()
+    return [
+        drafter.tree(draft, Frontier(roots[m : m + 1], base.eos_ids, rooms[m])).tokens for m, draft in enumerate(drafts)
+    ]
+
+
+def states_behind(base: Base, batch: Batch) -> Tensor:
+    """The base's states that say each label, [N, U, D]: behind an anchor's root, and behind each label but the last.
+
+    One forward: a row, and behind it the labels of its anchors, each of which sees the row up to its anchor's root, and
+    the labels before it.
+    """
+    B, L = batch.ids_BL.shape
+    U, device = batch.labels_NU.shape[1], batch.ids_BL.device
+    anchors = anchors_of(batch)
+    place_BL, allowed_BLL = _row_mask(batch)
+    root_N = batch.position_N + 1  # the root stands there
+    path_NP = batch.labels_NU[:, : U - 1]
+    stands_NP = place_BL[batch.batch_N, root_N].unsqueeze(1) + 1 + torch.arange(U - 1, device=device)
+    ids_BP, stands_BP = (anchors.spread(each).flatten(1) for each in (path_NP, stands_NP))
+    sees_BPL = anchors.spread(allowed_BLL[batch.batch_N, root_N]).repeat_interleave(U - 1, dim=1)
+    own_PP = torch.block_diag(*[torch.ones(U - 1, U - 1, device=device).tril()] * anchors.most).bool()
+    blind_BLP = torch.zeros(B, L, ids_BP.shape[1], dtype=torch.bool, device=device)
+    allowed = torch.cat(
+        [torch.cat([allowed_BLL, blind_BLP], dim=2), torch.cat([sees_BPL, own_PP.expand(B, -1, -1)], dim=2)], dim=1
+    )
+    mask = AttentionMask(torch.cat([place_BL, stands_BP], dim=1), allowed.unsqueeze(1))
+    read = base.hidden(torch.cat([batch.ids_BL, ids_BP], dim=1), mask)
+    behind_NPD = anchors.gathered(read[:, L:].unflatten(1, (anchors.most, U - 1)))
+    return torch.cat([read[batch.batch_N, root_N].unsqueeze(1), behind_NPD], dim=1)
+
+
+def _row_mask(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Positions [B, L] of a batch's rows within their documents, and what they see [B, L, L]."""
+    (B, L), mask = batch.ids_BL.shape, document_mask(batch)
+    if mask is not None and mask.allowed_BLS is not None:
+        return mask.positions_BL, mask.allowed_BLS.squeeze(1)
+    position_L = torch.arange(L, device=batch.ids_BL.device)
+    return position_L.expand(B, L), (position_L <= position_L.unsqueeze(1)).expand(B, L, L)
