@@ -31,6 +31,10 @@ CASES = {
     "mlp": ["head=mlp", "objective=cross_entropy"],
     "glide": ["head=glide", "objective=cross_entropy"],
     "packed": ["train.pack=true", "data.features=bf16", "zero=2", "train.micro_batch=2"],
+    "diffusion": ["head=diffusion", "objective=cross_entropy"],
+    "divergence": ["objective.divergence=js"],
+    "graph": ["draft=graph"],
+    "coupled": ["draft=coupled", "bench.temperatures=[0.8]", "bench.seeds=1"],
     "sampled": ["bench.temperatures=[0,0.8]", "bench.seeds=1", "head.layers=1"],
 }
 TIMED = ("perf/", "time/", "data/")  # rows of metrics.jsonl
