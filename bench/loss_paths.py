@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ctcdraft.model import fused_ctc_loss
 from ctcdraft.model.loss.kernels import prefix_lattice
+from ctcdraft.model.loss.reference import Emissions
 
 MODES = ("forward", "frozen", "trained")  # forward only; with gradient, LM head frozen; LM head trained too
 CHUNK = 64 if DEVICE == "cpu" else 512  # anchors of the chunked rivals
@@ -119,7 +120,7 @@ def cut_cross_entropy(p):
     log_blank = (blank - total).unsqueeze(2).expand(N, T, U + 1)
     repeat = torch.zeros_like(p.labels, dtype=torch.bool)
     repeat[:, 1:] = p.labels[:, 1:] == p.labels[:, :-1]
-    _, log_end = prefix_lattice(emit, emit, log_blank, repeat, p.slots)
+    _, log_end = prefix_lattice(Emissions(emit, emit, log_blank, repeat, p.slots))
     return -log_end[:, U].sum()
 
 

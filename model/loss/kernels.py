@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import linear_lse, reference
+from .reference import Emissions
 
 IMPLEMENTATIONS = ("auto", "chunked", "triton", "reference")
 HAS_TRITON = find_spec("triton") is not None
@@ -50,19 +51,12 @@ def linear_lse_gather(
     return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, fused.exponentials_)
 
 
-def prefix_lattice(
-    log_emit_NTU: Tensor,
-    log_stay_NTU: Tensor,
-    log_blank_NTS: Tensor,
-    repeat_NU: Tensor,
-    slot_lengths_N: Tensor,
-    implementation: str = "auto",
-) -> tuple[Tensor, Tensor]:
+def prefix_lattice(emissions: Emissions, implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`, which all but
     `triton` are."""
-    triton = _choose(implementation, log_emit_NTU) == "triton"
-    lattice = _triton("triton_lattice").PrefixLattice.apply if triton else reference.prefix_lattice
-    return lattice(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
+    if _choose(implementation, emissions.emit_NTU) == "triton":
+        return _triton("triton_lattice").PrefixLattice.apply(*emissions)
+    return reference.prefix_lattice(emissions)
 
 
 def _choose(implementation: str, tensor: Tensor) -> str:

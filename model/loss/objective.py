@@ -4,8 +4,7 @@ Shape suffixes: N anchors, T slots, U labels, W prefixes in a slot's window (`To
 K tokens of a teacher.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..lattice.topology import CTC, ONE_TO_ONE, Topology
 from .divergence import Teacher, divergences
 from .kernels import linear_lse_gather, prefix_lattice
-from .reference import LOG_ZERO, prefix_states
+from .reference import LOG_ZERO, Emissions, prefix_states
 
 OBJECTIVES = ("ctc", "prefix_ctc", "cross_entropy")
 REDUCTIONS = ("mean", "sum", "none")
@@ -54,67 +53,83 @@ def slots_looked_at(
     return slot_lengths_N
 
 
+class PrefixLogits(NamedTuple):
+    """Logits of slots behind the prefixes of their windows: of the label that comes next, of the one that came last,
+    and of the blank, a logit of its own; lse: over the vocabulary without the blank. Blank and lse have one column
+    where they are the same behind all prefixes. slot_lengths: see `anchor_losses`.
+    """
+
+    lse_NTW: Tensor
+    emit_NTW: Tensor
+    stay_NTW: Tensor
+    blank_NTW: Tensor
+    labels_NU: Tensor
+    slot_lengths_N: Tensor
+    topology: Topology = CTC
+
+    def emissions(self) -> tuple[Emissions, Tensor]:
+        """Their log-probabilities behind every prefix, and the normaliser [N, T, W] of all logits there.
+
+        Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is
+        wide the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a
+        token.
+        """
+        topology, blank_NTW = self.topology, self.blank_NTW
+        T, U = self.emit_NTW.shape[1], self.labels_NU.shape[1]
+        window_TW = topology.window(T, U).to(blank_NTW.device)
+        if topology.band is not None:
+            spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
+            blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
+        total_NTW = torch.logaddexp(self.lse_NTW, blank_NTW).expand_as(self.emit_NTW)
+
+        def behind_every(logits_NTW: Tensor) -> Tensor:
+            log_p_NTW = logits_NTW - total_NTW
+            nothing_NTS = log_p_NTW.new_full((*log_p_NTW.shape[:2], U + 1), LOG_ZERO)
+            return nothing_NTS.scatter(2, window_TW.expand_as(log_p_NTW), log_p_NTW)
+
+        emit_NTU = behind_every(self.emit_NTW)[:, :, :-1]
+        stay_NTU = behind_every(self.stay_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
+        repeat_NU = _repeats(self.labels_NU, topology)
+        return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW), repeat_NU, self.slot_lengths_N), total_NTW
+
+
 def ctc_losses(
-    *,
-    lse_NTW: Tensor,
-    emit_NTW: Tensor,
-    stay_NTW: Tensor,
-    blank_NTW: Tensor,
-    labels_NU: Tensor,
-    label_lengths_N: Tensor,
-    slot_lengths_N: Tensor,
+    logits: PrefixLogits,
+    lengths_N: Tensor,
     objective: str,
     weight_U: Tensor | None = None,
-    topology: Topology = CTC,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k).
+    """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k). lengths: of the labels.
 
-    lse: over the vocabulary without the blank. Logits behind each prefix of a slot's window: of the label that comes
-    next, of the one that came last, and of the blank, a logit of its own. Blank and lse have one column where they are
-    the same behind all prefixes. weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even.
+    weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even.
     Returns loss [N] and log psi [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
-
-    Behind s tokens and before slot t (from 0), t - s slots have written no new one. Behind as many as the band is wide
-    the next has to: the blank is left out of its normaliser, and no alignment goes on from there without a token.
     """
-    inputs, _ = _behind_prefixes(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, topology)
-    log_psi_NU, log_end_NS = prefix_lattice(*inputs, slot_lengths_N, implementation)
+    log_psi_NU, log_end_NS = prefix_lattice(logits.emissions()[0], implementation)
     if objective == "ctc":
-        return -log_end_NS.gather(1, label_lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
-    possible_NU = feasible_prefixes(labels_NU, label_lengths_N, slot_lengths_N, topology)
+        return -log_end_NS.gather(1, lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
+    possible_NU = feasible_prefixes(logits.labels_NU, lengths_N, logits.slot_lengths_N, logits.topology)
     return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
 
 
-def continuations(
-    *,
-    lse_NTW: Tensor,
-    emit_NTW: Tensor,
-    stay_NTW: Tensor,
-    blank_NTW: Tensor,
-    other_NTWK: Tensor,
-    other_NUK: Tensor,
-    labels_NU: Tensor,
-    slot_lengths_N: Tensor,
-    topology: Topology = CTC,
-) -> Tensor:
+def continuations(logits: PrefixLogits, other_NTWK: Tensor, other_NUK: Tensor) -> Tensor:
     """log q(c | g) = log psi(gc) - log psi(g) [N, U, K] of K tokens c behind each prefix g = y_1..y_u, u = 0..U - 1.
 
-    other: these tokens [N, U, K], and their logits behind each prefix of a slot's window; the rest as for `ctc_losses`.
-    What the sum over all c leaves of 1 is the probability that the output ends with g. Undefined where psi(g) is 0.
+    other: these tokens [N, U, K], and their logits behind each prefix of a slot's window. What the sum over all c
+    leaves of 1 is the probability that the output ends with g. Undefined where psi(g) is 0.
     """
-    inputs, total_NTW = _behind_prefixes(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, topology)
-    (N, T, _), U, K = emit_NTW.shape, labels_NU.shape[1], other_NUK.shape[2]
-    log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(*inputs, slot_lengths_N)
-    log_pb_NTU1, log_pn_NTU1 = log_pb_NTS[:, :, :U, None], log_pn_NTS[:, :, :U, None]
-    last_NU1 = F.pad(labels_NU, (1, 0), value=-1)[:, :U, None]
+    emissions, total_NTW = logits.emissions()
+    (N, T, U), K, topology = emissions.emit_NTU.shape, other_NUK.shape[2], logits.topology
+    log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(emissions)
+    log_pb_NTU1, log_pn_NTU1 = log_pb_NTS[:, :T, :U, None], log_pn_NTS[:, :T, :U, None]
+    last_NU1 = F.pad(logits.labels_NU, (1, 0), value=-1)[:, :U, None]
     merged_N1UK = ((other_NUK == last_NU1) & topology.merge).unsqueeze(1)
     log_phi_NTUK = torch.logaddexp(log_pb_NTU1, log_pn_NTU1.masked_fill(merged_N1UK, LOG_ZERO))
     other_NTWK = other_NTWK - total_NTW.unsqueeze(3)
     window_TW1 = topology.window(T, U).to(other_NUK.device).unsqueeze(2)
     nothing_NTSK = other_NTWK.new_full((N, T, U + 1, K), LOG_ZERO)
     other_NTUK = nothing_NTSK.scatter(2, window_TW1.expand_as(other_NTWK), other_NTWK)[:, :, :U]
-    past_NT = torch.arange(T, device=other_NUK.device) >= slot_lengths_N.unsqueeze(1)
+    past_NT = torch.arange(T, device=other_NUK.device) >= logits.slot_lengths_N.unsqueeze(1)
     log_psi_NUK = (log_phi_NTUK + other_NTUK).masked_fill(past_NT[:, :, None, None], LOG_ZERO).logsumexp(dim=1)
     return log_psi_NUK - F.pad(log_psi_NU, (1, 0))[:, :U, None]
 
@@ -190,8 +205,8 @@ def anchor_losses(
     if soft_NUD is not None:  # of the soft label that comes next behind each prefix; 0 where none comes
         soft_seen = (seen & (window_TW < lengths_N[:, None, None])).unsqueeze(3)
         next_NTWD = F.pad(soft_NUD[kept], (0, 0, 0, 1))[:, window_TW].masked_fill(~soft_seen, 0.0)
-        behind = states if states.dim() == 4 else states.unsqueeze(2)
-        soft_NTW = (behind.masked_fill(~soft_seen, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
+        states_NTWD = states if states.dim() == 4 else states.unsqueeze(2)
+        soft_NTW = (states_NTWD.masked_fill(~soft_seen, 0.0) * next_NTWD.to(states.dtype)).sum(dim=3)
     taught_NTWK = None
     if teacher is not None:
         teacher = teacher._replace(tokens_NUK=teacher.tokens_NUK[kept], log_p_NUK=teacher.log_p_NUK[kept])
@@ -239,26 +254,17 @@ def anchor_losses(
         blank_NTW = blank_NTW.to(emit_NTW.dtype)
         blank_NTW = blank_NTW + lse_NTW if blank_is_odds else blank_NTW
         blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
-        slots: dict[str, Any] = {"lse_NTW": lse_NTW, "stay_NTW": stay_NTW, "blank_NTW": blank_NTW}
-        slots |= {"labels_NU": labels_NU, "slot_lengths_N": slots_N, "topology": topology}
-        losses = partial(
-            ctc_losses,
-            **slots,
-            label_lengths_N=lengths_N,
-            objective=objective,
-            weight_U=weight_U,
-            implementation=implementation,
-        )
-        loss, log_psi = losses(emit_NTW=emit_NTW if soft_NTW is None else soft_NTW)
+        behind = PrefixLogits(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, slots_N, topology=topology)
+        learnt = behind if soft_NTW is None else behind._replace(emit_NTW=soft_NTW)
+        loss, log_psi = ctc_losses(learnt, lengths_N, objective, weight_U, implementation)
         if soft_NTW is not None:
             with torch.no_grad():
-                _, log_psi = losses(emit_NTW=emit_NTW)
+                log_psi, _ = prefix_lattice(behind.emissions()[0], implementation)
         if teacher is not None and taught_NTWK is not None:
             possible_NU = possible_NU[kept]
-            taught: dict[str, Any] = {"other_NTWK": taught_NTWK, "other_NUK": teacher.tokens_NUK}
-            far_NU = _far_from(teacher, continuations(emit_NTW=emit_NTW, **slots, **taught), possible_NU)
-            # Label j is in the prefixes k >= j.
-            loss = torch.lerp(loss, _weighted_mean(far_NU.cumsum(dim=1), possible_NU, weight_U), teacher.share)
+            log_q_NUK = continuations(behind, taught_NTWK, teacher.tokens_NUK)
+            far_NU = _far_from(teacher, log_q_NUK, possible_NU).cumsum(dim=1)  # label j is in the prefixes k >= j
+            loss = torch.lerp(loss, _weighted_mean(far_NU, possible_NU, weight_U), teacher.share)
         rate_NTW = torch.sigmoid(blank_NTW - lse_NTW).detach()
         if rate_NTW.shape[2] > 1:  # behind as many labels as there were slots
             straight_NT1 = torch.minimum(slot_T1, lengths_N[:, None, None]) - window_TW[:, :1]
@@ -322,28 +328,6 @@ def fused_ctc_loss(
         total_weight = (weights_N * out.feasible_N).sum()
         loss = loss.sum() if reduction == "sum" else loss.sum() / total_weight.where(total_weight > 0, 1.0)
     return (loss, out.feasible_N) if return_feasible else loss
-
-
-def _behind_prefixes(
-    lse_NTW: Tensor, emit_NTW: Tensor, stay_NTW: Tensor, blank_NTW: Tensor, labels_NU: Tensor, topology: Topology
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """What `prefix_lattice` takes: log-probabilities of the next label, of the last and of the blank in each slot
-    behind each prefix, and where a label repeats; and the normaliser [N, T, W] of all logits there."""
-    T, U = emit_NTW.shape[1], labels_NU.shape[1]
-    window_TW = topology.window(T, U).to(emit_NTW.device)
-    if topology.band is not None:
-        spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
-        blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
-    total_NTW = torch.logaddexp(lse_NTW, blank_NTW).expand_as(emit_NTW)
-
-    def behind_every(values_NTW: Tensor) -> Tensor:
-        nothing_NTS = values_NTW.new_full((*values_NTW.shape[:2], U + 1), LOG_ZERO)
-        return nothing_NTS.scatter(2, window_TW.expand_as(values_NTW), values_NTW)
-
-    emit_NTU = behind_every(emit_NTW - total_NTW)[:, :, :-1]
-    stay_NTU = behind_every(stay_NTW - total_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
-    blank_NTS = behind_every(blank_NTW - total_NTW)
-    return (emit_NTU, stay_NTU, blank_NTS, _repeats(labels_NU, topology)), total_NTW
 
 
 def _far_from(teacher: Teacher, log_q_NUK: Tensor, possible_NU: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Shape suffixes: N anchors, T slots, U labels, S = U + 1 prefixes, M rows, K gathered columns, V vocabulary, D hidden.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,67 +23,54 @@ def linear_lse_gather(hidden_MD: Tensor, weight_VD: Tensor, index_MK: Tensor) ->
     return logits_MV.logsumexp(dim=1), logits_MV.gather(1, index_MK)
 
 
-def prefix_lattice(
-    log_emit_NTU: Tensor,
-    log_stay_NTU: Tensor,
-    log_blank_NTS: Tensor,
-    repeat_NU: Tensor,
-    slot_lengths_N: Tensor,
-) -> tuple[Tensor, Tensor]:
+class Emissions(NamedTuple):
+    """What the slots emit along one label sequence per anchor: log-probabilities behind each prefix of it.
+
+    emit[n, t, k]   log p_t(y_{k+1} | y_k): slot t starts label k+1 (0-based column k)
+    stay[n, t, k]   log p_t(y_{k+1} | y_{k+1}): slot t repeats it
+    blank[n, t, s]  log p_t(blank | y_s), s = 0..U (s = 0: nothing collapsed yet)
+    repeat[n, k]    y_{k+1} == y_k: only a blank in between makes a new token
+    slot_lengths    how many of the T slots an anchor has
+
+    Without a transition emit and stay are the same tensor and blank does not depend on s.
+    """
+
+    emit_NTU: Tensor
+    stay_NTU: Tensor
+    blank_NTS: Tensor
+    repeat_NU: Tensor
+    slot_lengths_N: Tensor
+
+
+def prefix_lattice(emissions: Emissions) -> tuple[Tensor, Tensor]:
     """Prefix and end log-probabilities of one label sequence per anchor (docs/method.md, "The lattice").
 
-    log_emit[n, t, k]   log p_t(y_{k+1} | y_k): slot t starts label k+1 (0-based column k)
-    log_stay[n, t, k]   log p_t(y_{k+1} | y_{k+1}): slot t repeats it
-    log_blank[n, t, s]  log p_t(blank | y_s), s = 0..U (s = 0: nothing collapsed yet)
-    repeat[n, k]        y_{k+1} == y_k: only a blank in between makes a new token
-
-    Without a transition emit and stay are the same tensor and log_blank does not depend on s.
     Returns log_psi [N, U], the probability that the collapsed output starts with y_1..y_k, and
     log_end [N, U + 1], that it is exactly y_1..y_s. Impossible values are LOG_ZERO or below.
     Graves et al. 2006, and Graves 2008 (prefix search), section 7.5.
     """
-    U = log_emit_NTU.shape[2]
-    starts, states = _recursion(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-    log_pb, log_pn = states[-1]
-    log_psi = torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]
-    return log_psi, torch.logaddexp(log_pb, log_pn)
+    log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(emissions)
+    return log_psi_NU, torch.logaddexp(log_pb_NTS[:, -1], log_pn_NTS[:, -1])
 
 
-def prefix_states(
-    log_emit_NTU: Tensor,
-    log_stay_NTU: Tensor,
-    log_blank_NTS: Tensor,
-    repeat_NU: Tensor,
-    slot_lengths_N: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log pb and log pn [N, T, S] of `prefix_lattice`'s recursion, and its log psi [N, U]: that the slots before t
-    collapse to exactly y_1..y_s and end in a blank, or in y_s. Of slots past slot_lengths those of the last one."""
-    starts, states = _recursion(log_emit_NTU, log_stay_NTU, log_blank_NTS, repeat_NU, slot_lengths_N)
-    log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states[:-1], strict=True))
-    return log_pb_NTS, log_pn_NTS, torch.stack(starts).logsumexp(dim=0)
-
-
-def _recursion(
-    log_emit_NTU: Tensor,
-    log_stay_NTU: Tensor,
-    log_blank_NTS: Tensor,
-    repeat_NU: Tensor,
-    slot_lengths_N: Tensor,
-) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Per slot, log P that it starts each label [N, U]; before each slot and behind the last, (log pb, log pn)."""
-    N, T, U = log_emit_NTU.shape
-    log_pb = log_emit_NTU.new_full((N, U + 1), LOG_ZERO)
+def prefix_states(emissions: Emissions) -> tuple[Tensor, Tensor, Tensor]:
+    """log pb and log pn [N, T + 1, S] of `prefix_lattice`'s recursion, and its log psi [N, U]: that the slots before t
+    collapse to exactly y_1..y_s and end in a blank, or in y_s. Behind slot_lengths all are those of the last slot."""
+    emit_NTU, stay_NTU, blank_NTS, repeat_NU, slot_lengths_N = emissions
+    N, T, U = emit_NTU.shape
+    log_pb = emit_NTU.new_full((N, U + 1), LOG_ZERO)
     log_pb[:, 0] = 0.0
-    log_pn = log_emit_NTU.new_full((N, U + 1), LOG_ZERO)
+    log_pn = emit_NTU.new_full((N, U + 1), LOG_ZERO)
     starts, states = [], [(log_pb, log_pn)]
     for t in range(T):
         log_phi = torch.logaddexp(log_pb[:, :U], log_pn[:, :U].masked_fill(repeat_NU, LOG_ZERO))
-        start = log_phi + log_emit_NTU[:, t]
-        next_pn = torch.logaddexp(log_pn[:, 1:] + log_stay_NTU[:, t], start)
+        start = log_phi + emit_NTU[:, t]
+        next_pn = torch.logaddexp(log_pn[:, 1:] + stay_NTU[:, t], start)
         next_pn = torch.cat([torch.full_like(log_pn[:, :1], LOG_ZERO), next_pn], dim=1)
-        next_pb = torch.logaddexp(log_pb, log_pn) + log_blank_NTS[:, t]
+        next_pb = torch.logaddexp(log_pb, log_pn) + blank_NTS[:, t]
         active_N1 = (t < slot_lengths_N).unsqueeze(1)
         log_pn, log_pb = torch.where(active_N1, next_pn, log_pn), torch.where(active_N1, next_pb, log_pb)
         starts.append(start.masked_fill(~active_N1, LOG_ZERO))
         states.append((log_pb, log_pn))
-    return starts, states
+    log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states, strict=True))
+    return log_pb_NTS, log_pn_NTS, torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]

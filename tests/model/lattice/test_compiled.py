@@ -12,6 +12,7 @@ PRINT_BITS = """
 import torch
 import pytest
 from ctcdraft.model.loss.kernels import linear_lse_gather, prefix_lattice
+from ctcdraft.model.loss.reference import Emissions
 from ctcdraft.model.lattice.candidates import candidates_of
 from ctcdraft.model.lattice.topology import CTC, Topology
 from ctcdraft.model.lattice.candidates import Tables
@@ -20,9 +21,9 @@ from ctcdraft.model.draft.tree import search
 torch.set_num_threads(1)
 g = torch.Generator().manual_seed(0)
 N, T, U, K, R, V = 6, 8, 8, 16, 64, 300
-of_lattice = [torch.randn(N, T, width, generator=g).requires_grad_() for width in (U, U, U + 1)]
-found = prefix_lattice(*of_lattice, torch.rand(N, U, generator=g) < 0.3, torch.full((N,), T))
-bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), of_lattice)]
+emit, stay, blank = (torch.randn(N, T, width, generator=g).requires_grad_() for width in (U, U, U + 1))
+found = prefix_lattice(Emissions(emit, stay, blank, torch.rand(N, U, generator=g) < 0.3, torch.full((N,), T)))
+bits = [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), [emit, stay, blank])]
 hidden, weight = torch.randn(N, R, generator=g).requires_grad_(), torch.randn(V, R, generator=g).bfloat16()
 found = linear_lse_gather(hidden, weight, torch.randint(V, (N, 2), generator=g))
 bits += [*found, *torch.autograd.grad(sum(part.sin().sum() for part in found), hidden)]

@@ -11,6 +11,7 @@ import torch
 
 from ctcdraft.model.loss import linear_lse, reference
 from ctcdraft.model.loss.kernels import linear_lse_gather, prefix_lattice
+from ctcdraft.model.loss.reference import Emissions
 
 pytest.importorskip("triton", reason="triton is not installed")
 FAST = ["chunked", "triton"]
@@ -225,20 +226,21 @@ def _wide(tensor):
 
 def lattice_problem(N, T, U, seed=0):
     g = torch.Generator().manual_seed(seed)
-    parts = [torch.randn(N, T, width, generator=g, dtype=torch.float64) - 1 for width in (U, U, U + 1)]
+    emit, stay, blank = (torch.randn(N, T, width, generator=g, dtype=torch.float64) - 1 for width in (U, U, U + 1))
     repeat = torch.rand(N, U, generator=g) < 0.4
     repeat[:, :1] = False
     slots = torch.randint(0, T + 1, (N,), generator=g)
-    return [part.to(DEVICE).requires_grad_() for part in parts], repeat.to(DEVICE), slots.to(DEVICE)
+    emit, stay, blank = (part.to(DEVICE).requires_grad_() for part in (emit, stay, blank))
+    return Emissions(emit, stay, blank, repeat.to(DEVICE), slots.to(DEVICE))
 
 
 @pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize(("N", "T", "U"), [(70, 5, 3), (1, 1, 1), (3, 4, 0), (65, 3, 3), (0, 4, 2)])
 def test_the_recursion_equals_the_oracle(implementation, N, T, U):
-    parts, repeat, slots = lattice_problem(N, T, U)
-    outcomes = []
+    emissions = lattice_problem(N, T, U)
+    parts, outcomes = emissions[:3], []
     for name in ("reference", implementation):
-        psi, end = prefix_lattice(*parts, repeat, slots, name)
+        psi, end = prefix_lattice(emissions, name)
         values = [part.clamp(min=-1e20) for part in (psi, end)]  # what is impossible is only "very small"
         weighted = [
             (v * (v > -1e20) * torch.linspace(1, 2, v.numel(), device=DEVICE).view(v.shape)).sum() for v in values
@@ -252,10 +254,10 @@ def test_the_recursion_equals_the_oracle(implementation, N, T, U):
 
 
 def test_the_lanes_refuse_a_second_derivative():
-    parts, repeat, slots = lattice_problem(2, 3, 1)
-    psi, _ = prefix_lattice(*parts, repeat, slots, "triton")
+    emissions = lattice_problem(2, 3, 1)
+    psi, _ = prefix_lattice(emissions, "triton")
     with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(psi.sum(), parts[0], create_graph=True)
+        torch.autograd.grad(psi.sum(), emissions.emit_NTU, create_graph=True)
 
 
 def test_offsets_past_two_to_the_31_are_computed_in_64_bit():
@@ -330,7 +332,7 @@ def test_triton_without_gpu_or_interpreter_is_refused(monkeypatch):
 
 def test_a_wrong_recursion_would_be_noticed(monkeypatch):
     """Negative control: a lattice that forgets the blank between equal labels differs from the oracle."""
-    parts, repeat, slots = lattice_problem(20, 5, 3)
-    right, _ = prefix_lattice(*parts, repeat, slots, "triton")
-    wrong, _ = reference.prefix_lattice(*parts, torch.zeros_like(repeat), slots)
+    emissions = lattice_problem(20, 5, 3)
+    right, _ = prefix_lattice(emissions, "triton")
+    wrong, _ = reference.prefix_lattice(emissions._replace(repeat_NU=torch.zeros_like(emissions.repeat_NU)))
     assert not torch.allclose(right, wrong)

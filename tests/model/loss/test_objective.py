@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model import fused_ctc_loss
-from ctcdraft.model.loss.objective import anchor_losses, ctc_losses
+from ctcdraft.model.loss.objective import PrefixLogits, anchor_losses, ctc_losses
 
 D, V = 3, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,9 +146,8 @@ def test_occupancies_sum_to_one_and_logit_gradients_to_zero(objective, implement
     lengths = torch.tensor([3, 1, 2, 3, 3, 2, 1, 3, 2])
     slots = torch.tensor([6, 1, 4, 5, 6, 6, 3, 6, 5])
     again = torch.nn.functional.pad(logits[:, :, :-1], (1, 0))
-    given = {"lse_NTW": lse.unsqueeze(2), "blank_NTW": blank.unsqueeze(2), "emit_NTW": logits, "stay_NTW": again}
-    given |= {"labels_NU": labels, "label_lengths_N": lengths, "slot_lengths_N": slots}
-    loss, _ = ctc_losses(**given, objective=objective, implementation=implementation)
+    given = PrefixLogits(lse.unsqueeze(2), logits, again, blank.unsqueeze(2), labels, slots)
+    loss, _ = ctc_losses(given, lengths, objective, implementation=implementation)
     grad_lse, grad_logits, grad_blank = torch.autograd.grad(loss.sum(), [lse, logits, blank])
     valid = torch.arange(T) < slots.unsqueeze(1)
     occupied = (-grad_logits.sum(2) + torch.sigmoid(blank - lse) - grad_blank)[valid]
