@@ -1,7 +1,7 @@
 """What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and on
 `stepwise` eagle, mlp and glide. Parts: copies of the base's layers (last_layers), block, transition, vocabulary."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from .diffusion import DiffusionConfig, DiffusionHead
 from .eagle import EagleConfig, EagleHead
 from .glide import GlideConfig, GlideHead
 from .head import Head, HeadConfig
-from .last_layers import LastLayers, layers_to_copy
+from .last_layers import layers_to_copy
 from .medusa import MedusaConfig, MedusaHead
 from .mlp import MlpConfig, MlpHead
 from .slots import CtcConfig, ParallelConfig, SlotHead
@@ -23,6 +23,15 @@ AnyHeadConfig = Annotated[
     CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | GlideConfig | DiffusionConfig,
     Field(discriminator="kind"),
 ]
+HEADS: dict[type[HeadConfig], Callable[[Any, Base, Attended | None], Head]] = {
+    CtcConfig: SlotHead,
+    ParallelConfig: SlotHead,
+    DiffusionConfig: DiffusionHead,
+    MedusaConfig: MedusaHead,
+    EagleConfig: EagleHead,
+    MlpConfig: MlpHead,
+    GlideConfig: GlideHead,
+}
 # What is computed once for the whole vocabulary, or looked up, or counts as the LM head:
 TABLED = ("transition.to_state", "transition.from_context", "embedding", "output")
 
@@ -38,23 +47,7 @@ def head_on(base: Base, config: HeadConfig) -> Head:
     where the base has fewer layers."""
     attended, drafted = attended_on(base, config), config.draft_vocab_size
     config = replace(config, draft_vocab_size=None if drafted is None or drafted >= base.vocab_size else drafted)
-    if isinstance(config, GlideConfig):
-        return GlideHead(config, base, attended)
-    if isinstance(config, MlpConfig):
-        return MlpHead(config, base.hidden_size, config.draft_vocab_size or base.vocab_size)
-    return build_head(config, base.hidden_size, None if attended is None else LastLayers(base, attended))
-
-
-def build_head(config: HeadConfig, hidden_size: int, body: LastLayers | None = None) -> Head:
-    """A freshly initialised head on a base of that hidden size; body: of `ctc` and `parallel`."""
-    if isinstance(config, DiffusionConfig):
-        return DiffusionHead(config, hidden_size, body)
-    if isinstance(config, ParallelConfig):
-        return SlotHead(config, hidden_size, body)
-    if isinstance(config, MedusaConfig):
-        return MedusaHead(config, hidden_size)
-    assert isinstance(config, EagleConfig)
-    return EagleHead(config, hidden_size)
+    return HEADS[type(config)](config, base, attended)
 
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:

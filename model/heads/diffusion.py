@@ -17,9 +17,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors
+from ..base.context import Anchors, Attended
+from ..base.llm import Base
 from .head import CHECKED, Slots
-from .last_layers import LastLayers
 from .slots import ParallelConfig, SlotHead
 from .vocabulary import DraftVocabulary
 
@@ -43,9 +43,9 @@ class DiffusionHead(SlotHead):
     config: DiffusionConfig
     reads_labels = True
 
-    def __init__(self, config: DiffusionConfig, hidden_size: int, body: LastLayers | None = None) -> None:
-        super().__init__(config, hidden_size, body)
-        self.show = nn.Linear(hidden_size, hidden_size)  # of a shown token, as `enter` of the root
+    def __init__(self, config: DiffusionConfig, base: Base, attended: Attended | None = None) -> None:
+        super().__init__(config, base, attended)
+        self.show = nn.Linear(base.hidden_size, base.hidden_size)  # of a shown token, as `enter` of the root
         nn.init.zeros_(self.show.weight)
         nn.init.zeros_(self.show.bias)
 

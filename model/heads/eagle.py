@@ -13,7 +13,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..base.context import AttentionMask, KeysAndValues
+from ..base.context import Attended, AttentionMask, KeysAndValues
+from ..base.llm import Base
 from .block import Block, check_heads
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
@@ -34,12 +35,12 @@ class EagleHead(StepwiseHead):
 
     config: EagleConfig
 
-    def __init__(self, config: EagleConfig, hidden_size: int) -> None:
-        super().__init__(config, hidden_size)
-        self.enter = nn.Linear(2 * hidden_size, config.width, bias=False)
+    def __init__(self, config: EagleConfig, base: Base, attended: Attended | None = None) -> None:
+        super().__init__(config, base, attended)
+        self.enter = nn.Linear(2 * base.hidden_size, config.width, bias=False)
         self.block = Block(config.width, config.heads)
         self.norm = nn.RMSNorm(config.width)
-        self.leave = nn.Linear(config.width, hidden_size, bias=False)
+        self.leave = nn.Linear(config.width, base.hidden_size, bias=False)
 
     def step(
         self, state_BQD: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues

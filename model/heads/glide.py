@@ -48,9 +48,9 @@ class GlideHead(StepwiseHead):
 
     config: GlideConfig
 
-    def __init__(self, config: GlideConfig, base: Base, attended: Attended | None) -> None:
-        super().__init__(config, base.hidden_size)
-        self.attended, self.attentions = attended, config.layers
+    def __init__(self, config: GlideConfig, base: Base, attended: Attended | None = None) -> None:
+        super().__init__(config, base, attended)
+        self.attentions = config.layers
         self.enter = nn.Linear(base.hidden_size, config.width, bias=False)
         crosses: list[CrossAttention | None] = [None] * config.layers
         if attended is not None:

@@ -81,14 +81,14 @@ class Head(nn.Module, ABC):
 
     calibration: Calibration | None = None
     copy_rates: CopyRates | None = None
-    attended: Attended | None = None
     reads_labels: ClassVar[bool] = False  # is it trained along the labels?
     once: ClassVar[tuple[str, ...]] = ()  # beginnings of names of weights that are used once per draft, not per slot
     draft_ids_X: Tensor
 
-    def __init__(self, config: HeadConfig, hidden_size: int) -> None:
+    def __init__(self, config: HeadConfig, base: Base, attended: Attended | None = None) -> None:
         super().__init__()
-        self.config, self.hidden_size, self.topology = config, hidden_size, config.topology
+        self.config, self.hidden_size, self.topology = config, base.hidden_size, config.topology
+        self.attended = attended
         self.transition: Transition | None = None
         some = config.draft_vocab_size is not None
         self.register_buffer("draft_ids_X", torch.arange(config.draft_vocab_size or 0), persistent=some)

@@ -30,7 +30,6 @@ class LastLayers(nn.Module):
 
     def __init__(self, base: Base, attended: Attended) -> None:
         super().__init__()
-        self.attended = attended
         self.decoder = _shortened(base.decoder, attended.layers)
         self.decoder.layers = copy.deepcopy(self.decoder.layers)
         for name, part in base.decoder.named_children():

@@ -11,7 +11,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors
+from ..base.context import Anchors, Attended
+from ..base.llm import Base
 from .head import CHECKED, HeadConfig, Layers, OnePassHead, Slots
 from .vocabulary import DraftVocabulary
 
@@ -28,10 +29,11 @@ class MedusaHead(OnePassHead):
     once = ("weight",)
     config: MedusaConfig
 
-    def __init__(self, config: MedusaConfig, hidden_size: int) -> None:
-        super().__init__(config, hidden_size)
-        self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, hidden_size, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, hidden_size))
+    def __init__(self, config: MedusaConfig, base: Base, attended: Attended | None = None) -> None:
+        super().__init__(config, base, attended)
+        D = base.hidden_size
+        self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, D, D))
+        self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, D))
 
     def fill(
         self,

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..base.context import Anchors, AttentionMask, KeysAndValues
+from ..base.context import Anchors, Attended, AttentionMask, KeysAndValues
 from ..base.llm import Base
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
@@ -34,18 +34,18 @@ class MlpHead(StepwiseHead):
     """s_k = GELU(norm(P s_{k-1} + E x_{k-1} sqrt((1 - a^2) W/2) / a)), a = 2^(-1/2T), token k by softmax(H s_k): s_0 is
     the base's normed state over sqrt 2, with a P of its own, x_0 the root. Neither it nor they look at anything else.
 
-    tokens: how many it drafts. All others that it can read share one embedding.
+    All tokens that it can read and not draft share one embedding.
     """
 
     config: MlpConfig
     attentions = 0
     once = ("enter",)
 
-    def __init__(self, config: MlpConfig, hidden_size: int, tokens: int) -> None:
-        super().__init__(config, hidden_size)
-        W = config.width
+    def __init__(self, config: MlpConfig, base: Base, attended: Attended | None = None) -> None:
+        super().__init__(config, base, attended)
+        W, tokens = config.width, config.draft_vocab_size or base.vocab_size
         self.embedding = nn.Embedding(tokens + 1, W)
-        self.enter = nn.Linear(hidden_size, W, bias=False)
+        self.enter = nn.Linear(base.hidden_size, W, bias=False)
         self.proceed = nn.Linear(W, W, bias=False)
         self.norm = nn.RMSNorm(W, eps=EPS)
         self.shift = nn.Parameter(torch.zeros(W))

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..base.cache import TreeCache
-from ..base.context import Anchors, AttentionMask
+from ..base.context import Anchors, Attended, AttentionMask
 from ..base.llm import Base
 from ..base.packed import pack
 from ..lattice.topology import Topology
@@ -63,28 +63,26 @@ class SlotHead(OnePassHead):
 
     They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none. Slot t stands where its token
     would be read if nothing were blank, t + 1 positions behind the anchor; slot 0 begins as the root itself. Without
-    `body` blocks take its place in which slots see each other alone.
+    layers to copy (`attended`) blocks take its place in which slots see each other alone.
     """
 
     once = ("enter",)
     scale: Tensor  # what is learnt of an input is as small as other weights, and states are not
 
-    def __init__(self, config: "CtcConfig | ParallelConfig", hidden_size: int, body: LastLayers | None = None) -> None:
-        super().__init__(config, hidden_size)
-        D, T = hidden_size, config.slots
+    def __init__(self, config: ParallelConfig, base: Base, attended: Attended | None = None) -> None:
+        super().__init__(config, base, attended)
+        D, T = base.hidden_size, config.slots
         self.state_gain = nn.Parameter(torch.ones(T, 1))
         self.root_gain = nn.Parameter(torch.ones(T, 1))
         self.slot = nn.Parameter(torch.zeros(T, D))
         self.enter = nn.Linear(2 * D, D, bias=False)
         nn.init.zeros_(self.enter.weight)
-        self.register_buffer("scale", torch.tensor(1.0 if body is None else body.attended.scale))
-        self.body = body
-        if body is None:
+        self.register_buffer("scale", torch.tensor(1.0 if attended is None else attended.scale))
+        self.body = None if attended is None else LastLayers(base, attended)
+        if self.body is None:
             heads = next(n for n in range(max(1, D // 64), 0, -1) if D % (2 * n) == 0)  # 64 wide, or what fits
             self.blocks = nn.ModuleList(Block(D, heads) for _ in range(config.layers))
             self.norm = nn.RMSNorm(D)
-        else:
-            self.attended = body.attended
         with_blank = isinstance(config, CtcConfig)
         self.blank = nn.Linear(D, 1) if with_blank else None
         if self.blank is not None:

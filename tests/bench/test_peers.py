@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.context import Anchors
-from ctcdraft.model.heads import ParallelConfig, build_head
+from ctcdraft.model.heads import ParallelConfig
+from ctcdraft.model.heads.slots import SlotHead
 from ctcdraft.model.replay import Transcript, replay
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
@@ -58,7 +59,7 @@ class Slots:
 
 
 def test_a_peer_that_drafts_as_a_head_of_ours_counts_the_same(base):
-    head, rows = build_head(ParallelConfig(slots=5, draft_vocab_size=None), base.hidden_size).eval(), answers(base)
+    head, rows = SlotHead(ParallelConfig(slots=5, draft_vocab_size=None), base).eval(), answers(base)
     torch.manual_seed(0)
     for p in head.parameters():
         p.data.add_(torch.randn_like(p) * 0.3)

@@ -18,7 +18,8 @@ from ctcdraft.data.features import Features, decoded
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.heads import CtcConfig, build_head, head_on
+from ctcdraft.model.heads import CtcConfig, head_on
+from ctcdraft.model.heads.slots import SlotHead
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ def task_on(base, layers=0):
     """With so many of the base's layers in the head's body; 0: with blocks among slots."""
     torch.manual_seed(0)
     config = CtcConfig(slots=4, layers=layers or 1, draft_vocab_size=None)
-    head = head_on(base, config) if layers else build_head(config, base.hidden_size)
+    head = head_on(base, config) if layers else SlotHead(config, base)
     torch.nn.init.normal_(head.enter.weight, std=0.1)  # which would read nothing at first
     return DraftTask(head, ObjectiveConfig(labels=4), base)
 

@@ -10,7 +10,7 @@ from bases import write_base
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
-from ctcdraft.model.heads import CtcConfig, MedusaConfig, build_head, head_on
+from ctcdraft.model.heads import HEADS, CtcConfig, MedusaConfig, head_on
 from ctcdraft.model.loss.divergence import Divergence
 from ctcdraft.model.loss.objective import anchor_losses
 from ctcdraft.train.task import (
@@ -60,7 +60,7 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     torch.manual_seed(0)
     sizes = {"slots": 4, "draft_vocab_size": None}
     config = CtcConfig(**sizes, transition="full" if whole else "none") if kind == "ctc" else MedusaConfig(**sizes)
-    head = (head_on(base, config) if whole else build_head(config, base.hidden_size)).double()
+    head = (head_on(base, config) if whole else HEADS[type(config)](config, base)).double()
     base.model.set_attn_implementation(attention)  # copies keep theirs: eager attention has its softmax in float32
     if head.transition is not None:
         torch.nn.init.normal_(head.transition.to_state.weight)

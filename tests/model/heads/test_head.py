@@ -11,12 +11,12 @@ from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.heads import (
+    HEADS,
     CtcConfig,
     EagleConfig,
     MedusaConfig,
     MlpConfig,
     ParallelConfig,
-    build_head,
     flops_per_draft,
     head_config,
     head_on,
@@ -30,7 +30,7 @@ def head_of(base, kind="ctc", layers=2, slots=5, **options):
     """Of random weights, none of which is what it was copied from or began as."""
     torch.manual_seed(0)
     config = head_config({"kind": kind, "slots": slots, "layers": layers or 2, "draft_vocab_size": None, **options})
-    head = build_head(config, base.hidden_size) if layers == PLAIN else head_on(base, config)
+    head = HEADS[type(config)](config, base) if layers == PLAIN else head_on(base, config)
     for p in head.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
     return head.to(base.dtype).eval()
