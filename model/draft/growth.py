@@ -11,7 +11,7 @@ Shapes: C candidates of a row.
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,13 +45,6 @@ class Picked(NamedTuple):
     q: NDArray[np.float64] | None = None
 
 
-class Prefix(Protocol):
-    """Something that was drafted, and what a head believes to follow it."""
-
-    def row(self) -> Row: ...
-    def followed_by(self, column: int, q: float) -> Self: ...
-
-
 class LatticePrefix:
     """One of a lattice: of its state pn comes from the prefix before, all else once its row is asked for."""
 
@@ -78,6 +71,9 @@ class ScoredPrefix:
 
     def followed_by(self, column: int, q: float) -> "ScoredPrefix":
         return ScoredPrefix(self.tree, int(self.children[column]))
+
+
+Prefix = LatticePrefix | ScoredPrefix  # what was drafted; its row is what a head believes to follow it
 
 
 def grow(

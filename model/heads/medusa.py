@@ -3,18 +3,16 @@
 Shape suffixes: B batch, L positions, N anchors, T slots, D hidden size of the base.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from ..base.cache import TreeCache
 from ..base.context import Anchors, Attended
 from ..base.llm import Base
 from .head import CHECKED, HeadConfig, Layers, OnePassHead, Slots
-from .vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -35,14 +33,7 @@ class MedusaHead(OnePassHead):
         self.weight = nn.Parameter(torch.zeros(config.layers, config.slots, D, D))
         self.bias = nn.Parameter(torch.zeros(config.layers, config.slots, 1, D))
 
-    def fill(
-        self,
-        hidden_BLD: Tensor,
-        root_BLD: Tensor,
-        anchors: Anchors,
-        cache: TreeCache | None = None,
-        tokens: DraftVocabulary | None = None,
-    ) -> Slots:
+    def fill(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, *seen: Any) -> Slots:
         rows_TND = anchors.own(hidden_BLD).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))

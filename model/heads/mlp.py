@@ -7,15 +7,14 @@ Shape suffixes: B batch, L positions, Q rows of one pass, N anchors, D hidden si
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from transformers import Cache
 
-from ..base.context import Anchors, Attended, AttentionMask, KeysAndValues
+from ..base.context import Anchors, Attended
 from ..base.llm import Base
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
@@ -61,22 +60,11 @@ class MlpHead(StepwiseHead):
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.embedding(tokens.numbered(ids))
 
-    def begin(
-        self,
-        hidden_BLD: Tensor,
-        token_BLW: Tensor,
-        mask: AttentionMask,
-        cache: Cache,
-        read: KeysAndValues,
-        *,
-        at: Anchors,
-    ) -> Tensor:
+    def begin(self, hidden_BLD: Tensor, token_BLW: Tensor, *seen: Any, at: Anchors) -> Tensor:
         state_ND = F.rms_norm(at.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
         return self._next(self.enter(state_ND), at.own(token_BLW))
 
-    def step(
-        self, state_BQW: Tensor, token_BQW: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues
-    ) -> Tensor:
+    def step(self, state_BQW: Tensor, token_BQW: Tensor, *seen: Any) -> Tensor:
         return self._next(self.proceed(state_BQW), token_BQW)
 
     def _next(self, state: Tensor, token: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Shape suffixes: B batch, L positions, N anchors, A of them in a row (padded), T 
 `Base.hidden` gives per position, S positions with keys and values, Q slots of all anchors of a row, R rank.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from .block import Block
 from .head import CHECKED, HeadConfig, Layers, OnePassHead, Size, Slots
 from .last_layers import LastLayers
 from .transition import Transition
-from .vocabulary import DraftVocabulary
 
 RARE_BLANK = -2.0  # log-odds that the blank begins with
 
@@ -99,12 +98,7 @@ class SlotHead(OnePassHead):
         return self
 
     def fill(
-        self,
-        hidden_BLX: Tensor,
-        root_BLD: Tensor,
-        anchors: Anchors,
-        cache: TreeCache | None = None,
-        tokens: DraftVocabulary | None = None,
+        self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None, *tokens: Any
     ) -> Slots:
         x_NTD = self.states(hidden_BLX, root_BLD, anchors, cache)
         blank_NT = None if self.blank is None else self.blank(x_NTD).squeeze(-1)

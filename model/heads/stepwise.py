@@ -11,6 +11,7 @@ state holds, F an embedded token.
 """
 
 from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,19 +51,10 @@ class StepwiseHead(Head):
         them as of its own entries there.
         """
 
-    def begin(
-        self,
-        hidden_BLX: Tensor,
-        token_BLF: Tensor,
-        mask: AttentionMask,
-        cache: Cache,
-        read: KeysAndValues,
-        *,
-        at: Anchors,
-    ) -> Tensor:
+    def begin(self, hidden_BLX: Tensor, token_BLF: Tensor, *seen: Any, at: Anchors) -> Tensor:
         """The first states of the anchors [N, E]: behind the token after each position, with the base's hidden states
         for states."""
-        return at.own(self.step(hidden_BLX, token_BLF, mask, cache, read))
+        return at.own(self.step(hidden_BLX, token_BLF, *seen))
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.attentions, batch, capacity + self.config.slots * self.config.beam)
