@@ -28,7 +28,7 @@ from ctcdraft.model.replay import Replayed, Transcript, replay
 from .evaluate import Evaluated, Measurement, existing, latest, write_results
 from .page import count_page
 from .question import Question
-from .report import DEPTHS, count_table
+from .report import at_depths, count_table
 from .results import LOOKUP_ALONE, accepted_by_source, by_category, calibration, shares_by_depth, tokens_per_step
 from .run import Turn
 
@@ -114,14 +114,13 @@ def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question
         for answer in answers
     ]
     accepted = np.array([len(found) for answers in replayed for answer in answers for found in answer.sources])
-    right = shares_by_depth(accepted) + [0.0] * max(DEPTHS)
     beliefs = calibration(turns)
     return {
         **tokens_per_step(turns, seed),
         "steps": sum(turn.drafted.steps for turn in turns),
         "expected": beliefs["expected"],
         "accepted": beliefs["accepted"],
-        "right_at_depth": [right[depth - 1] for depth in DEPTHS],
+        "right_at_depth": at_depths(shares_by_depth(accepted)),
         "accepted_by_source": accepted_by_source(turns),
         "per_category": {name: tokens_per_step(group, seed) for name, group in by_category(turns).items()},
     }

@@ -17,7 +17,7 @@ from ctcdraft.model.decode.text import TextStream
 from ctcdraft.model.draft.tree import Tree, source_name
 
 from .plots import Panel, intervals, panels_of, svgs
-from .report import DEPTHS, draft_rows, figure_rows, figures, setting_rows
+from .report import DEPTHS, at_depths, draft_rows, figure_rows, figures, setting_rows
 from .results import Block, columns, heads_at
 from .run import Turn
 
@@ -64,7 +64,7 @@ def evaluation_page(results: dict[str, Any], turns: Mapping[str, Sequence[Turn]]
         if turn.drafted.trees
     ]
     depths = [
-        (label, name, group["questions"], *_at_depths(group))
+        (label, name, group["questions"], *at_depths(group["accepted_by_depth"]))
         for label, block in first.items()
         for name, group in [("all", block), *block["per_category"].items()]
     ]
@@ -149,8 +149,3 @@ def _tile(label: str, block: Block) -> tuple[str, list[str], list[str], str]:
     said = figures(block)
     tau, speedup = said["tokens per step (plain = 1.00)"], said["speedup over plain decoding"]
     return label, tau.split(" ", 1), speedup.split(" ", 1), said["identical to plain decoding"]
-
-
-def _at_depths(block: Block) -> list[float]:
-    shares = block["accepted_by_depth"]
-    return [shares[depth - 1] if depth <= len(shares) else 0.0 for depth in DEPTHS]

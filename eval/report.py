@@ -54,6 +54,11 @@ def figures(block: Block) -> dict[str, str]:
     }
 
 
+def at_depths(shares: Sequence[float]) -> list[float]:
+    """Those of `DEPTHS`, of shares by depth; 0 where no draft was accepted so far."""
+    return [shares[depth - 1] if depth <= len(shares) else 0.0 for depth in DEPTHS]
+
+
 def tables(results: dict[str, Any]) -> list[str]:
     """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
     found = [count_table(results)] if "drafts" in results else []
@@ -71,16 +76,11 @@ def figure_rows(results: dict[str, Any]) -> Iterator[Table]:
 def count_table(results: Mapping[str, Any]) -> str:
     """Counted drafts, one row each."""
     title = f"{results['questions']} questions, N={results['decoder']['nodes']}, on {results['base']['name']}"
-    return f"{title}; depths are over all positions.\n\n{drafts_table(results['drafts'])}"
-
-
-def drafts_table(drafts: Mapping[str, Block]) -> str:
-    """What `figures_of` gives of each draft."""
-    return markdown_table(*draft_rows(drafts))
+    return f"{title}; depths are over all positions.\n\n{markdown_table(*draft_rows(results['drafts']))}"
 
 
 def draft_rows(drafts: Mapping[str, Block]) -> Table:
-    """A row for each draft."""
+    """A row for each draft, of what `figures_of` gives of it."""
     rows = []
     for label, one in drafts.items():
         right = " ".join(f"{share:.2f}" for share in one["right_at_depth"])

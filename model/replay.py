@@ -127,7 +127,8 @@ def drafts_along(
                 drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2, ends)
             for root, one in zip(roots, drafted, strict=True):
                 for label in labels:
-                    yield label, root, _tree(decoders[label], one, sequences[root.sequence], root)
+                    decoder, frontier = decoders[label], _frontier(decoders[label], sequences[root.sequence], root)
+                    yield label, root, decoder.drafter.tree(one, frontier) if decoder.drafts else trees.EMPTY
 
 
 def _roots(number: int, known: Transcript, most: int | None) -> list[Root]:
@@ -151,10 +152,6 @@ def _drafted(
         anchors = Anchors.of(batch_N, position_N, len(hidden_BLD))
         noise_NTV = decoder.drafter.noise(ends[part], slots, V, root_BL.device)
         yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary, None, noise_NTV)
-
-
-def _tree(decoder: Decoder, drafted: Lattice | Tree, known: Transcript, root: Root) -> Tree:
-    return decoder.drafter.tree(drafted, _frontier(decoder, known, root)) if decoder.drafts else trees.EMPTY
 
 
 def _frontier(decoder: Decoder, known: Transcript, root: Root) -> Frontier:

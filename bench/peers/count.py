@@ -17,7 +17,7 @@ from drafters import load_drafter
 
 from ctcdraft.eval.count import figures_of
 from ctcdraft.eval.question import Question
-from ctcdraft.eval.report import drafts_table
+from ctcdraft.eval.report import draft_rows, markdown_table
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.replay import replay
 
@@ -72,7 +72,8 @@ def main():
     found = replay(base, decoders_of(base, heads, options.nodes), answers)
     owners = [Question(str(number), "answers") for number in range(len(answers))]
     figures = {label: figures_of(replayed, owners, seed=0) for label, replayed in found.items()}
-    print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{drafts_table(figures)}")
+    table = markdown_table(*draft_rows(figures))
+    print(f"{len(answers)} answers of {base.name}, {torch.get_num_threads()} threads\n\n{table}")
     if options.out:
         options.out.write_text(json.dumps({"answers": len(answers), "drafts": figures}, indent=1) + "\n")
 

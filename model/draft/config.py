@@ -76,8 +76,3 @@ class DraftConfig:
         if self.proposal == "sampled":
             return "draft.proposal=sampled"
         return "draft.stop=adaedl" if self.stop == "adaedl" else f"draft.graft={phrases}" if phrases else ""
-
-    @property
-    def plain_search(self) -> bool:
-        """Is `tree.search` the rule?"""
-        return self.kind in ("tree", "chain") and self.stop == "none"

@@ -89,7 +89,7 @@ class Drafter:
             return chosen(scored, config.most_nodes, **limits)
 
         drawn = config.proposal != "best" and frontier.sampling.temperature > 0
-        if not config.plain_search or drawn:
+        if config.kind not in ("tree", "chain") or config.stop != "none" or drawn:
             tree = self._grown(drafted, frontier, ends)
         elif isinstance(drafted, Tree):
             tree = best(drafted)

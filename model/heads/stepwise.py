@@ -138,4 +138,4 @@ class StepwiseHead(Head):
         """(log-probabilities, tokens) of each row's likeliest successors, one row after the other."""
         logits_QX = tokens.logits(state_QE).float()
         top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(beam, dim=1)
-        return top.values.flatten(), tokens.ids_of(top.indices.flatten())
+        return top.values.flatten(), tokens.ids[top.indices.flatten()]

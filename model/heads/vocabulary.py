@@ -60,10 +60,6 @@ class DraftVocabulary:
         """Numbers [...] of the base's ids [...]: X for those that cannot be drafted."""
         return F.embedding(ids, self._number_V.unsqueeze(1)).squeeze(-1)
 
-    def ids_of(self, numbers: Tensor) -> Tensor:
-        """The base's ids [...] of draft tokens [...]."""
-        return self.ids[numbers]
-
     def embed(self, numbers: Tensor) -> Tensor:
         """As the base's first layer gets them, [..., D]; zeros for X."""
         known = numbers < len(self)

@@ -40,7 +40,7 @@ def drafting(config, base):
 def test_numbers_and_ids_are_each_others_inverse(base):
     vocabulary = DraftVocabulary(base, IDS)
     assert len(vocabulary) == 10
-    assert vocabulary.numbered(vocabulary.ids_of(torch.arange(10))).tolist() == list(range(10))
+    assert vocabulary.numbered(vocabulary.ids[torch.arange(10)]).tolist() == list(range(10))
     assert vocabulary.numbered(torch.tensor([[4, 5], [0, 29]])).tolist() == [[10, 2], [10, 9]]
     assert torch.equal(vocabulary.lm_weight, base.lm_weight[IDS])
     embedded = vocabulary.embed(torch.tensor([1, 10]))
