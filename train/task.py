@@ -154,13 +154,12 @@ class DraftTask(nn.Module):
         """The loss of every anchor from its slots, up to the first label that is no token of the draft vocabulary;
         hidden: the base's states of all positions, to distil from."""
         head, objective, vocabulary = self.head, self.objective, self.vocabulary
-        lm_weight, output, states = vocabulary.lm_weight, vocabulary.output, slots.states_NTD
-        blank, bias = slots.blank_NT, None
+        lm_weight, output, bias = vocabulary.lm_weight, vocabulary.output, None
         labels_NU, lengths_N = vocabulary.cut(batch.labels_NU, batch.lengths_N)
         if head.transition is not None and slots.slot_NTR is not None:
             root_N = vocabulary.numbered(roots_of(batch)[batch.batch_N, batch.position_N])
             token_NS = torch.cat([root_N.unsqueeze(1), labels_NU], dim=1)
-            states, blank = head.transition(states, blank, slots.slot_NTR, token_NS, vocabulary, head.topology)
+            slots = head.transition(slots, token_NS, vocabulary, head.topology)
         if self.negatives is not None and bool((lengths_N > 0).any()):
             tokens_S, bias, labels_NU = self.negatives.draw(labels_NU, lengths_N)
             own, lm_weight = output is not lm_weight, lm_weight[tokens_S]
@@ -172,13 +171,13 @@ class DraftTask(nn.Module):
                 soft_NUD = soft_labels(said, labels_NU, output, share)
             else:
                 teacher = said.teacher(objective.teacher_k, objective.divergence, share)
-        weight_U = torch.tensor(objective.weights, device=states.device)
+        states, weight_U = slots.states_NTD, torch.tensor(objective.weights, device=slots.states_NTD.device)
         if slots.learnt_NT is not None:
             weight_U = weight_U * slots.learnt_NT[:, : len(weight_U)]
         return anchor_losses(
             states,
             output if multiplies_in_bfloat16(states, output) and cpu_has_bf16() else output.to(states.dtype),
-            blank,
+            slots.blank_NT,
             labels_NU,
             lengths_N,
             objective=objective.kind,

@@ -61,7 +61,7 @@ class DiffusionHead(SlotHead):
         masked_NT = torch.rand(N, T, device=token_NTD.device) < torch.rand(N, 1, device=token_NTD.device)
         masked_NT |= (token_NTD == 0).all(dim=2)
         shown = self._shown(~masked_NT, token_NTD, root_BLD, anchors)
-        return Slots(self.states(hidden_BLD, root_BLD, anchors, shown=shown), None, learnt_NT=masked_NT)
+        return Slots(self.states(hidden_BLD, root_BLD, anchors, shown=shown), learnt_NT=masked_NT)
 
     def fill(
         self,
@@ -85,7 +85,7 @@ class DiffusionHead(SlotHead):
             shown = self._shown(shown_NT, token_NTD, root_BLD, anchors)
             again_NTD = self.states(hidden_BLX, root_BLD, anchors, cache, shown)
             x_NTD = x_NTD.where(shown_NT.unsqueeze(2), again_NTD)
-        return Slots(x_NTD, None)
+        return Slots(x_NTD)
 
     def _shown(self, shown_NT: Tensor, token_NTD: Tensor, root_BLD: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """What `states` takes: what shown slots read, and their tokens, the root's in all others."""

@@ -21,7 +21,7 @@ from ..draft.prompt_lookup import CopyRates
 from ..draft.tree import Tree
 from ..lattice.candidates import Candidates, Lattice, Tables, candidates_of
 from ..lattice.topology import ONE_TO_ONE, Topology
-from .transition import Transition
+from .transition import Slots, Transition
 from .vocabulary import DraftVocabulary
 
 # What a damaged config asks for would take hours to build:
@@ -44,16 +44,6 @@ class HeadConfig:
     def topology(self) -> Topology:
         """Which alignments of its slots count."""
         return ONE_TO_ONE
-
-
-class Slots(NamedTuple):
-    """states [N, T, D], to be multiplied with the base's LM head; the blank's log-odds against all tokens together
-    [N, T], or None; A x_t [N, T, R] of a transition, or None; which slots are to be learnt [N, T], None: all."""
-
-    states_NTD: Tensor
-    blank_NT: Tensor | None
-    slot_NTR: Tensor | None = None
-    learnt_NT: Tensor | None = None
 
 
 class Vocabulary(NamedTuple):

@@ -37,4 +37,4 @@ class MedusaHead(OnePassHead):
         rows_TND = anchors.own(hidden_BLD).expand(self.config.slots, -1, -1)
         for weight_TDD, bias_T1D in zip(self.weight, self.bias, strict=True):
             rows_TND = rows_TND + F.silu(torch.baddbmm(bias_T1D, rows_TND, weight_TDD))
-        return Slots(rows_TND.transpose(0, 1), None)
+        return Slots(rows_TND.transpose(0, 1))

@@ -74,7 +74,7 @@ class StepwiseHead(Head):
             mask = AttentionMask(position_BA + step, seen_BAS.unsqueeze(1))
             state_NE = anchors.gathered(self.step(state_BAE, token_BAF, mask, cache, read))
             states.append(state_NE)
-        return Slots(torch.stack(states, dim=1), None)
+        return Slots(torch.stack(states, dim=1))
 
     @property
     def lm_rows(self) -> int:

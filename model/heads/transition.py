@@ -14,6 +14,8 @@ Shape suffixes: N anchors, T slots, S contexts (prefixes of the labels), W of th
 (`Topology.window`), R rank, X draft tokens, D hidden of the base.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,16 @@ from torch import Tensor, nn
 from ..lattice.candidates import Tables
 from ..lattice.topology import Topology
 from .vocabulary import DraftVocabulary
+
+
+class Slots(NamedTuple):
+    """states [N, T, D], to be multiplied with the base's LM head; the blank's log-odds against all tokens together
+    [N, T], or None; A x_t [N, T, R] of a transition, or None; which slots are to be learnt [N, T], None: all."""
+
+    states_NTD: Tensor
+    blank_NT: Tensor | None = None
+    slot_NTR: Tensor | None = None
+    learnt_NT: Tensor | None = None
 
 
 class Transition(nn.Module):
@@ -39,27 +51,18 @@ class Transition(nn.Module):
         nn.init.zeros_(self.to_state.weight)
         self.blank_R = nn.Parameter(torch.zeros(rank)) if with_blank else None
 
-    def forward(
-        self,
-        states_NTD: Tensor,
-        blank_NT: Tensor | None,
-        slot_NTR: Tensor,
-        token_NS: Tensor,
-        vocabulary: DraftVocabulary,
-        topology: Topology,
-    ) -> tuple[Tensor, Tensor | None]:
-        """States [N, T, W, D] and the blank's log-odds [N, T, W] of every slot behind the prefixes of its window.
-
-        slot_NTR: A x_t; token_NS: the last token of each prefix of the labels, the root first, as numbers of the
-        vocabulary.
-        """
+    def forward(self, slots: Slots, token_NS: Tensor, vocabulary: DraftVocabulary, topology: Topology) -> Slots:
+        """The same with states [N, T, W, D] and log-odds of the blank [N, T, W] behind the prefixes of each slot's
+        window. token_NS: the last token of each prefix of the labels, the root first, as numbers of the vocabulary."""
+        states_NTD, blank_NT, slot_NTR, _ = slots
+        assert slot_NTR is not None
         window_TW = topology.window(slot_NTR.shape[1], token_NS.shape[1] - 1).to(token_NS.device)
         once_K, place_NS = token_NS.unique(return_inverse=True)  # anchors share most of their labels
         context_KR = self.contexts(vocabulary.embed(once_K).detach().to(slot_NTR.dtype))
         gate_NTWR = F.hardswish(slot_NTR.unsqueeze(2) + F.embedding(place_NS[:, window_TW], context_KR))
         if blank_NT is not None and self.blank_R is not None:
             blank_NT = blank_NT.unsqueeze(2) + gate_NTWR @ self.blank_R
-        return states_NTD.unsqueeze(2) + self.to_state(gate_NTWR), blank_NT
+        return slots._replace(states_NTD=states_NTD.unsqueeze(2) + self.to_state(gate_NTWR), blank_NT=blank_NT)
 
     def contexts(self, embedded_XD: Tensor) -> Tensor:
         """B e(u), [..., R]."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.heads import CtcConfig, ParallelConfig, head_on
 from ctcdraft.model.heads.head import Vocabulary
-from ctcdraft.model.heads.transition import Transition
+from ctcdraft.model.heads.transition import Slots, Transition
 from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.model.lattice.candidates import candidates_of
 from ctcdraft.model.lattice.topology import CTC, ONE_TO_ONE, Topology
@@ -57,10 +57,11 @@ class Case:
     def loss(self, objective="prefix_ctc", lengths=None, topology=CTC, **options):
         token_NS = torch.cat([torch.tensor([[self.root]]), self.labels], dim=1)
         topology = ONE_TO_ONE if self.blank is None else topology
-        moved = self.transition(self.states, self.blank, self.slot_NTR, token_NS, self.words, topology)
+        moved = self.transition(Slots(self.states, self.blank, self.slot_NTR), token_NS, self.words, topology)
         lengths = torch.tensor([self.labels.shape[1]]) if lengths is None else lengths
-        arguments = moved[0], self.words.lm_weight.to(moved[0].dtype), moved[1], self.labels, lengths
-        return anchor_losses(*arguments, objective=objective, topology=topology, blank_is_odds=True, **options)
+        weight = self.words.lm_weight.to(moved.states_NTD.dtype)
+        options |= {"objective": objective, "topology": topology, "blank_is_odds": True}
+        return anchor_losses(moved.states_NTD, weight, moved.blank_NT, self.labels, lengths, **options)
 
     def trained(self):
         transition = self.transition
@@ -264,18 +265,12 @@ def test_the_tree_has_the_psi_that_training_computes(base, config):
 
 def training_psi(head, base, slots, n, root, path):
     blank = None if slots.blank_NT is None else slots.blank_NT[n : n + 1]
-    moved = head.transition(
-        slots.states_NTD[n : n + 1],
-        blank,
-        slots.slot_NTR[n : n + 1],
-        torch.tensor([[int(root), *path]]),
-        DraftVocabulary(base),
-        head.topology,
-    )
+    own = Slots(slots.states_NTD[n : n + 1], blank, slots.slot_NTR[n : n + 1])
+    moved = head.transition(own, torch.tensor([[int(root), *path]]), DraftVocabulary(base), head.topology)
     out = anchor_losses(
-        moved[0],
+        moved.states_NTD,
         base.lm_weight,
-        moved[1],
+        moved.blank_NT,
         torch.tensor([path]),
         torch.tensor([len(path)]),
         objective="cross_entropy" if blank is None else "prefix_ctc",
