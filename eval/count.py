@@ -21,7 +21,7 @@ from ctcdraft.data.store import Journal
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.decode.decoder import Decoder
-from ctcdraft.model.decode.generate import continued, noise_seed
+from ctcdraft.model.decode.generate import continued, work_key
 from ctcdraft.model.export import load_head
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
@@ -99,7 +99,7 @@ def own_answers(
         sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             tokens = np.array([*prompt, *answer], np.int64)
-            answered, noise = np.arange(len(tokens)) >= len(prompt), noise_seed(prompt, "", temperature, seed=0)
+            answered, (_, noise) = np.arange(len(tokens)) >= len(prompt), work_key(prompt, "", temperature, 0)
             read[number].append(Transcript(tokens, answered, Sampling(temperature), noise))
             bar.update()
             ask(number)

@@ -91,7 +91,7 @@ def continued(
             if answer is not None:
                 yield owner, answer
                 continue
-            noise = noise_seed(prompt, name, temperature, seed)
+            _, noise = work_key(prompt, name, temperature, seed)
             waiting.append(Request(prompt, most, Sampling(temperature, top_p=top_p), noise))
             asked[waiting[-1]] = owner, key
 
@@ -101,11 +101,6 @@ def continued(
         answers.put(key, done.tokens)
         yield owner, done.tokens
         yield from already_known()
-
-
-def noise_seed(prompt: list[int], name: str, temperature: float, seed: int) -> int:
-    """Of the noise of an answer."""
-    return work_key(prompt, name, temperature, seed)[1]
 
 
 def work_key(*parts: Any) -> tuple[str, int]:

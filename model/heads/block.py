@@ -15,12 +15,6 @@ from ..base.context import AttentionMask
 ROPE_BASE = 10_000.0
 
 
-def check_heads(width: int, heads: int) -> None:
-    """Raises ValueError where a block of that width does not split into so many heads with rotary positions."""
-    if width % (2 * heads):
-        raise ValueError(f"head.width={width} is no even multiple of head.heads={heads}")
-
-
 class Block(nn.Module):
     """A layer of Llama: pre-norm attention with rotary positions, and SwiGLU."""
 

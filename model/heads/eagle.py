@@ -15,7 +15,7 @@ from transformers import Cache
 
 from ..base.context import Attended, AttentionMask, KeysAndValues
 from ..base.llm import Base
-from .block import Block, check_heads
+from .block import Block
 from .head import CHECKED, Size
 from .stepwise import StepwiseConfig, StepwiseHead
 
@@ -27,7 +27,8 @@ class EagleConfig(StepwiseConfig):
     heads: Size = 4  # attention heads of such a layer
 
     def __post_init__(self) -> None:
-        check_heads(self.width, self.heads)
+        if self.width % (2 * self.heads):  # so that it splits into heads with rotary positions
+            raise ValueError(f"head.width={self.width} is no even multiple of head.heads={self.heads}")
 
 
 class EagleHead(StepwiseHead):

@@ -22,9 +22,10 @@ from transformers import Cache
 from ..base.cache import PassingCache
 from ..base.context import Attended, AttentionMask, KeysAndValues
 from ..base.llm import Base
-from .block import Block, check_heads
+from .block import Block
+from .eagle import EagleConfig
 from .head import CHECKED, Layers, Size
-from .stepwise import StepwiseConfig, StepwiseHead
+from .stepwise import StepwiseHead
 
 TRIED = 7  # a position of the trial
 CLOSE = 2e-2  # how far a turned key may be from the base's, of its largest number
@@ -32,15 +33,11 @@ Turn = Callable[[Tensor, Tensor], Tensor]  # heads [B, H, Q, w] to positions [B,
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class GlideConfig(StepwiseConfig):
-    kind: Literal["glide"] = "glide"
+class GlideConfig(EagleConfig):
+    kind: Literal["glide"] = "glide"  # type: ignore[assignment]
     layers: Layers = 1  # each looks at one of the base's last ones
     width: Size = 256  # of these layers
-    heads: Size = 4  # of their own attention
     cross: bool = True  # attention to the base's keys and values; false: a language model of its own, the control
-
-    def __post_init__(self) -> None:
-        check_heads(self.width, self.heads)
 
 
 class GlideHead(StepwiseHead):
