@@ -131,21 +131,13 @@ def _backward_kernel(
 
 
 class PrefixLattice(torch.autograd.Function):
-    """(log_emit, log_stay, log_blank, repeat, slot_lengths) -> log psi [N, U], log end [N, U + 1], as
-    `reference.prefix_lattice`. Differentiable once."""
+    """log psi [N, U] and log end [N, U + 1] of the tensors of `Emissions`, as `reference.prefix_lattice` has them.
+    Differentiable once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        log_emit_NTU: Tensor,
-        log_stay_NTU: Tensor,
-        log_blank_NTS: Tensor,
-        repeat_NU: Tensor,
-        slot_lengths_N: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        N, T, U = log_emit_NTU.shape
-        emit, stay, blank = log_emit_NTU.contiguous(), log_stay_NTU.contiguous(), log_blank_NTS.contiguous()
-        repeat, slots = repeat_NU.to(torch.int8).contiguous(), slot_lengths_N.contiguous()
+    def forward(ctx: Any, *emissions: Tensor) -> tuple[Tensor, Tensor]:
+        emit, stay, blank, repeat, slots = (part.contiguous() for part in emissions)
+        (N, T, U), repeat = emit.shape, repeat.to(torch.int8)
         log_psi_NU, log_end_NS = emit.new_empty(N, U), emit.new_empty(N, U + 1)
         states = emit.new_empty(2, U + 1, T + 1, N)
         if N:
