@@ -47,8 +47,7 @@ class Outcome:
 @dataclass
 class Stop:
     """AdaEDL's threshold, which follows the share of the drafted depth that was accepted (the rule of Draft & Verify,
-    Zhang et al. 2024, arXiv 2309.08168). Their ALPHA is 0.9, of a drafter that is nearly always right: with our heads
-    it ends in drafting nothing (docs/results/drafts.md)."""
+    Zhang et al. 2024, arXiv 2309.08168). Their ALPHA is 0.9: see docs/results/drafts.md."""
 
     least: float = 0.05
     accepted: float = 0.0

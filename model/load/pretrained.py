@@ -86,25 +86,17 @@ def load_base(
     eos_ids = own_eos_ids(model, tokenizer) if eos is None else _chosen_eos(eos, model, tokenizer, path)
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
-    found = base_of(model, tokenizer, path, eos_ids=eos_ids, plain_template=plain, template=template)
-    return replace(found, date=date or PINNED_DATE) if writes_date(tokenizer.chat_template) else found
+    written = date or PINNED_DATE if writes_date(tokenizer.chat_template) else None
+    return base_of(model, tokenizer, path, eos_ids, plain_template=plain, template=template, date=written)
 
 
-def base_of(
-    model: Any,
-    tokenizer: Any,
-    path: str,
-    *,
-    eos_ids: tuple[int, ...] | None = None,
-    plain_template: bool = False,
-    template: str | None = None,
-) -> Base:
-    """A base from a model that is already there, by default with its own ends of sequence.
+def base_of(model: Any, tokenizer: Any, path: str, eos_ids: tuple[int, ...] | None = None, **facts: Any) -> Base:
+    """A base from a model that is already there, by default with its own ends of sequence; facts: other fields.
 
     Raises ValueError where it cannot be verified against drafts.
     """
     length, ends = usable_context(model), own_eos_ids(model, tokenizer) if eos_ids is None else eos_ids
-    base = Base(model, tokenizer, path, ends, length, plain_template=plain_template, template=template)
+    base = Base(model, tokenizer, path, ends, length, **facts)
     if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
         model.set_experts_implementation("eager")
     check_verifiable(base)
