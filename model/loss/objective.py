@@ -81,35 +81,13 @@ class PrefixLogits(NamedTuple):
             spent_TW = torch.arange(T, device=window_TW.device).unsqueeze(1) - window_TW
             blank_NTW = blank_NTW.masked_fill(spent_TW >= topology.band, LOG_ZERO)
         total_NTW = torch.logaddexp(self.lse_NTW, blank_NTW).expand_as(self.emit_NTW)
-
-        def behind_every(logits_NTW: Tensor) -> Tensor:
-            log_p_NTW = logits_NTW - total_NTW
-            nothing_NTS = log_p_NTW.new_full((*log_p_NTW.shape[:2], U + 1), LOG_ZERO)
-            return nothing_NTS.scatter(2, window_TW.expand_as(log_p_NTW), log_p_NTW)
-
-        emit_NTU = behind_every(self.emit_NTW)[:, :, :-1]
-        stay_NTU = behind_every(self.stay_NTW)[:, :, 1:] if topology.merge else torch.full_like(emit_NTU, LOG_ZERO)
+        emit_NTU = _behind_every(self.emit_NTW - total_NTW, window_TW, U)[:, :, :-1]
+        stay_NTU = torch.full_like(emit_NTU, LOG_ZERO)
+        if topology.merge:
+            stay_NTU = _behind_every(self.stay_NTW - total_NTW, window_TW, U)[:, :, 1:]
+        blank_NTS = _behind_every(blank_NTW - total_NTW, window_TW, U)
         repeat_NU = _repeats(self.labels_NU, topology)
-        return Emissions(emit_NTU, stay_NTU, behind_every(blank_NTW), repeat_NU, self.slot_lengths_N), total_NTW
-
-
-def ctc_losses(
-    logits: PrefixLogits,
-    lengths_N: Tensor,
-    objective: str,
-    weight_U: Tensor | None = None,
-    implementation: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """`ctc`: -log P(collapse = y_1..y_U). `prefix_ctc`: -sum_k w_k log psi(y_1..y_k). lengths: of the labels.
-
-    weight: w_k, scaled to a sum of 1 over an anchor's feasible prefixes; None: even.
-    Returns loss [N] and log psi [N, U]. Graves et al. 2006, equations 6-8; docs/method.md.
-    """
-    log_psi_NU, log_end_NS = prefix_lattice(logits.emissions()[0], implementation)
-    if objective == "ctc":
-        return -log_end_NS.gather(1, lengths_N.unsqueeze(1)).squeeze(1), log_psi_NU
-    possible_NU = feasible_prefixes(logits.labels_NU, lengths_N, logits.slot_lengths_N, logits.topology)
-    return -_weighted_mean(log_psi_NU, possible_NU, weight_U), log_psi_NU
+        return Emissions(emit_NTU, stay_NTU, blank_NTS, repeat_NU, self.slot_lengths_N), total_NTW
 
 
 def continuations(logits: PrefixLogits, other_NTWK: Tensor, other_NUK: Tensor) -> Tensor:
@@ -119,16 +97,14 @@ def continuations(logits: PrefixLogits, other_NTWK: Tensor, other_NUK: Tensor) -
     leaves of 1 is the probability that the output ends with g. Undefined where psi(g) is 0.
     """
     emissions, total_NTW = logits.emissions()
-    (N, T, U), K, topology = emissions.emit_NTU.shape, other_NUK.shape[2], logits.topology
+    (_, T, U), topology = emissions.emit_NTU.shape, logits.topology
     log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(emissions)
     log_pb_NTU1, log_pn_NTU1 = log_pb_NTS[:, :T, :U, None], log_pn_NTS[:, :T, :U, None]
     last_NU1 = F.pad(logits.labels_NU, (1, 0), value=-1)[:, :U, None]
     merged_N1UK = ((other_NUK == last_NU1) & topology.merge).unsqueeze(1)
     log_phi_NTUK = torch.logaddexp(log_pb_NTU1, log_pn_NTU1.masked_fill(merged_N1UK, LOG_ZERO))
-    other_NTWK = other_NTWK - total_NTW.unsqueeze(3)
-    window_TW1 = topology.window(T, U).to(other_NUK.device).unsqueeze(2)
-    nothing_NTSK = other_NTWK.new_full((N, T, U + 1, K), LOG_ZERO)
-    other_NTUK = nothing_NTSK.scatter(2, window_TW1.expand_as(other_NTWK), other_NTWK)[:, :, :U]
+    window_TW = topology.window(T, U).to(other_NUK.device)
+    other_NTUK = _behind_every(other_NTWK - total_NTW.unsqueeze(3), window_TW, U)[:, :, :U]
     past_NT = torch.arange(T, device=other_NUK.device) >= logits.slot_lengths_N.unsqueeze(1)
     log_psi_NUK = (log_phi_NTUK + other_NTUK).masked_fill(past_NT[:, :, None, None], LOG_ZERO).logsumexp(dim=1)
     return log_psi_NUK - F.pad(log_psi_NU, (1, 0))[:, :U, None]
@@ -151,12 +127,15 @@ def anchor_losses(
     teacher: Teacher | None = None,
     implementation: str = "auto",
 ) -> AnchorLoss:
-    """The loss of every anchor from its slot states and the LM head.
+    """The loss of every anchor from its slot states and the LM head. `ctc`: -log P(collapse = y_1..y_U); `prefix_ctc`:
+    -sum_k w_k log psi(y_1..y_k); `cross_entropy`: slot k predicts label k. Graves et al. 2006, equations 6-8;
+    docs/method.md.
 
     states [N, T, D], and blank logits [N, T]; or, where they depend on what was collapsed before (`Transition`), those
     behind every prefix of a slot's window, [N, T, W, D] and [N, T, W]. blank is None exactly for `cross_entropy`.
-    weight [U], or [N, U]: of a prefix or slot, None: even (`ctc_losses`). bias [V]: added to logits in a normaliser,
-    0 for every label: of a sampled vocabulary minus the logarithm of how likely a token was to be in it (`Negatives`).
+    weight [U], or [N, U]: w_k of a prefix or slot, scaled to a sum of 1 over the feasible ones; None: even.
+    bias [V]: added to logits in a normaliser, 0 for every label: of a sampled vocabulary minus the logarithm of how
+    likely a token was to be in it (`Negatives`).
     blank_is_odds: blank holds its log-odds against all tokens together, not a logit beside theirs.
     soft [N, U, D]: what stands for each label's row of the LM head in the loss, as the mean row under the base's own
     distribution; log psi stays that of the labels.
@@ -256,12 +235,16 @@ def anchor_losses(
         blank_NTW = blank_NTW.masked_fill(~valid_NT.unsqueeze(2), LOG_ZERO)
         behind = PrefixLogits(lse_NTW, emit_NTW, stay_NTW, blank_NTW, labels_NU, slots_N, topology=topology)
         learnt = behind if soft_NTW is None else behind._replace(emit_NTW=soft_NTW)
-        loss, log_psi = ctc_losses(learnt, lengths_N, objective, weight_U, implementation)
+        log_psi, log_end_NS = prefix_lattice(learnt.emissions()[0], implementation)
+        possible_NU = possible_NU[kept]
+        if objective == "ctc":
+            loss = -log_end_NS.gather(1, lengths_N.unsqueeze(1)).squeeze(1)
+        else:
+            loss = -_weighted_mean(log_psi, possible_NU, weight_U)
         if soft_NTW is not None:
             with torch.no_grad():
                 log_psi, _ = prefix_lattice(behind.emissions()[0], implementation)
         if teacher is not None and taught_NTWK is not None:
-            possible_NU = possible_NU[kept]
             log_q_NUK = continuations(behind, taught_NTWK, teacher.tokens_NUK)
             far_NU = _far_from(teacher, log_q_NUK, possible_NU).cumsum(dim=1)  # label j is in the prefixes k >= j
             loss = torch.lerp(loss, _weighted_mean(far_NU, possible_NU, weight_U), teacher.share)
@@ -328,6 +311,12 @@ def fused_ctc_loss(
         total_weight = (weights_N * out.feasible_N).sum()
         loss = loss.sum() if reduction == "sum" else loss.sum() / total_weight.where(total_weight > 0, 1.0)
     return (loss, out.feasible_N) if return_feasible else loss
+
+
+def _behind_every(log_p: Tensor, window_TW: Tensor, labels: int) -> Tensor:
+    """[N, T, S, ...] of [N, T, W, ...]: log 0 behind prefixes that are not in a slot's window."""
+    every = log_p.new_full((*log_p.shape[:2], labels + 1, *log_p.shape[3:]), LOG_ZERO)
+    return every.scatter(2, window_TW.view(*window_TW.shape, *[1] * (log_p.dim() - 3)).expand_as(log_p), log_p)
 
 
 def _far_from(teacher: Teacher, log_q_NUK: Tensor, possible_NU: Tensor) -> Tensor:
