@@ -1,8 +1,6 @@
-"""A question of a benchmark, and how it stands in a row.
+"""A question of a benchmark, and how it stands in a row (docs/evaluation.md, "How they are asked").
 
-Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
-instruction and no examples before it, and follow-up turns come after the model's own answer. Files with `turns`, as
-those projects write them for every benchmark, are taken everywhere.
+Files with `turns`, as Spec-Bench and EAGLE write them for every benchmark, are taken everywhere.
 """
 
 from collections.abc import Sequence
