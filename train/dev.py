@@ -70,4 +70,4 @@ def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> No
         accepted.append(right[seen])
     if psi:
         head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
-    head.copy_rates = fit_rates((known.tokens, known.answered) for known in dev)
+    head.copy_rates = fit_rates((known.tokens, start, end) for known in dev for start, end in known.answers())

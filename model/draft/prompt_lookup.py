@@ -72,16 +72,14 @@ BUILT_IN = CopyRates(
 )
 
 
-def fit_rates(sequences: Iterable[tuple[NDArray[np.int64], NDArray[np.bool_]]], prior: float = PRIOR) -> CopyRates:
-    """Rates on known answers: (tokens, which of them the base has said) of each sequence, drafted by copies alone.
+def fit_rates(answers: Iterable[tuple[NDArray[np.int64], int, int]], prior: float = PRIOR) -> CopyRates:
+    """Rates on known answers, drafted by copies alone: of each the tokens of its sequence, where it begins and ends.
 
     Counted where drafts begin, behind a token that the copy before did not have: elsewhere matches are better.
     """
     tried, right = np.zeros((2, 3, LONGEST_RUN + 1), np.int64)
-    for tokens, said in sequences:
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], said.astype(np.int8), [0]])))
-        for start, end in edges.reshape(-1, 2):
-            _count(np.asarray(tokens, np.int64), start, end, tried, right)
+    for tokens, start, end in answers:
+        _count(np.asarray(tokens, np.int64), start, end, tried, right)
     rates = (right + prior * BUILT_IN.table) / np.maximum(tried + prior, 1)
     longest = (LONGEST_MATCH, LONGEST_MATCH, LONGEST_RUN)
     return CopyRates(*([float(rate) for rate in row[1 : 1 + n]] for row, n in zip(rates, longest, strict=True)))

@@ -123,7 +123,7 @@ def test_depth_and_ends_of_sequence_limit_copies():
 
 def test_rates_are_counted_where_drafts_begin():
     tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 9])
-    rates = fit_rates([(tokens, np.arange(10) >= 4)], prior=0)
+    rates = fit_rates([(tokens, 4, 10)], prior=0)
     # root 1: a match of one token, 2 and 3 right (runs of 2 and 3), 4 wrong (a run of 4 was not reached);
     # root 5: never read; root 1: one token, 2 wrong; nothing else followed a 1
     assert rates.first[0] == 0.5
