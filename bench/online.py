@@ -18,7 +18,7 @@ from pathlib import Path
 from measure import machine
 
 from ctcdraft.data.generated import GENERATED
-from ctcdraft.eval.question import Question
+from ctcdraft.eval.bench import Question
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 from ctcdraft.train.online import OnlineConfig, OnlineDecoder

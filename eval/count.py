@@ -22,9 +22,9 @@ from ctcdraft.model.decode.generate import continued, work_key
 from ctcdraft.model.export import load_head
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
+from .bench import Question
 from .evaluate import Evaluated, Measurement, existing, latest, write_results
 from .page import count_page
-from .question import Question
 from .report import at_depths, count_table
 from .results import LOOKUP_ALONE, accepted_by_source, by_category, calibration, shares_by_depth, tokens_per_step
 from .run import Turn

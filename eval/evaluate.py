@@ -24,11 +24,10 @@ from ctcdraft.model.export import load_head, read_config
 from ctcdraft.model.folders import digest_of, new_folder
 from ctcdraft.model.heads import Head
 
-from .bench import BenchConfig, load_questions, questions_hash
+from .bench import BenchConfig, Question, load_questions, questions_hash
 from .control import bound_in_words
 from .page import evaluation_page
 from .plots import draw, panels_of
-from .question import Question
 from .report import report, tables
 from .results import LOOKUP_ALONE, grouped, growth, heads_at, measured, of_one_head
 from .run import Turn, generate_rate, run

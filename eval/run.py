@@ -15,9 +15,8 @@ from tqdm import tqdm
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder, Generation
 
-from .bench import BenchConfig, Setting
+from .bench import BenchConfig, Question, Setting
 from .control import Control, Divergence, Flips
-from .question import Question
 
 GENERATE_TURNS = 8
 SHOWN = 8  # answers at most whose drafts are kept

@@ -15,8 +15,8 @@ from answers import answers_of, span
 from conditionals import LayersBase, PeerHead
 from drafters import load_drafter
 
+from ctcdraft.eval.bench import Question
 from ctcdraft.eval.count import figures_of
-from ctcdraft.eval.question import Question
 from ctcdraft.eval.report import draft_rows, markdown_table
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.replay import replay
