@@ -66,13 +66,13 @@ class Journal(dict[str, Any]):
             with path.open("rb") as stream, suppress(ValueError):  # of a line that is half, or none
                 for line in stream:
                     key, value = json.loads(line[: line.rindex(b"\n")])
-                    self[key] = value
+                    super().__setitem__(key, value)
                     good += len(line)
             os.truncate(path, good)
         self._stream = path.open("a", encoding="utf-8")
 
-    def put(self, key: str, value: Any) -> None:
-        self[key] = value
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
         self._stream.write(json.dumps([key, value]) + "\n")
         self._stream.flush()
 

@@ -245,7 +245,7 @@ async def _ask_server(
             try:
                 if (known := journal.get(key)) is None:
                     known = await server.answer(dialogue.said, tools=dialogue.conversation.tools, **options)
-                    journal.put(key, known)
+                    journal[key] = known
                 dialogue.answer_text(Answer._make(known))
             except (ServerError, RowError) as error:
                 dialogue.lose("refused" if isinstance(error, (Refusal, RowError)) else "errors", str(error))

@@ -7,8 +7,8 @@ written in place.
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence, Sized
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, MutableMapping, Sequence, Sized
+from typing import Any, TypeVar
 
 from ..base.llm import Base
 from ..base.sampling import Sampling
@@ -16,13 +16,6 @@ from .decoder import Decoder
 from .request import Request
 
 T = TypeVar("T")
-
-
-class Answers(Protocol):
-    """Answers by what was asked, which may outlive a process, as data.store.Journal does."""
-
-    def get(self, key: str) -> Any: ...
-    def put(self, key: str, value: Any) -> None: ...
 
 
 def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
@@ -67,7 +60,7 @@ def continued(
     base: Base,
     work: deque[tuple[T, list[int], float, str]],
     top_p: float,
-    answers: Answers,
+    answers: MutableMapping[str, Any],
     *,
     max_new_tokens: int,
     batch_size: int,
@@ -98,7 +91,7 @@ def continued(
     yield from already_known()
     for done in continue_all(base, waiting, batch_size):
         owner, key = asked.pop(done)
-        answers.put(key, done.tokens)
+        answers[key] = done.tokens
         yield owner, done.tokens
         yield from already_known()
 

@@ -115,15 +115,15 @@ def test_a_long_prompt_cuts_no_answer_but_its_own(base, tmp_path):
 def test_a_journal_forgets_the_half_line_of_a_killed_process(tmp_path):
     path = tmp_path / "j"
     journal = Journal(path)
-    journal.put("a", [1, 2])
-    journal.put("b", ["é"])
+    journal["a"] = [1, 2]
+    journal["b"] = ["é"]
     journal.close()
     whole = path.read_bytes()
     for end in range(len(whole)):
         path.write_bytes(whole[:end])
         again = Journal(path)
         assert again.get("b") is None
-        again.put("c", 3)
+        again["c"] = 3
         again.close()
         assert Journal(path).get("c") == 3
         assert (Journal(path).get("a") == [1, 2]) == (end > whole.index(b"\n"))
