@@ -27,7 +27,7 @@ from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import EvalEntry
 from ctcdraft.model import Decoder, load_head
 
-PRESETS = ("tree", "coupled", "mcsd", "cape", "adaedl", "ouroboros", "graph")
+PRESETS = ("tree", "coupled", "mcsd", "cape", "adaedl", "ouroboros", "graph", "pearl")
 ALONE = "ouroboros alone"
 
 

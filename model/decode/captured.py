@@ -14,16 +14,16 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..base.context import Anchors, AttentionMask
 from ..base.llm import Base
 from ..base.sampling import Sampling, gumbel
 from ..draft.drafter import Outcome
+from ..draft.growth import Drafted
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Candidates, Lattice
-from .step import EagerStep
+from .step import EagerStep, Noise
 
 LEAST_WIDTH = 256
 MOST_SHAPES = 64  # captured steps that are kept: each holds its buffers on the device
@@ -88,7 +88,7 @@ class CapturedStep(EagerStep):
         self.cache.lengths[0] += len(outcome.path) + 1
         return [outcome]
 
-    def draft(self, noise: Callable[[], Tensor | None]) -> list[Lattice | Tree]:
+    def draft(self, noise: Noise) -> Sequence[Drafted]:
         return super().draft(noise) if self.drafted is None else [self.drafted]
 
 

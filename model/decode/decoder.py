@@ -20,10 +20,11 @@ from ..draft import tree as trees
 from ..draft.budget import SIZES, Budget, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
+from ..draft.growth import Drafted
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
-from ..lattice.candidates import Lattice
 from .captured import CapturedStep
+from .pearl import PearlStep, check_angles
 from .request import Chunk, Generation, Prompt, Request, Settings, requests_of
 from .step import EagerStep
 
@@ -50,10 +51,14 @@ class Decoder:
         self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
         fitted = (None, None) if head is None else (head.calibration, head.copy_rates)
         self.drafter = Drafter(self.draft, calibration=fitted[0], copy_rates=fitted[1])
+        self.parallel = self.head is not None and self.draft.schedule == "pearl"
+        if self.parallel:
+            check_angles(base)
         one_pass = self.head is None or isinstance(self.head, OnePassHead)
         self.graphs = base.device.type == "cuda" and one_pass and self.draft.proposal != "sampled"
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
-        self.measures = self.drafts and self.draft.budget in measured and self.draft.proposal != "sampled"
+        serial = self.draft.schedule == "serial" and self.draft.proposal != "sampled"
+        self.measures = self.drafts and self.draft.budget in measured and serial
         self.budget: Budget | None = None
         self._captured: CapturedStep | None = None
 
@@ -125,7 +130,8 @@ class Decoder:
 
     def eager_step(self, rows: int, capacity: int) -> EagerStep:
         """A step with room for so many sequences of so many cache entries."""
-        return EagerStep(self.base, self.head, self.vocabulary if self.head else None, rows, capacity)
+        kind = PearlStep if self.parallel else EagerStep
+        return kind(self.base, self.head, self.vocabulary if self.head else None, rows, capacity)
 
     def _steps(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         """Decode requests together: a pause behind their first tokens, and one behind each step."""
@@ -171,7 +177,7 @@ class Decoder:
         """The fixed-shape step, which is kept; None where it does not apply, or serves another call."""
         kept = self._captured
         alone = len(requests) == 1 and requests[0].sampling.repetition_penalty == 1.0
-        if not self.graphs or not alone or (kept is not None and kept.in_use):
+        if not self.graphs or self.parallel or not alone or (kept is not None and kept.in_use):
             return None
         if kept is None or kept.cache.capacity < capacity:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away
@@ -197,14 +203,14 @@ class Decoder:
             frontiers = [request.frontier for request in step.active]
             return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
 
-        drafted: Sequence[Lattice | Tree] = drafts if self.head is None else step.draft(noise)
+        drafted: Sequence[Drafted] = drafts if self.head is None else step.draft(noise)
         with step.clock("tree"):
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if self.budget is not None and len(drafts) == 1:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
         return drafts
 
-    def _propose(self, request: Request, drafted: Lattice | Tree) -> Tree:
+    def _propose(self, request: Request, drafted: Drafted) -> Tree:
         return self.drafter.tree(drafted, request.frontier)
 
     def measure_budget(self) -> Budget:

@@ -19,6 +19,7 @@ from ..base.cache import TreeCache
 from ..base.llm import Base
 from ..base.sampling import gumbel
 from ..draft.drafter import Outcome
+from ..draft.growth import Drafted
 from ..draft.tree import EMPTY, Tree, tree_mask
 from ..heads.head import Head, Vocabulary
 from ..lattice.candidates import Lattice
@@ -29,6 +30,7 @@ from .request import Request
 LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
 LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three
 
+Noise = Callable[[], Tensor | None]  # see `Head.drafts`
 Place = tuple[Request, Tree, int]  # where the base says something: behind the root (row 0) or node row - 1 of a draft
 
 
@@ -124,43 +126,53 @@ class EagerStep:
         self.active[row] = self.active[-1]
         self.active.pop()
 
-    @torch.no_grad()
     def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
         """What becomes of each request's draft. The caches then hold what is accepted."""
-        active = self.active
         with self.clock("verify"):
-            tokens_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
-            for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
-                tokens_BQ[b, 0], tokens_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
-            ids_BQ = torch.from_numpy(tokens_BQ).to(self.base.device)
-            mask = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
-            single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
-            with decoding_attention(self.base.model) if single_rows else nullcontext():
-                hidden_BQD = self.base.hidden(ids_BQ, mask, cache=self.cache, attended=self.attended)
-            found = self._walks(drafts, hidden_BQD)
+            found, hidden_BQD = self._verified(drafts)
         with self.clock("other"):
-            kept = [[0, *(node + 1 for node in one.path)] for one in found]
-            self.cache.commit(kept)
-            if self.head is not None:
-                for b, request in enumerate(active):
-                    request.hidden = hidden_BQD[b : b + 1, kept[b][self.unread]]
+            self._commit(found, hidden_BQD)
         return found
 
     @torch.no_grad()
-    def draft(self, noise: Callable[[], Tensor | None]) -> list[Lattice | Tree]:
-        """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded.
-        noise: see `Head.drafts`."""
+    def _verified(self, drafts: Sequence[Tree]) -> tuple[list[Outcome], Tensor]:
+        """What becomes of the drafts, and the base's states; nothing is committed."""
+        active = self.active
+        tokens_BQ = np.zeros((len(active), 1 + max(map(len, drafts))), np.int64)
+        for b, (request, tree) in enumerate(zip(active, drafts, strict=True)):
+            tokens_BQ[b, 0], tokens_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
+        ids_BQ = torch.from_numpy(tokens_BQ).to(self.base.device)
+        mask = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
+        single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
+        with decoding_attention(self.base.model) if single_rows else nullcontext():
+            hidden_BQD = self.base.hidden(ids_BQ, mask, cache=self.cache, attended=self.attended)
+        return self._walks(drafts, hidden_BQD), hidden_BQD
+
+    def _commit(self, found: Sequence[Outcome], hidden_BQD: Tensor) -> None:
+        kept = [[0, *(node + 1 for node in one.path)] for one in found]
+        self.cache.commit(kept)
+        if self.head is not None:
+            for b, request in enumerate(self.active):
+                request.hidden = hidden_BQD[b : b + 1, kept[b][self.unread]]
+
+    def draft(self, noise: Noise) -> Sequence[Drafted]:
+        """What the head expects behind each root. noise: see `Head.drafts`."""
+        with self.clock("draft"):
+            return self._drafted(noise)
+
+    @torch.no_grad()
+    def _drafted(self, noise: Noise) -> list[Lattice | Tree]:
+        """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
         assert self.head is not None
         assert self.vocabulary is not None
-        with self.clock("draft"):
-            hidden = [request.hidden[0] for request in self.active if request.hidden is not None]
-            counts = list(map(len, hidden))
-            following = [torch.tensor(r.read[-count:]) for r, count in zip(self.active, counts, strict=True)]
-            hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
-            following_BL = pad_sequence(following, True).to(self.base.device)
-            anchors = self.cache.newest(counts, max(counts), self.base.device)
-            given = hidden_BLD, following_BL, anchors, self.vocabulary, self.cache
-            return self.head.drafts(*given, noise_NTV=noise(), own=self.own_cache)
+        hidden = [request.hidden[0] for request in self.active if request.hidden is not None]
+        counts = list(map(len, hidden))
+        following = [torch.tensor(r.read[-count:]) for r, count in zip(self.active, counts, strict=True)]
+        hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
+        following_BL = pad_sequence(following, True).to(self.base.device)
+        anchors = self.cache.newest(counts, max(counts), self.base.device)
+        given = hidden_BLD, following_BL, anchors, self.vocabulary, self.cache
+        return self.head.drafts(*given, noise_NTV=noise(), own=self.own_cache)
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[Outcome]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand; where children

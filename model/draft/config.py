@@ -9,13 +9,14 @@ CHOICES = {
     "budget": ("auto", "fixed", "measured"),
     "proposal": ("best", "shared", "sampled"),
     "stop": ("none", "adaedl"),
+    "schedule": ("serial", "pearl"),
 }
 GRAFTS = ("phrases", "shared_phrases", "siblings")
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The systems behind `cape`, `ranked`, `shared`, `adaedl` and grafts: docs/method.md, "Other drafts".
+    """The systems behind `cape`, `ranked`, `shared`, `adaedl`, `pearl` and grafts: docs/method.md, "Other drafts".
 
     budget `measured`: for one sequence at a time; several keep to `nodes`. Tokens do not depend on it; the number of
     steps that they take is another whenever times are. prune: see `tree.search`.
@@ -39,6 +40,8 @@ class DraftConfig:
     trust: float = 0.8  # of shared noise: the temperature of what it makes the head believe
     stop: str = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
     graft: list[str] = field(default_factory=list)  # of phrases, shared_phrases, siblings: hung into the tree beside
+    # serial: the head drafts, then the base verifies | pearl: both at once, drafts are a step old
+    schedule: str = "serial"
 
     def __post_init__(self) -> None:
         for key, choices in CHOICES.items():
@@ -60,6 +63,10 @@ class DraftConfig:
                 "draft.proposal=sampled needs draft.kind=ranked, draft.prompt_lookup=0 and draft.graft=[]: every node "
                 "must have been drawn"
             )
+        if self.schedule == "pearl" and self.budget == "measured":
+            raise ValueError(
+                "draft.schedule=pearl takes no draft.budget=measured, which times one part after the other"
+            )
 
     @property
     def most_nodes(self) -> int:
@@ -70,6 +77,8 @@ class DraftConfig:
     def needs_decoding(self) -> str:
         """The option whose drafts, or what becomes of them, decoding alone can tell; empty where there is none."""
         phrases = [source for source in self.graft if "phrases" in source]
+        if self.schedule == "pearl":
+            return "draft.schedule=pearl"
         if self.proposal == "sampled":
             return "draft.proposal=sampled"
         return "draft.stop=adaedl" if self.stop == "adaedl" else f"draft.graft={phrases}" if phrases else ""

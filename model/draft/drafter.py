@@ -15,7 +15,7 @@ from ..lattice.candidates import Lattice
 from .budget import Calibration
 from .config import DraftConfig
 from .grafts import LENGTH, Phrases, grafted, siblings, tails
-from .growth import LatticePrefix, Rule, ScoredPrefix, grow
+from .growth import Drafted, Rule, grow, prefix_of
 from .prompt_lookup import BUILT_IN, CopyRates, with_copies
 from .tree import ANY_DEPTH, PHRASES, SIBLINGS, Tree, chosen, search
 
@@ -75,8 +75,8 @@ class Drafter:
     own: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
     learnt: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)  # tokens of each request's text
 
-    def tree(self, drafted: Lattice | Tree, frontier: Frontier) -> Tree:
-        """The draft tree of a lattice, or of the nodes that a head has scored.
+    def tree(self, drafted: Drafted, frontier: Frontier) -> Tree:
+        """The draft tree of a lattice, of the nodes that a head has scored, or of what either says behind some tokens.
 
         psi is calibrated where the head's was measured, and that of the head's nodes, of copied ones and of grafts
         together where there are any.
@@ -88,12 +88,13 @@ class Drafter:
             return chosen(scored, config.most_nodes, **limits)
 
         drawn = config.proposal != "best" and frontier.sampling.temperature > 0
-        if config.kind not in ("tree", "chain") or config.stop != "none" or drawn:
-            tree = self._grown(drafted, frontier, ends)
-        elif isinstance(drafted, Tree):
+        plain = config.kind in ("tree", "chain") and config.stop == "none" and not drawn
+        if plain and isinstance(drafted, Tree):
             tree = best(drafted)
-        else:
+        elif plain and isinstance(drafted, Lattice):
             tree = search(drafted, config.nodes, prune=config.prune, **limits)
+        else:
+            tree = self._grown(drafted, frontier, ends)
         if self.calibration is not None and not drawn:
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
@@ -132,7 +133,7 @@ class Drafter:
         phrases = LENGTH if self.config.graft else 0
         return max(self.config.prompt_lookup, slots) + phrases
 
-    def _grown(self, drafted: Lattice | Tree, frontier: Frontier, ends: NDArray[np.int64]) -> Tree:
+    def _grown(self, drafted: Drafted, frontier: Frontier, ends: NDArray[np.int64]) -> Tree:
         rule = Rule(
             self.config,
             frontier.sampling,
@@ -140,8 +141,7 @@ class Drafter:
             len(frontier.read),
             self.stop.least if self.config.stop == "adaedl" else None,
         )
-        first = ScoredPrefix(drafted) if isinstance(drafted, Tree) else LatticePrefix(drafted)
-        return grow(first, rule, self.config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
+        return grow(prefix_of(drafted), rule, self.config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
 
     def _phrases(self, owner: Hashable) -> Phrases | None:
         """The phrases that a request drafts from; None where there are none."""

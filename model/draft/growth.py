@@ -7,7 +7,7 @@ CaPE, multi-candidate layouts and AdaEDL's stop are parts of one rule (docs/meth
 Shapes: C candidates of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from ..base.sampling import PROPOSAL, Sampling, gumbel_of
 from ..lattice import best_first
 from ..lattice.candidates import Lattice
 from .config import DraftConfig
-from .tree import Tree
+from .tree import EMPTY, Tree
 
 BINS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.1, 2))  # of CaPE: below so much confidence, so many candidates in all
 DOUBT = 0.3  # of shared noise: the share of belief that does not look at it, since a head is unsure of a sure base
@@ -73,6 +73,26 @@ class ScoredPrefix:
 
 
 Prefix = LatticePrefix | ScoredPrefix  # what was drafted; its row is what a head believes to follow it
+Drafted = Lattice | Tree | Prefix  # what a head believes, behind the root or behind what followed it since
+
+
+def behind(drafted: Lattice | Tree, tokens: Iterable[int]) -> Drafted:
+    """What a head believed to follow these tokens behind the root from which it drafted; EMPTY where it did not expect
+    them."""
+    first = prefix_of(drafted)
+    for token in tokens:
+        row = first.row()
+        column = np.flatnonzero((row.tokens == token) & (row.q > 0))
+        if not len(column):
+            return EMPTY
+        first = first.followed_by(int(column[0]), float(row.q[column[0]]))
+    return first
+
+
+def prefix_of(drafted: Drafted) -> Prefix:
+    if isinstance(drafted, Tree):
+        return ScoredPrefix(drafted)
+    return LatticePrefix(drafted) if isinstance(drafted, Lattice) else drafted
 
 
 def grow(

@@ -48,6 +48,8 @@ OPTIONS = {
     "phrases": {"graft": ["phrases"]},
     "shared phrases": {"graft": ["shared_phrases"]},
     "siblings": {"graft": ["siblings"]},
+    "pearl": {"schedule": "pearl"},
+    "coupled pearl": {"schedule": "pearl", "proposal": "shared", "graft": ["phrases"]},
     "all": {"proposal": "shared", "stop": "adaedl", "graft": ["phrases", "siblings"]},
 }
 SETTINGS = [

@@ -20,7 +20,9 @@ from ctcdraft.model.draft.growth import (
     Rule,
     ScoredPrefix,
     acceptance_bound,
+    behind,
     grow,
+    prefix_of,
 )
 from ctcdraft.model.draft.tree import search
 from ctcdraft.model.lattice.topology import CTC
@@ -55,6 +57,26 @@ def test_without_options_it_is_the_search(T, V, seed, topology):
         both = dict(zip(prefixes(want), want.psi, strict=True))
         for path, psi in zip(prefixes(tree), tree.psi, strict=True):
             assert abs(both.get(path, psi) - psi) < 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(T=st.integers(2, 4), V=st.integers(1, 3), seed=st.integers(0, 9999), topology=TOPOLOGIES, scored=st.booleans())
+def test_behind_tokens_stands_what_was_believed_of_them(T, V, seed, topology, scored):
+    """psi(cd) / psi(c) of every d behind every c, of a lattice and of a tree whose nodes are scored."""
+    lattice, _, _ = random_lattice(T, V, seed, topology=topology)
+    everything, config = search(lattice, 500), DraftConfig(nodes=500)
+    psi = {(): 1.0} | dict(zip(prefixes(everything), everything.psi.astype(float), strict=True))
+    for tokens in psi:
+        first = prefix_of(behind(everything if scored else lattice, tokens))
+        tree = grow(first, Rule(config, GREEDY, 0, 10, None), 500, max_depth=99, leaves=NO_LEAVES)
+        found = dict(zip(prefixes(tree), tree.psi, strict=True))
+        for path, value in psi.items():
+            if value > 1e-5 and len(path) > len(tokens) and path[: len(tokens)] == tokens:
+                assert abs(found[path[len(tokens) :]] - value / psi[tokens]) < 1e-3
+    assert (
+        len(grow(prefix_of(behind(lattice, [99])), Rule(config, GREEDY, 0, 10, None), 9, max_depth=9, leaves=NO_LEAVES))
+        == 0
+    )
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,85 @@
+"""Base and head at the same time: PEARL (Liu et al. 2024, arXiv 2408.11850).
+
+While the base verifies a draft, the head drafts anew from where that draft began. Once the base has chosen, what the
+head believed to follow exactly these tokens is the next draft (post-verify, in the paper's words). Where it did not
+expect them, nothing is pending, and the base reads the root alone while the head drafts (pre-verify). A step takes as
+long as the slower of the two, and drafts come a step late: of T slots those are left that the base has not chosen yet.
+In the paper the drafter goes on behind its own pending tokens; these heads draft from states of the base, which has not
+read them.
+
+On a CPU the head has a thread, on a GPU a stream too. Nothing that it reads changes meanwhile: what the base wrote is
+committed when both are done.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..base.llm import Base
+from ..draft import tree as trees
+from ..draft.drafter import Outcome
+from ..draft.growth import Drafted, behind
+from ..draft.tree import Tree
+from ..lattice.candidates import Lattice
+from .request import Request
+from .step import EagerStep, Noise
+
+
+class PearlStep(EagerStep):
+    """An eager step whose `verify` makes the next draft meanwhile. Of an error on either side, the caller sees one, of
+    the base if both fail, when both are done."""
+
+    def __init__(self, base: Base, *given: Any) -> None:
+        super().__init__(base, *given)
+        self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
+
+    def begin(self) -> None:
+        super().begin()
+        self.early: dict[Request, tuple[Lattice | Tree, int]] = {}  # what was drafted, behind so many tokens
+
+    def draft(self, noise: Noise) -> Sequence[Drafted]:
+        """What the head expected behind each root before the base chose it."""
+        self.noise = noise
+        with self.clock("tree"):
+            return [self._expected(request) for request in self.active]
+
+    def _expected(self, request: Request) -> Drafted:
+        drafted, length = self.early.get(request, (trees.EMPTY, request.length))
+        return behind(drafted, request.read[length:].tolist())
+
+    def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
+        """As the eager step does, and the next draft with it; `draft` seconds are those that the base was done
+        before."""
+        lengths = [request.length for request in self.active]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.base.device))
+        with ThreadPoolExecutor(1) as head:
+            drafting = head.submit(self._beside)
+            with self.clock("verify"):
+                found, hidden_BQD = self._verified(drafts)
+            with self.clock("draft"):
+                drafted = drafting.result()
+        with self.clock("other"):
+            self._commit(found, hidden_BQD)
+        self.early = dict(zip(self.active, zip(drafted, lengths, strict=True), strict=True))
+        return found
+
+    def _beside(self) -> list[Lattice | Tree]:
+        if self.stream is None:
+            return self._drafted(self.noise)
+        with torch.cuda.stream(self.stream):
+            drafted = self._drafted(self.noise)
+        self.stream.synchronize()
+        return drafted
+
+
+def check_angles(base: Base) -> None:
+    """Raises ValueError on a base that sets its rotary angles anew by length: a head beside it would do so too."""
+    kinds = str(getattr(getattr(base.decoder, "rotary_emb", None), "rope_type", ""))
+    if "dynamic" in kinds or "longrope" in kinds:
+        raise ValueError(
+            f"draft.schedule=pearl: {base.name} sets its rotary angles anew by length, which base and head would do at "
+            "the same time: take draft.schedule=serial"
+        )
