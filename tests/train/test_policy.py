@@ -130,7 +130,13 @@ def test_mixed_is_half_of_each_and_what_the_base_said_is_still_said(exact_base, 
 
 @pytest.mark.parametrize("policy", ["draft", "mixed"])
 @pytest.mark.parametrize(
-    "options", [(), ("objective.divergence=reverse_kl",), ("head=eagle", "objective=cross_entropy")]
+    "options",
+    [
+        (),
+        ("objective.divergence=reverse_kl",),
+        ("head=eagle", "objective=cross_entropy"),
+        ("train.precision=bf16", "train.pack=true", "data.features=bf16"),
+    ],
 )
 def test_a_run_trains_and_resumes_with_it(small, tmp_path, policy, options):
     words = (f"objective.policy={policy}", *options)
