@@ -1,5 +1,8 @@
-"""A benchmark counted instead of decoded: the base answers it once, alone, and every head's drafts are replayed along
-its answers. In float32 that is what decoding counts (docs/evaluation.md, "Counting").
+"""A benchmark counted instead of decoded: the base answers it once, alone, and drafts are replayed along its answers.
+
+Greedy tokens per step do not depend on when a draft is made, so that one pass over the answers counts every head and
+every way to draft with it. In float32 it is what decoding counts; in bfloat16 the base's answers, said in batches,
+may be others than those it gives alone, where rounding decides.
 """
 
 import hashlib

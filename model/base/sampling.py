@@ -1,7 +1,8 @@
 """Which token the base chooses: argmax, or an exact sample whose noise depends on seed and position alone.
 
 Gumbel-argmax: argmax(log p + g) with g a standard Gumbel per token is a sample of p (Gumbel 1954; Maddison et al.
-2014). With g keyed by (seed, absolute position) seeded plain and speculative output are equal token for token.
+2014). With the noise keyed by (seed, absolute position) plain and speculative decoding draw the same token wherever
+the base's distribution is the same: seeded output is equal token for token.
 
 Shape suffixes: R rows (positions that choose), V vocabulary.
 """

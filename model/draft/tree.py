@@ -1,4 +1,10 @@
-"""From lattice to draft tree: best-first search on exact CTC prefix probabilities (docs/method.md, "The tree").
+"""From lattice to draft tree: best-first search on exact CTC prefix probabilities (docs/method.md).
+
+psi never grows along a path, so the N best prefixes form a tree, and it is the N-node tree with the
+largest expected number of accepted tokens under the head's own beliefs. Best-first finds them in order.
+
+A node's children are all scored at once (a SIMD loop over the candidates), and only its best child that is not
+taken yet competes with those of other nodes: no heap of all children.
 
 Shape suffixes: N nodes, B sequences, Q rows (root, nodes, padding), K cached and new entries.
 """

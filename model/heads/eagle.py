@@ -1,6 +1,7 @@
 """The control `eagle`: one autoregressive layer on the base's features.
 
-Li et al. 2024 (EAGLE, arXiv 2401.15077). A state is a feature, which the frozen LM head turns into a distribution.
+Li et al. 2024 (EAGLE, arXiv 2401.15077). A pass reads a token and the feature from which that token was drawn, and
+predicts the next feature, which the frozen LM head turns into a distribution.
 
 Shape suffixes: B batch, Q rows of one pass, D hidden size of the base.
 """

@@ -58,11 +58,11 @@ class CtcConfig(ParallelConfig):
 
 
 class SlotHead(OnePassHead):
-    """`ctc` and `parallel`: T slots, which see the context and each other in copies of the base's last layers
-    (docs/method.md, "The head").
+    """`ctc` and `parallel`: T slots, which see the context and each other in copies of the base's last layers.
 
-    `ctc` has a blank (a trained vector and bias), `parallel` has none. Without layers to copy (`attended`) blocks take
-    their place in which slots see each other alone.
+    They are one body: `ctc` has a blank (a trained vector and bias), `parallel` has none. Slot t stands where its token
+    would be read if nothing were blank, t + 1 positions behind the anchor; slot 0 begins as the root itself. Without
+    layers to copy (`attended`) blocks take its place in which slots see each other alone.
     """
 
     once = ("enter",)

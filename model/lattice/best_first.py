@@ -1,8 +1,5 @@
 """Best-first search on exact CTC prefix probabilities, compiled (docs/method.md); `tree.search` is its front.
 
-A node's children are all scored at once (a SIMD loop over the candidates), and only its best child that is not taken
-yet competes with those of other nodes: no heap of all children.
-
 All of it lies in this file: where only another one has changed, numba would go on with what it compiled before.
 
 Shapes: T slots, C candidates.

@@ -1,7 +1,8 @@
 """`reference.prefix_lattice` with one anchor per lane: (pb, pn) in registers, no shuffles, no barriers.
 
-Label by label: what the next label needs of the prefix of s labels, phi(t; s), is made from the states that the lane
-itself left in `states`, and the backward reads them once more (docs/results/fused_ctc.md).
+Label by label: for the prefix of s labels a lane walks the slots and carries log pb and log pn of that prefix.
+What the next label needs of it, phi(t; s), is made from the states that the lane itself left in `states`, and the
+backward reads them once more. Backward: the adjoint of every log-add-exp c = lae(a, b) is da = exp(a - c) dc.
 
 Layout: states [2, S, T + 1, N] = log pb, log pn of prefix s before slot t (T: after the last); S = U + 1.
 """

@@ -4,7 +4,8 @@
 No locks and no float atomics, every sum in a fixed order. Offsets are 64 bit: rows times vocabulary passes 2^31.
 
 Without logits each program walks its share of the vocabulary over one block of rows and leaves a maximum and a sum of
-its own; the shares are then joined. Why not with a gradient: docs/results/fused_ctc.md.
+its own; the shares are then joined. With a gradient the pass between GEMMs is the faster one, since the second GEMM
+needs the softmax anyway (docs/results/fused_ctc.md).
 
 Shape suffixes: M rows, R rows of a tile, V vocabulary, D hidden, P shares of the vocabulary.
 """
