@@ -28,6 +28,18 @@ class EngineBase(Base):
         return self.empty.attended(count)
 
 
+def base_of(target: Any, path: str, length: int, option: str) -> EngineBase:
+    """Of a model that an engine has loaded and serves with contexts of that length, set by that option. Raises
+    ValueError where a head cannot draft for it."""
+    decoder: Any = getattr(target, "model", None)
+    if not hasattr(decoder, "embed_tokens") or not hasattr(target, "lm_head"):
+        raise ValueError(f"{type(target).__name__}: its embedding and LM head are not where a head looks for them")
+    base = engine_base(path, decoder.embed_tokens.weight, target.lm_head.weight)
+    if base.windows.width is not None and base.windows.width < length:
+        raise ValueError(f"{base.name} has layers that see a window: give {option} {base.windows.width}")
+    return base
+
+
 def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor) -> EngineBase:
     """Of the folder or Hub name that the engine serves, with its embedding and its LM head, which may have rows more
     than the vocabulary. Raises ValueError where they are packed, quantised, or not whole."""

@@ -10,7 +10,6 @@ attended layer), P pages of K positions, M pages of a request, H key heads, W wi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class Pages:
 
 
 class ServedHead:
-    """A head and prompt lookup, which draft chains together, as `Decoder` does with `draft.kind=chain`.
+    """A head and prompt lookup, which draft together what `Decoder` would: chains, or trees.
 
     pages: where the keys and values of the head's attended layers lie; None: it attends to none, or they are not there
     yet. Raises ValueError on a head that keeps a state of its own for each request.
@@ -75,11 +74,11 @@ class ServedHead:
                 "decode with ctcdraft's own decoder"
             )
         self.base, self.head, self.pages = base, head, pages
-        self.drafter = Drafter(replace(draft, kind="chain"), head.calibration, head.copy_rates)
+        self.drafter = Drafter(draft, head.calibration, head.copy_rates)
         self.vocabulary = head.vocabulary(base, draft.top_k)
         self.dtype = next(head.parameters()).dtype
 
-    def chains(
+    def drafts(
         self,
         hidden_BX: Tensor,
         read: Sequence[NDArray[np.int64]],
@@ -87,7 +86,7 @@ class ServedHead:
         rooms: Sequence[int],
         by_head: bool = True,
     ) -> list[Tree]:
-        """A chain for each request, of at most rooms[b] tokens; by_head: else of copies alone.
+        """A draft for each request, at most rooms[b] deep; by_head: else of copies alone.
 
         read[b]: its tokens so far, the root last; hidden[b]: the state of the position before the root, and the one
         that entered the first attended layer there; table[b]: its pages.

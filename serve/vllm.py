@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
 
-from .base import engine_base
+from .base import base_of
 from .length import Lengths
 from .state import Pages, ServedHead
 
@@ -120,12 +120,7 @@ class Proposer:
 
     def load_model(self, target: Any) -> None:
         """Raises ValueError where the head cannot draft for the model that vLLM has loaded."""
-        decoder: Any = getattr(target, "model", None)
-        if not hasattr(decoder, "embed_tokens") or not hasattr(target, "lm_head"):
-            raise ValueError(f"{type(target).__name__}: its embedding and LM head are not where a head looks for them")
-        base = engine_base(self.path, decoder.embed_tokens.weight, target.lm_head.weight)
-        if base.windows.width is not None and base.windows.width < self.length:
-            raise ValueError(f"{base.name} has layers that see a window: give --max-model-len {base.windows.width}")
+        base = base_of(target, self.path, self.length, "--max-model-len")
         head = load_head(self.options.head, base)
         draft = DraftConfig(
             "chain",
@@ -194,7 +189,7 @@ class Proposer:
             lengths.observe(begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
         table_BM = step.attention.block_table_tensor[asked]
-        trees = self.drafter.chains(step.hidden_NX[rows], read, table_BM, rooms, by_head)
+        trees = self.drafter.drafts(step.hidden_NX[rows], read, table_BM, rooms, by_head)
         if lengths:
             if by_head:
                 lengths.drafts.observe(len(asked), time.perf_counter() - came)

@@ -134,7 +134,7 @@ class PagedEngine:
         read = [np.array(request.tokens) for request, _ in asked]
         rooms = [request.limit - len(request.answer) - 1 for request, _ in asked]
         hidden = states[[row for _, row in asked], : 2 * self.base.hidden_size]
-        for (request, _), tree in zip(asked, self.drafter.chains(hidden, read, table, rooms), strict=True):
+        for (request, _), tree in zip(asked, self.drafter.drafts(hidden, read, table, rooms), strict=True):
             request.draft = tree.tokens.tolist()
             self.seen.append((tuple(request.tokens), request.limit, tuple(request.draft)))
 

@@ -301,6 +301,7 @@ OWNERS = {
     "deepspeed": {"train"},
     "wandb": {"train/log.py"},
     "vllm": {"serve/vllm.py"},
+    "sglang": {"serve/sglang.py"},
 }
 
 

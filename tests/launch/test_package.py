@@ -21,7 +21,7 @@ TRAINERS = ("datasets", "pyarrow", "deepspeed", "wandb", "hydra", "omegaconf", "
 DECODES = """
 import importlib.util, json, sys
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
-import ctcdraft.serve.base, ctcdraft.serve.state, ctcdraft.serve.vllm
+import ctcdraft.serve.base, ctcdraft.serve.state, ctcdraft.serve.vllm, ctcdraft.serve.sglang
 assert not [name for name in sys.argv[3:] if importlib.util.find_spec(name)]
 base = load_base(sys.argv[1])
 out = Decoder(base, load_head(sys.argv[2], base), DraftConfig()).generate([5, 6, 7], 12)

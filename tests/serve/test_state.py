@@ -96,8 +96,8 @@ def test_a_draft_may_be_rejected_at_every_depth(base, ctc, depth):
     class Scripted(ServedHead):
         """The truth up to a depth, wrong there."""
 
-        def chains(self, hidden, read, table, rooms):
-            (tree,) = super().chains(hidden, read, table, rooms)
+        def drafts(self, hidden, read, table, rooms):
+            (tree,) = super().drafts(hidden, read, table, rooms)
             at = len(read[0]) - len(text)
             spelt = truth[at : at + 6]
             right = [token if d != depth else (token + 7) % 250 + 2 for d, token in enumerate(spelt)][: rooms[0]]
@@ -170,8 +170,8 @@ def other_weights(served):
 
 
 def other_tables(served):
-    own = served.drafter.chains
-    served.drafter.chains = lambda hidden, read, table, rooms: own(hidden, read, table.flip(0), rooms)
+    own = served.drafter.drafts
+    served.drafter.drafts = lambda hidden, read, table, rooms: own(hidden, read, table.flip(0), rooms)
 
 
 @pytest.mark.parametrize("plant", [shifted, stale, unturned, other_weights, other_tables])
