@@ -2,9 +2,10 @@
 
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
 grows along a chain, so the likeliest n tokens of all chains are beginnings of them, and the n with the most tokens per
-second is the best. psi counts as much as it was seen to be worth. Time is taken to depend on rows alone: what one batch
-size shows is known of the next, and in large batches, whose rows are dear, chains get short. A head rests where its
-latest chains would not have paid for drafting them; copies, which cost nothing, go on.
+second is the best. psi counts as much as it was seen to be worth. Time is a line through rows for steps with drafts,
+and another for those without, which engines run in other ways. So what one batch size shows is known of the next, and
+in large batches, whose rows are dear, chains get short. A head rests where its latest chains would not have paid for
+drafting them; copies, which cost nothing, go on.
 
 `draft.budget=measured` does this for one sequence of our own decoder (model/draft/budget.py).
 """
@@ -22,7 +23,7 @@ KEEP = 0.97  # of what was seen, from one step to the next
 OUTLIER = 3.0  # times what was expected: what the machine does besides
 SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
 SPREAD = 0.01  # of the mean size: sizes that differ by less say little
-PLAIN = 64  # steps from one without drafts to the next: what drafts are measured against
+PLAIN = 64  # steps from one that goes without drafts to the next
 LATEST = 32  # chains of a head by which it is judged
 TRYING = 0.01  # of the time goes into drafts of a head that rests
 
@@ -36,67 +37,79 @@ class Line:
     def observe(self, size: int, seconds: float) -> None:
         if self.sums[0] > 1:
             seconds = min(seconds, OUTLIER * self.at(size))
-        self.sums = KEEP * self.sums + np.array([1.0, size, size * size, seconds, size * seconds])
+        self.sums += np.array([1.0, size, size * size, seconds, size * seconds])
 
-    def at(self, size: Any) -> Any:
-        """size: a number or an array of them."""
+    def at(self, size: Any, other: "Line | None" = None) -> Any:
+        """size: a number or an array of them; other: a line of smaller sizes from which this one rises, as far as its
+        own do not tell."""
         mean, squares, seconds, products = self.sums[1:] / self.sums[0]
-        per_row, doubt = seconds / mean, (SPREAD * mean) ** 2
-        slope = (products - mean * seconds + doubt * SHARE * per_row) / (squares - mean * mean + doubt)
-        return seconds + min(max(slope, 0.0), per_row) * (size - mean)
+        guess, doubt = SHARE * seconds / mean, (SPREAD * mean) ** 2
+        if other is not None and mean > (smaller := other.sums[1] / other.sums[0]) + 0.5:
+            guess = (seconds - other.at(smaller)) / (mean - smaller)
+        slope = (products - mean * seconds + doubt * guess) / (squares - mean * mean + doubt)
+        return seconds + min(max(slope, 0.0), seconds / mean) * (size - mean)
 
 
 class Lengths:
-    """steps: seconds by rows; drafts: a head's, by requests."""
+    """Seconds: of steps without drafts, by requests; of those with, by rows; of drafting with the head, by requests."""
 
     def __init__(self) -> None:
-        self.steps, self.drafts = Line(1.0), Line(0.0)
-        self.count = 0
+        self.plain, self.drafts = Line(1.0), Line(0.0)
+        self.drafted = self.plain  # until there is one
+        self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
         self._latest: deque[tuple[NDArray[np.float32], NDArray[np.float32]]] = deque(maxlen=LATEST)
         self._hope = self._hoped = self._accepted = 0.0  # psi of the drafts under way; sums that fade
-        self._saved = 0.0  # seconds for the next try of a head that rests
+        self._saved = 0.0  # seconds for the next try
 
-    def observe(self, rows: int, seconds: float, accepted: float) -> None:
+    def observe(self, requests: int, rows: int, seconds: float, accepted: float) -> None:
         """The step of the drafts that `cut` has returned last."""
         self._hoped, self._accepted = KEEP * self._hoped + self._hope, KEEP * self._accepted + accepted
-        self.steps.observe(rows, seconds)
+        for line in {self.plain, self.drafted, self.drafts}:
+            line.sums *= KEEP if line.sums[0] > 0.01 else 1.0
+        if rows > requests and self.drafted is self.plain:
+            self.drafted = Line(1.0)
+        (self.drafted if rows > requests else self.plain).observe(rows, seconds)
 
     def rests(self, requests: int) -> bool:
         """Is the head left out of this step?"""
-        if self.count % PLAIN == 0 or not self._latest:
+        self._trying = not self._latest
+        if self._trying or self.count % PLAIN == 0:
             return self.count % PLAIN == 0
         chains, copies = zip(*self._latest, strict=True)
-        _, tokens, seconds = self._best(requests, chains)
         _, copied, without = self._best(requests, copies)
-        lost = self.drafts.at(requests) + seconds - tokens * without / copied
+        for self._trying in (False, True):
+            count, tokens, seconds = self._best(requests, chains, self._trying)
+            lost = self.drafts.at(requests) + seconds - tokens * without / copied
+            if count and lost <= 0:
+                return False
         self._saved += TRYING * without
-        if lost > self._saved:
-            return True
-        self._saved = 0.0
-        return False
+        rests = lost > self._saved
+        self._saved *= rests
+        return rests
 
     def cut(self, chains: Sequence[Tree], by_head: bool) -> list[Tree]:
         """The beginnings that pay. by_head: the head has drafted."""
-        self.count += 1
         if by_head:
             self._latest.extend((chain.psi, _copied(chain)) for chain in chains)
-        count = 0 if self.count % PLAIN == 1 else self._best(len(chains), [chain.psi for chain in chains])[0]
-        of_chain_N = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
-        psi_N = np.concatenate([chain.psi for chain in chains])
+        psi = [chain.psi for chain in chains]
+        count = 0 if self.count % PLAIN == 0 else self._best(len(chains), psi, by_head and self._trying)[0]
+        self.count += 1
+        psi_N, chain_N = np.concatenate(psi), np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
         kept_N = np.argsort(-psi_N, kind="stable")[:count]
         self._hope = float(psi_N[kept_N].sum())
-        counts = np.bincount(of_chain_N[kept_N], minlength=len(chains))
+        counts = np.bincount(chain_N[kept_N], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
 
-    def _best(self, requests: int, psi: Sequence[NDArray[np.float32]]) -> tuple[int, float, float]:
+    def _best(self, requests: int, psi: Sequence[NDArray[np.float32]], some: bool = False) -> tuple[int, float, float]:
         """How many of the likeliest tokens of these chains pay most, where `requests` have such chains; tokens and
-        seconds of that step."""
-        psi_N = np.sort(np.concatenate(psi))[::-1]
-        each = requests / len(psi)
+        seconds of that step. some: at least as many as there are chains, so that their time is seen."""
+        psi_N, each = np.sort(np.concatenate(psi))[::-1], requests / len(psi)
         worth = (self._accepted + 1) / (self._hoped + 1)
         tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(psi_N, dtype=np.float64)])
-        seconds = self.steps.at(requests + each * np.arange(len(psi_N) + 1))
-        best = int(np.argmax(tokens / seconds))
+        seconds = self.drafted.at(requests + each * np.arange(len(psi_N) + 1), self.plain)
+        seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts
+        first = min(len(psi), len(psi_N)) if some else 0
+        best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]
 
 

@@ -186,7 +186,7 @@ class Proposer:
         lengths = self.lengths
         if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
             accepted = sum(map(len, sampled_token_ids)) - len(requests)
-            lengths.observe(begins[len(requests)], came - left, accepted)
+            lengths.observe(len(requests), begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
         table_BM = step.attention.block_table_tensor[asked]
         trees = self.drafter.drafts(step.hidden_NX[rows], read, table_BM, rooms, by_head)

@@ -3,15 +3,16 @@ import pytest
 
 from ctcdraft.model.draft.budget import chain_of
 from ctcdraft.model.draft.tree import EMPTY, HEAD, LOOKUP
-from ctcdraft.serve.length import PLAIN, SHARE, TRYING, Lengths, Line
+from ctcdraft.serve.length import KEEP, PLAIN, SHARE, TRYING, Lengths, Line
 
 MOST = 8
 COPY = np.full(MOST, HEAD | LOOKUP, np.int8)
 
 
-def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth=1.0, copied=False):
+def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth=1.0, copied=False, kink=0.0):
     """Steps of a batch whose chains have psi, on an engine of that time per rows: how long each chain was, if the head
-    drafted, how much faster than plain decoding all of it was. copied: copies alone would draft the same."""
+    drafted, how much faster than plain decoding all of it was. copied: copies alone would draft the same; kink: seconds
+    more of a step with drafts."""
     chosen, tokens, taken = [], 0.0, 0.0
     chain = chain_of(list(range(MOST)), psi)
     copy = type(chain)(chain.tokens, chain.parents, chain.depths, chain.psi, COPY)
@@ -21,8 +22,9 @@ def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth
         rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
         if by_head:
             lengths.drafts.observe(requests, draft)
-        lengths.observe(rows, seconds(rows), accepted)
-        tokens, taken = tokens + requests + accepted, taken + seconds(rows) + by_head * draft
+        step = seconds(rows) + (rows > requests) * kink
+        lengths.observe(requests, rows, step, accepted)
+        tokens, taken = tokens + requests + accepted, taken + step + by_head * draft
         chosen.append(([len(chain) for chain in chains], by_head))
     return chosen, tokens / taken * seconds(requests) / requests
 
@@ -69,6 +71,13 @@ def test_likely_chains_of_a_batch_are_longer_than_unlikely_ones():
 def test_sixteen_requests_for_which_nothing_pays_lose_two_in_a_hundred_at_most(psi, seconds, draft):
     chosen, speedup = serve(Lengths(), 16, psi, seconds, draft, steps=200)
     assert any(by_head for _, by_head in chosen)
+    assert speedup > 0.98
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("requests", [1, 4, 16])
+def test_an_engine_that_is_slow_with_any_drafts_gets_none(requests, copied):
+    _, speedup = serve(Lengths(), requests, 0.3, linear(0.01), 0.1, 200, copied=copied, kink=0.6)
     assert speedup > 0.98
 
 
@@ -123,6 +132,7 @@ def test_a_line_is_that_of_what_was_seen_and_no_steeper_than_proportional():
     assert line.at(np.array([1, 20])) == pytest.approx([1.1, 3.0], rel=0.02)
     for _ in range(200):
         for size in (2, 10):
+            line.sums *= KEEP
             line.observe(size, size * size)
     assert line.at(6) == pytest.approx(52, rel=0.05)
     assert line.at(1) >= 52 / 6 * 0.9
