@@ -115,6 +115,7 @@ class Proposer:
         self.lengths = Lengths() if self.options.length == "measured" else None
         self.step: Step | None = None
         self.left: float | None = None  # when it got its last drafts
+        self.compiled = False  # by a first draft, whose time tells nothing
         wrap_set_up(GPUModelRunner)
         mend_sampling()
 
@@ -189,6 +190,9 @@ class Proposer:
             lengths.observe(len(requests), begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
         table_BM = step.attention.block_table_tensor[asked]
+        if by_head and not self.compiled:
+            self.drafter.drafts(step.hidden_NX[rows], read, table_BM, rooms)
+            self.compiled, came = True, time.perf_counter()
         trees = self.drafter.drafts(step.hidden_NX[rows], read, table_BM, rooms, by_head)
         if lengths:
             if by_head:

@@ -62,6 +62,14 @@ def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, e
     out_cache_loc[: len(found)] = found
 
 
+def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+    at = 0
+    ranges = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for row, start, end in ranges:
+        req_to_token[row, start:end] = out_cache_loc[at : at + end - start]
+        at += end - start
+
+
 def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_loc):
     accepted = accept_index.flatten()
     accepted = accepted[accepted >= 0].long()
@@ -79,6 +87,7 @@ KERNELS = {
         reconstruct_indices_from_tree_mask,
         verify_tree_greedy_cpu,
         assign_extend_cache_locs_cpu,
+        assign_req_to_token_pool_cpu,
         fill_accept_out_cache_loc_cpu,
         copy_all_layer_kv_cache_cpu,
     )

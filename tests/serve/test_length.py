@@ -18,10 +18,10 @@ def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth
     copy = type(chain)(chain.tokens, chain.parents, chain.depths, chain.psi, COPY)
     for _ in range(steps):
         by_head = not lengths.rests(requests)
-        chains = lengths.cut([copy if copied else chain if by_head else EMPTY] * requests, by_head)
-        rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
         if by_head:
             lengths.drafts.observe(requests, draft)
+        chains = lengths.cut([copy if copied else chain if by_head else EMPTY] * requests, by_head)
+        rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
         step = seconds(rows) + (rows > requests) * kink
         lengths.observe(requests, rows, step, accepted)
         tokens, taken = tokens + requests + accepted, taken + step + by_head * draft
