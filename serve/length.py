@@ -22,7 +22,6 @@ from ctcdraft.model.draft.tree import LOOKUP, Tree
 KEEP = 0.97  # of what was seen, from one step to the next
 OUTLIER = 3.0  # times what was expected: what the machine does besides
 SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
-SPREAD = 0.01  # of the mean size: sizes that differ by less say little
 PLAIN = 64  # steps from one that goes without drafts to the next
 LATEST = 32  # chains of a head by which it is judged
 TRYING = 0.01  # of the time goes into drafts of a head that rests
@@ -43,7 +42,7 @@ class Line:
         """size: a number or an array of them; other: a line of smaller sizes from which this one rises, as far as its
         own do not tell."""
         mean, squares, seconds, products = self.sums[1:] / self.sums[0]
-        guess, doubt = SHARE * seconds / mean, (SPREAD * mean) ** 2
+        guess, doubt = SHARE * seconds / mean, mean * mean / self.sums[0]
         if other is not None and mean > (smaller := other.sums[1] / other.sums[0]) + 0.5:
             guess = (seconds - other.at(smaller)) / (mean - smaller)
         slope = (products - mean * seconds + doubt * guess) / (squares - mean * mean + doubt)
