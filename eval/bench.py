@@ -197,7 +197,8 @@ def question_of(kind: str, row: Any, number: int) -> Question:
     its other columns are no text and no list of tools."""
     if isinstance(row, RowError):
         raise row
-    left, fields = filled(row) if isinstance(row, dict) else {}, FIELDS.get(kind, ("turns",))
+    left = filled(row) if isinstance(row, dict) else {}
+    fields = FIELDS.get(kind, ("turns",))
     column = next((key for key in fields if key in left), "")
     turns = left.get(column)
     if isinstance(turns, list) and turns and all(isinstance(m, dict) for m in turns):  # messages: the first question

@@ -52,7 +52,8 @@ class Measurement:
 
     def lookup_alone(self) -> Decoder:
         """The control that needs no head, under the same draft settings."""
-        draft, copied = self.draft, self.draft.prompt_lookup or DraftConfig.prompt_lookup
+        draft = self.draft
+        copied = self.draft.prompt_lookup or DraftConfig.prompt_lookup
         kind = draft.kind if draft.kind == "chain" else "tree"
         return Decoder(self.base, None, DraftConfig(kind, draft.nodes, budget=draft.budget, prompt_lookup=copied))
 

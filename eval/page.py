@@ -147,5 +147,6 @@ def shown(head: str, turn: Turn, tokenizer: Any) -> dict[str, Any]:
 def _tile(label: str, block: Block) -> tuple[str, list[str], list[str], str]:
     """The head, tokens per step and speedup with their intervals, and what is identical."""
     said = figures(block)
-    tau, speedup = said["tokens per step (plain = 1.00)"], said["speedup over plain decoding"]
+    tau = said["tokens per step (plain = 1.00)"]
+    speedup = said["speedup over plain decoding"]
     return label, tau.split(" ", 1), speedup.split(" ", 1), said["identical to plain decoding"]

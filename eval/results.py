@@ -50,7 +50,8 @@ def heads_at(results: dict[str, Any]) -> dict[float, dict[str, Block]]:
         return {}
     if "temperatures" in results:
         return {block["temperature"]: block["heads"] for block in results["temperatures"]}
-    kind, blocks = results["head"]["kind"], [results, *results["other_temperatures"]]
+    kind = results["head"]["kind"]
+    blocks = [results, *results["other_temperatures"]]
     return {block["temperature"]: {kind: block, LOOKUP_ALONE: block["prompt_lookup_alone"]} for block in blocks}
 
 
@@ -133,7 +134,8 @@ def growth(turns: Sequence[Turn]) -> tuple[int, int]:
 
 def speeds(turns: Sequence[Turn]) -> tuple[float, float]:
     """Tokens per second, and plain decoding's."""
-    tokens, plain_tokens = sum(len(turn.drafted.tokens) for turn in turns), sum(turn.plain_tokens for turn in turns)
+    tokens = sum(len(turn.drafted.tokens) for turn in turns)
+    plain_tokens = sum(turn.plain_tokens for turn in turns)
     return tokens / sum(turn.seconds for turn in turns), plain_tokens / sum(turn.plain_seconds for turn in turns)
 
 

@@ -89,7 +89,8 @@ def replay(
         for label in decoders
     }
     for label, root, tree in drafts_along(base, decoders, sequences, progress=progress):
-        answer, following = found[label][root.sequence][root.answer], sequences[root.sequence].tokens[root.at + 1 :]
+        answer = found[label][root.sequence][root.answer]
+        following = sequences[root.sequence].tokens[root.at + 1 :]
         answer.sources.append(tree.sources(tree.path_of(following[: root.end - root.at - 1].tolist())))
         answer.expected.append(float(tree.psi.sum()))
     return found
@@ -127,7 +128,8 @@ def drafts_along(
                 drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2, ends)
             for root, one in zip(roots, drafted, strict=True):
                 for label in labels:
-                    decoder, frontier = decoders[label], _frontier(decoders[label], sequences[root.sequence], root)
+                    decoder = decoders[label]
+                    frontier = _frontier(decoders[label], sequences[root.sequence], root)
                     yield label, root, decoder.drafter.tree(one, frontier) if decoder.drafts else trees.EMPTY
 
 

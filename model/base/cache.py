@@ -193,7 +193,8 @@ class TreeCache(Cache):
         """Make room for so many entries per sequence; what is committed is copied where it was less."""
         if capacity <= self.capacity:
             return
-        capacity, end = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP, self.get_seq_length()
+        capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+        end = self.get_seq_length()
         for number, block in enumerate(self._blocks):
             grown = block.new_zeros(*block.shape[:3], capacity, block.shape[4])
             grown[:, : self.batch, :, :end] = block[:, : self.batch, :, :end]

@@ -79,7 +79,10 @@ def attend(query_BH1D: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask_B11S: 
     mask_BS = mask_B11S.view(B, -1).float().clamp(min=HIDDEN) * np.log2(np.e)
     out_BJGD = torch.empty_like(query_BJGD)
     keys, values = (part.detach().view(kind).numpy() for part in (key_BJSD, value_BJSD))
-    query, cache, mask, out = query_BJGD.numpy(), (keys, values, shift), mask_BS.numpy(), out_BJGD.numpy()
+    query = query_BJGD.numpy()
+    cache = (keys, values, shift)
+    mask = mask_BS.numpy()
+    out = out_BJGD.numpy()
     if torch.get_num_threads() == 1:  # a process that was forked must not touch its parent's threads
         _attend_pairs((0, B * J), query, cache, mask, out)
     else:
@@ -113,7 +116,9 @@ def _attend_pairs(span, query, cache, mask, out):
     are shifted to be those of a float32. Queries and masks are multiplied with log2(e) already."""
     key, value, shift = cache
     _, J, G, D = query.shape
-    row, sums, weights = np.empty(D, np.float32), np.empty((G, D), np.float32), np.empty((G, mask.shape[1]), np.float32)
+    row = np.empty(D, np.float32)
+    sums = np.empty((G, D), np.float32)
+    weights = np.empty((G, mask.shape[1]), np.float32)
     for pair in range(span[0], span[1]):
         b, j = pair // J, pair % J
         end = mask.shape[1]

@@ -102,7 +102,8 @@ class TextStream:
             if found:
                 self._shown.finish()
                 self._marks.append((start + len(fresh), len(self.text)))
-                self._shown.text, self.ended = self.text[: self._shown_at(min(found))], True
+                self._shown.text = self.text[: self._shown_at(min(found))]
+                self.ended = True
         del self._drafted[len(self.text) :]
         self._drafted += [drafted] * (len(self.text) - len(self._drafted))
         return self.ended

@@ -81,7 +81,9 @@ class Drafter:
         psi is calibrated where the head's was measured, and that of the head's nodes, of copied ones and of grafts
         together where there are any.
         """
-        config, ends, root = self.config, np.array([*frontier.eos], np.int64), int(frontier.read[-1])
+        config = self.config
+        ends = np.array([*frontier.eos], np.int64)
+        root = int(frontier.read[-1])
         limits: dict[str, Any] = {"max_depth": frontier.max_depth, "leaves": ends, "chain": config.kind == "chain"}
 
         def best(scored: Tree) -> Tree:

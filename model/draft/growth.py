@@ -101,7 +101,10 @@ def grow(
 ) -> Tree:
     """The tree of at most `nodes` nodes that are worth most, none deeper than max_depth; `leaves` get no children. Its
     psi is what each node is worth. rule: of a row and its depth, 0 behind the root."""
-    tokens, parents, depths, worths = list[int](), list[int](), list[int](), list[float]()
+    tokens = list[int]()
+    parents = list[int]()
+    depths = list[int]()
+    worths = list[float]()
     proposals = dict[int, Row]()
     rows = list[tuple[Prefix, Row, Picked]]()
     # What may come next, worth at most so much: the n-th child of a row, or (n = -1) the row behind a node.
@@ -120,7 +123,8 @@ def grow(
         else:
             prefix, row, picked = rows[number]
             column, parent = int(picked.columns[n]), owner[number]
-            token, depth = int(row.tokens[column]), (depths[parent] if parent >= 0 else 0) + 1
+            token = int(row.tokens[column])
+            depth = (depths[parent] if parent >= 0 else 0) + 1
             tokens.append(token)
             parents.append(parent)
             depths.append(depth)

@@ -128,7 +128,9 @@ def _merged(tokens, parents, depths, psi, read, depth, rates):
     """Fields of the tree that holds the head's nodes and those of the copies, each behind its parent; psi is P."""
     N = len(tokens)
     room = N + MATCHES * depth
-    token, parent, level = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    token = np.empty(room, np.int64)
+    parent = np.empty(room, np.int64)
+    level = np.empty(room, np.int64)
     source, share = np.empty(room, np.int8), np.zeros(room, np.float32)
     by_head = np.zeros(room, np.float32)  # psi(child) / psi(node)
     taken = np.zeros(room + 1, np.float32)  # by copies, of what may follow a node; the last one is the root's

@@ -72,7 +72,9 @@ class DiffusionHead(SlotHead):
         tokens: DraftVocabulary | None = None,
     ) -> Slots:
         """Without `tokens` one fill, of masked slots alone."""
-        x_NTD, T, fills = self.states(hidden_BLX, root_BLD, anchors, cache), self.config.slots, self.config.fills
+        x_NTD = self.states(hidden_BLX, root_BLD, anchors, cache)
+        T = self.config.slots
+        fills = self.config.fills
         shown_NT = torch.zeros(x_NTD.shape[:2], dtype=torch.bool, device=x_NTD.device)
         token_NTD = torch.zeros_like(x_NTD)
         for number in range(1, fills if tokens is not None else 1):

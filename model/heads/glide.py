@@ -120,7 +120,8 @@ def turn_of(base: Base, layer: int) -> Turn:
     base or of that kind of layer, or nothing. Raises ValueError where none of these does: tried on what the layer makes
     of one token, which stands alone, at two positions."""
     decoder = base.decoder
-    own_class, kinds = sys.modules[type(decoder).__module__], getattr(decoder.config, "layer_types", None) or ()
+    own_class = sys.modules[type(decoder).__module__]
+    kinds = getattr(decoder.config, "layer_types", None) or ()
 
     def turned(heads_BHQw: Tensor, positions_BQ: Tensor, **kind: str) -> Tensor:
         cos, sin = decoder.rotary_emb(heads_BHQw, positions_BQ, **kind)
@@ -128,7 +129,8 @@ def turn_of(base: Base, layer: int) -> Turn:
         return torch.cat([own_class.apply_rotary_pos_emb(first, first, cos, sin)[0], rest], dim=-1)
 
     def key(position: int) -> Tensor:
-        watched, at = PassingCache(watched=[layer]), torch.full((1, 1), position, device=base.device)
+        watched = PassingCache(watched=[layer])
+        at = torch.full((1, 1), position, device=base.device)
         base.hidden(torch.ones_like(at), AttentionMask(at), cache=watched)
         return watched.made[layer][0]
 

@@ -77,7 +77,9 @@ class Head(nn.Module, ABC):
 
     def __init__(self, config: HeadConfig, base: Base, attended: Attended | None = None) -> None:
         super().__init__()
-        self.config, self.hidden_size, self.topology = config, base.hidden_size, config.topology
+        self.config = config
+        self.hidden_size = base.hidden_size
+        self.topology = config.topology
         self.attended = attended
         self.transition: Transition | None = None
         some = config.draft_vocab_size is not None

@@ -64,13 +64,15 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
     attended = base.attended(count)
     if attended is None or any(p.is_meta for p in base.decoder.parameters()):
         return attended
-    D, ids_BL = base.hidden_size, torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
+    D = base.hidden_size
+    ids_BL = torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size
     try:
         states_BLX = base.hidden(ids_BL, attended=attended)
         pairs = attended.keys_and_values(states_BLX).items()
         read = {layer: (keys[:, :, :-1], values[:, :, :-1]) for layer, (keys, values) in pairs}
         want, entering = states_BLX[:, -1:, :D], states_BLX[:, -1:, D : 2 * D]
-        mask, at = entering.new_zeros(1, 1, 1, TRIED), torch.full((1, 1), TRIED - 1, device=base.device)
+        mask = entering.new_zeros(1, 1, 1, TRIED)
+        at = torch.full((1, 1), TRIED - 1, device=base.device)
         got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, read)
         wrong = float((got - want).abs().max() / want.abs().max())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):

@@ -116,7 +116,8 @@ class SlotHead(OnePassHead):
         """[N, T, D]. shown: a vector for each slot beside its own [N, T, D], and an embedded token that stands there in
         the root's place [N, T, D]."""
         D = self.hidden_size
-        hidden_ND, root_ND = anchors.own(hidden_BLX[..., : 2 * D]), anchors.own(root_BLD)
+        hidden_ND = anchors.own(hidden_BLX[..., : 2 * D])
+        root_ND = anchors.own(root_BLD)
         hidden_ND, entering_ND = hidden_ND[:, :D], hidden_ND[:, -D:]
         read_ND = self.enter(torch.cat([F.rms_norm(root_ND, (D,)), F.rms_norm(hidden_ND, (D,))], dim=-1))
         place_NTD, token_NTD = (self.slot, root_ND.unsqueeze(1)) if shown is None else (self.slot + shown[0], shown[1])

@@ -70,7 +70,8 @@ class StepwiseHead(Head):
         states = [state_NE]
         for step in range(1, min(self.config.slots, label_NUF.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
-            state_BAE, token_BAF = anchors.spread(state_NE), anchors.spread(label_NUF[:, step - 1])
+            state_BAE = anchors.spread(state_NE)
+            token_BAF = anchors.spread(label_NUF[:, step - 1])
             mask = AttentionMask(position_BA + step, seen_BAS.unsqueeze(1))
             state_NE = anchors.gathered(self.step(state_BAE, token_BAF, mask, cache, read))
             states.append(state_NE)
@@ -110,11 +111,14 @@ class StepwiseHead(Head):
         self, state_E: Tensor, sequence: int, cache: TreeCache, read: KeysAndValues, tokens: DraftVocabulary
     ) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
-        beam, length, device = min(self.config.beam, len(tokens)), int(cache.lengths[sequence]), state_E.device
+        beam = min(self.config.beam, len(tokens))
+        length = int(cache.lengths[sequence])
+        device = state_E.device
         log_p_X, token_X = self._children(state_E.unsqueeze(0), tokens, beam)
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
-        state_QE, sees_QS = state_E.unsqueeze(0), torch.ones(1, length, dtype=torch.bool, device=device)
+        state_QE = state_E.unsqueeze(0)
+        sees_QS = torch.ones(1, length, dtype=torch.bool, device=device)
         for depth in range(1, self.config.slots):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
@@ -124,7 +128,8 @@ class StepwiseHead(Head):
             with cache.only(sequence):
                 state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache, read)[0]
             cache.lengths[sequence] += Q
-            row_X, before_Q = torch.arange(Q, device=device).repeat_interleave(beam), log_p_X[best_Q]
+            row_X = torch.arange(Q, device=device).repeat_interleave(beam)
+            before_Q = log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)
             log_p_X, token_X = self._children(state_QE, tokens, beam)
             log_p_X = log_p_X + before_Q[row_X]

@@ -91,7 +91,9 @@ def opened(lattice, prefix):
 @njit(cache=True)
 def followed(lattice, prefix, column, q):
     """An opened prefix with a candidate behind it, which has q of it: pb and pn are shares of its own psi."""
-    depth, repeats, pn = prefix.depth, lattice.merge and column == prefix.column, np.zeros_like(prefix.pn)
+    depth = prefix.depth
+    repeats = lattice.merge and column == prefix.column
+    pn = np.zeros_like(prefix.pn)
     for t in range(depth, min(len(lattice.log_p), depth + lattice.band + 1)):
         before = prefix.pb[t] if repeats else prefix.pb[t] + prefix.pn[t]
         pn[t + 1] = before * prefix.p[t - depth, column] / q
@@ -109,7 +111,8 @@ def _prefixes(count, T, columns):
     best[i], left[i]    no child of i has more; of that, what is not in a column yet
     column[i]           the token that it ends in, -1: none yet
     """
-    pb, pn = np.zeros((count, T + 1), np.float32), np.zeros((count, T + 1), np.float32)
+    pb = np.zeros((count, T + 1), np.float32)
+    pn = np.zeros((count, T + 1), np.float32)
     children = np.zeros((count, columns), np.float32)
     best, left = np.zeros(count, np.float32), np.zeros(count, np.float32)
     pb[0, 0] = best[0] = left[0] = 1.0

@@ -90,7 +90,8 @@ def _check_tree(base: Base) -> None:
     tokens = np.array([left, *siblings, right, behind])
     parents, depths = np.full(len(tokens), -1), np.ones(len(tokens), np.int64)
     parents[-1], depths[-1] = 0, 2  # the last node stands behind `left`
-    tree, cache = Tree(tokens, parents, depths, np.ones(len(tokens), np.float32)), TreeCache(base.depth, 1, 32)
+    tree = Tree(tokens, parents, depths, np.ones(len(tokens), np.float32))
+    cache = TreeCache(base.depth, 1, 32)
     with _reason("does not run with a cache of keys and values per position"):
         base.hidden(paths_2L[:1, :past], AttentionMask(positions_1L[:, :past]), cache=cache)
     if not cache.is_filled:

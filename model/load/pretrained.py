@@ -95,7 +95,8 @@ def base_of(model: Any, tokenizer: Any, path: str, eos_ids: tuple[int, ...] | No
 
     Raises ValueError where it cannot be verified against drafts.
     """
-    length, ends = usable_context(model), own_eos_ids(model, tokenizer) if eos_ids is None else eos_ids
+    length = usable_context(model)
+    ends = own_eos_ids(model, tokenizer) if eos_ids is None else eos_ids
     base = Base(model, tokenizer, path, ends, length, **facts)
     if base.dtype == torch.float64:  # transformers' default for experts multiplies no such matrices
         model.set_experts_implementation("eager")
@@ -132,7 +133,8 @@ def _chosen_eos(eos: str | int | Sequence[str | int], model: Any, tokenizer: Any
     chosen = [eos] if isinstance(eos, str | int) else list(eos)
     if not chosen:
         raise ValueError("base.eos=[]: give at least one token, or leave it out for the base's own")
-    rows, known = model.get_output_embeddings().weight.shape[0], tokenizer.get_vocab()
+    rows = model.get_output_embeddings().weight.shape[0]
+    known = tokenizer.get_vocab()
     ids = [token if isinstance(token, int) else known.get(token, -1) for token in chosen]
     for token, number in zip(chosen, ids, strict=True):
         if not 0 <= number < rows:

@@ -45,7 +45,8 @@ class Negatives:
         labels_M = labels_NU[present_NU]
         generator = torch.Generator().manual_seed(zlib.crc32(labels_M.cpu().numpy().tobytes()))
         drawn_X = torch.rand(len(self.probability_X), generator=generator) < self.probability_X
-        chosen_X, own_X = drawn_X.to(labels_NU.device), torch.zeros_like(drawn_X, device=labels_NU.device)
+        chosen_X = drawn_X.to(labels_NU.device)
+        own_X = torch.zeros_like(drawn_X, device=labels_NU.device)
         own_X[labels_M] = True
         chosen_X |= own_X
         tokens_S = chosen_X.nonzero().squeeze(1)

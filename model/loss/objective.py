@@ -99,7 +99,8 @@ def continuations(logits: PrefixLogits, other_NTWK: Tensor, other_NUK: Tensor) -
     emissions, total_NTW = logits.emissions()
     (_, T, U), topology = emissions.emit_NTU.shape, logits.topology
     log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(emissions)
-    log_pb_NTU1, log_pn_NTU1 = log_pb_NTS[:, :T, :U, None], log_pn_NTS[:, :T, :U, None]
+    log_pb_NTU1 = log_pb_NTS[:, :T, :U, None]
+    log_pn_NTU1 = log_pn_NTS[:, :T, :U, None]
     last_NU1 = F.pad(logits.labels_NU, (1, 0), value=-1)[:, :U, None]
     merged_N1UK = ((other_NUK == last_NU1) & topology.merge).unsqueeze(1)
     log_phi_NTUK = torch.logaddexp(log_pb_NTU1, log_pn_NTU1.masked_fill(merged_N1UK, LOG_ZERO))
@@ -172,7 +173,9 @@ def anchor_losses(
     slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
     states = states if len(kept) == N else states[kept]
-    labels_NU, lengths_N, slots_N = labels_NU[kept], label_lengths_N[kept], slots_N[kept]
+    labels_NU = labels_NU[kept]
+    lengths_N = label_lengths_N[kept]
+    slots_N = slots_N[kept]
     if weight_U is not None and weight_U.dim() == 2:
         weight_U = weight_U[kept]
     window_TW = topology.window(states.shape[1], U).to(device)
@@ -205,7 +208,9 @@ def anchor_losses(
     own = index.shape[3]
     if taught_NTWK is not None:
         index = torch.cat([index, taught_NTWK.reshape(*index.shape[:3], -1)], dim=3)
-    states_MD, index_MK, seen_M = states.flatten(0, -2), index.flatten(0, -2), seen.flatten()
+    states_MD = states.flatten(0, -2)
+    index_MK = index.flatten(0, -2)
+    seen_M = seen.flatten()
     if bool(seen_M.all()):
         lse_M, logits_MK = linear_lse_gather(states_MD, weight_VD, index_MK, implementation)
     else:
@@ -224,7 +229,8 @@ def anchor_losses(
     if blank is None:
         log_p_NT = (emit_NTW - lse_NTW).squeeze(2)
         learnt_NT = log_p_NT if soft_NTW is None else (soft_NTW - lse_NTW).squeeze(2)
-        loss, log_psi = -_weighted_mean(learnt_NT, valid_NT, weight_U), log_p_NT.cumsum(dim=1)
+        loss = -_weighted_mean(learnt_NT, valid_NT, weight_U)
+        log_psi = log_p_NT.cumsum(dim=1)
         if teacher is not None and taught_NTWK is not None:
             far_NT = _far_from(teacher, taught_NTWK.squeeze(2) - lse_NTW, valid_NT)
             loss = torch.lerp(loss, _weighted_mean(far_NT, valid_NT, weight_U), teacher.share)

@@ -69,7 +69,8 @@ def prefix_states(emissions: Emissions) -> tuple[Tensor, Tensor, Tensor]:
         next_pn = torch.cat([torch.full_like(log_pn[:, :1], LOG_ZERO), next_pn], dim=1)
         next_pb = torch.logaddexp(log_pb, log_pn) + blank_NTS[:, t]
         active_N1 = (t < slot_lengths_N).unsqueeze(1)
-        log_pn, log_pb = torch.where(active_N1, next_pn, log_pn), torch.where(active_N1, next_pb, log_pb)
+        log_pn = torch.where(active_N1, next_pn, log_pn)
+        log_pb = torch.where(active_N1, next_pb, log_pb)
         starts.append(start.masked_fill(~active_N1, LOG_ZERO))
         states.append((log_pb, log_pn))
     log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states, strict=True))
