@@ -21,7 +21,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 class AnchorLoss(NamedTuple):
     """loss [N] (0 where infeasible), feasible [N] bool, log_psi [N, U] of the label prefixes, and over feasible
-    anchors the mean probability of the blank per slot [T] where the loss looks at it (`slots_looked_at`; 0 without a
+    anchors the mean probability of the blank per slot [T] where the loss looks at it (0 without a
     blank; behind as many labels as there were slots before, and where no band rules it out).
 
     log_psi has min(T, U) columns for cross-entropy, and is -inf in infeasible rows.
@@ -42,15 +42,6 @@ def feasible_prefixes(
     length_U = torch.arange(1, U + 1, device=labels_NU.device)
     blanks_NU = _repeats(labels_NU, topology).long().cumsum(dim=1)
     return (length_U <= label_lengths_N.unsqueeze(1)) & (length_U + blanks_NU <= slot_lengths_N.unsqueeze(1))
-
-
-def slots_looked_at(
-    slot_lengths_N: Tensor, label_lengths_N: Tensor, objective: str, topology: Topology = CTC
-) -> Tensor:
-    """[N]: how many slots of each anchor an objective depends on: none by which a band has all labels written."""
-    if objective == "prefix_ctc" and topology.band is not None:
-        return torch.minimum(slot_lengths_N, label_lengths_N + topology.band)
-    return slot_lengths_N
 
 
 class PrefixLogits(NamedTuple):
@@ -167,10 +158,11 @@ def anchor_losses(
             feasible_N &= slots_N - label_lengths_N <= topology.band
     elif objective == "prefix_ctc":
         feasible_N = possible_NU.any(dim=1)
+        if topology.band is not None:  # slots by which all labels are written are not looked at
+            slots_N = torch.minimum(slots_N, label_lengths_N + topology.band)
     else:  # slot k predicts label k, alone
         slots_N, topology = torch.minimum(slots_N, label_lengths_N), ONE_TO_ONE
         states, feasible_N = states[:, :U], slots_N > 0
-    slots_N = slots_looked_at(slots_N, label_lengths_N, objective, topology)
     kept = feasible_N.nonzero().squeeze(1)
     states = states if len(kept) == N else states[kept]
     labels_NU = labels_NU[kept]
