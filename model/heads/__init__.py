@@ -53,10 +53,12 @@ def head_on(base: Base, config: HeadConfig) -> Head:
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
     """The layers of the base that a head of that config copies or looks at, if any. Raises ValueError as `head_on`
     does, and where it looks at layers of several shapes."""
-    if not isinstance(config, GlideConfig):
-        return layers_to_copy(base, config.layers) if isinstance(config, ParallelConfig) else None
-    attended = base.attended(config.layers) if config.cross else None
-    if config.cross and attended is None:
+    if isinstance(config, ParallelConfig):
+        return layers_to_copy(base, config.layers)
+    if not isinstance(config, GlideConfig) or not config.cross:
+        return None
+    attended = base.attended(config.layers)
+    if attended is None:
         raise ValueError(f"head=glide: keys and values of {base.name} have several shapes: take head.cross=false")
     return attended
 
