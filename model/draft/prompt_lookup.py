@@ -114,16 +114,6 @@ def match(read, other_than):
 
 
 @njit(cache=True)
-def copied(read, start, count):
-    """The `count` tokens from `start` on, which go on into the copy where they reach the end."""
-    out = np.empty(count, np.int64)
-    for j in range(count):
-        at = start + j
-        out[j] = read[at] if at < len(read) else out[at - len(read)]
-    return out
-
-
-@njit(cache=True)
 def _merged(tokens, parents, depths, psi, read, depth, rates):
     """Fields of the tree that holds the head's nodes and those of the copies, each behind its parent; psi is P."""
     N = len(tokens)
@@ -143,17 +133,17 @@ def _merged(tokens, parents, depths, psi, read, depth, rates):
         start, length = match(read, first)
         if length == 0:
             break
-        chain = copied(read, start, depth)
-        first, at = chain[0], -1
+        first, at = read[start], -1
         for j in range(depth):
+            said = read[start + j % (len(read) - start)]  # at the end it goes on into itself
             w = rates[number, length] * (1 - taken[-1]) if j == 0 else rates[2, min(length + j, LONGEST_RUN)]
             child = -1
             for i in range(N):
-                if parent[i] == at and token[i] == chain[j]:
+                if parent[i] == at and token[i] == said:
                     child = i
             if child < 0:
                 child = count
-                token[child], parent[child], level[child], source[child] = chain[j], at, j + 1, 0
+                token[child], parent[child], level[child], source[child] = said, at, j + 1, 0
                 count += 1
             source[child] |= LOOKUP
             share[child] = w

@@ -9,7 +9,7 @@ from drafting import HEADS, SETTINGS, prompts, random_head
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft.budget import Calibration
-from ctcdraft.model.draft.prompt_lookup import BUILT_IN, LONGEST_MATCH, CopyRates, copied, fit_rates, match
+from ctcdraft.model.draft.prompt_lookup import BUILT_IN, LONGEST_MATCH, CopyRates, fit_rates, match
 from ctcdraft.model.draft.prompt_lookup import with_copies as all_copies
 from ctcdraft.model.draft.tree import EMPTY, Tree, chosen
 
@@ -60,7 +60,7 @@ def test_a_match_is_the_latest_of_the_longest():
 def test_a_copy_goes_on_into_itself():
     read = np.array([9, 1, 2, 3, 1, 2, 3, 1])
     assert match(read, -1) == (5, 4)
-    assert copied(read, 5, 8).tolist() == [2, 3, 1, 2, 3, 1, 2, 3]
+    assert all_copies(EMPTY, read, RATES, 8).tokens[:8].tolist() == [2, 3, 1, 2, 3, 1, 2, 3]
 
 
 def test_copies_alone_are_a_tree_of_two_chains():
