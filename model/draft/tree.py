@@ -160,9 +160,7 @@ def _chosen(tokens, parents, depths, psi, ends, nodes, max_depth, chain):
         if count == len(kept):
             break
         parent = parents[i]
-        ended = False
-        for end in ends:
-            ended |= parent >= 0 and tokens[parent] == end
+        ended = parent >= 0 and (ends == tokens[parent]).any()
         if taken[parent] and not ended and depths[i] <= max_depth and psi[i] > 0 and (not chain or parent == last):
             taken[i] = True
             kept[count] = i
