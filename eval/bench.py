@@ -1,6 +1,8 @@
 """Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts.
 
-How they are asked: docs/evaluation.md. Files with `turns`, as Spec-Bench and EAGLE write them, are taken everywhere.
+Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
+instruction and no examples before it, and follow-up turns come after the model's own answer. Files with `turns`, as
+those projects write them for every benchmark, are taken everywhere.
 """
 
 import warnings
