@@ -24,6 +24,7 @@ OUTLIER = 3.0  # times what was expected: what the machine does besides
 SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
 PLAIN = 64  # steps from one that goes without drafts to the next
 LATEST = 32  # chains of a head by which it is judged
+MARGIN = 1.05  # that drafts must be worth: the likeliest look better than they are
 TRYING = 0.01  # of the time goes into drafts of a head that rests
 
 
@@ -105,7 +106,7 @@ class Lengths:
         psi_N, each = np.sort(np.concatenate(psi))[::-1], requests / len(psi)
         worth = (self._accepted + 1) / (self._hoped + 1)
         tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(psi_N, dtype=np.float64)])
-        seconds = self.drafted.at(requests + each * np.arange(len(psi_N) + 1), self.plain)
+        seconds = MARGIN * self.drafted.at(requests + each * np.arange(len(psi_N) + 1), self.plain)
         seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts
         first = min(len(psi), len(psi_N)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
