@@ -40,7 +40,9 @@ def speculation(system, options):
         own |= {"method": "custom_class", "model": "ctcdraft.serve.vllm.Proposer"}
         length = "fixed" if system == "head-fixed" else "measured"
         return own, {"ctcdraft": {"head": str(options.head.resolve()), "length": length}}
-    if system == "ngram":  # `suffix` needs the package arctic-inference
+    if system == "suffix":  # needs the package arctic-inference; answers of other rounds would be drafted whole
+        own |= {"suffix_decoding_max_cached_requests": 0}
+    if system == "ngram":
         own |= {"prompt_lookup_min": 1, "prompt_lookup_max": 8}
     return own | {"method": system}, None
 
