@@ -1,6 +1,10 @@
 """The plugin against doubles of SGLang's registry and worker: what is drafted in it, and what it refuses."""
 
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -8,13 +12,17 @@ import pytest
 import torch
 from bases import write_base
 from drafting import HEADS, prompts, random_head
+from overfitted import overfit_head
 from torch import nn
 
-from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.data.template import prompt_ids
+from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 from ctcdraft.model.draft.tree import EMPTY, Tree
 from ctcdraft.model.export import export_head
 from ctcdraft.serve import sglang as serving
 
+ROOT = Path(__file__).parents[2]
+ENV = Path(os.environ.get("CTCDRAFT_SGLANG", ROOT / ".venv-sglang"))
 TRAINING = {"objective": "ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}
 ROWS, LIMIT, PLACES, REQUESTS = 9, 20, 600, 4
 SHAPE = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "page_size": None}
@@ -340,3 +348,25 @@ def test_models_and_pools_that_a_head_cannot_draft_from_are_refused(engine, serv
     pool, attended = Pool(served.head.attended), served.head.attended
     with pytest.raises(ValueError, match="Pool: its keys and values"):
         serving.pool_pages(pool, attended.layers, (attended.heads + 1, attended.width))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (ENV / "bin" / "python").exists(), reason=f"no SGLang in {ENV}: see tests/helpers/sglang_run.py"
+)
+def test_in_sglang_itself_tokens_and_steps_are_those_of_our_trees(tmp_path):
+    """With stand-ins for its kernels; some of the texts begin with one that another has read."""
+    asked = ["Tell me a story about a cat and a dog.", "Why is the sky blue?"]
+    base = load_base(str(overfit_head(tmp_path, asked[0])))
+    texts = [prompt_ids(base.tokenizer, [{"role": "user", "content": text}], None) for text in asked]
+    texts += [texts[0] + text for text in texts]
+    given = {"base": base.path, "head": str(tmp_path / "head"), "rows": 17, "prompts": texts, "limit": 40, "batch": 2}
+    words = [ENV / "bin" / "python", ROOT / "tests" / "helpers" / "sglang_run.py", json.dumps(given)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    decoder = Decoder(base, load_head(tmp_path / "head", base), DraftConfig(nodes=16, budget="fixed"))
+    ours = decoder.generate(texts, 40)
+    assert found["tokens"] == [out.tokens for out in ours]
+    assert found["steps"] == [out.steps for out in ours]
+    assert found["cached"] > 0
