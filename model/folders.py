@@ -124,7 +124,7 @@ def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
 
 def unsealed(folder: Path) -> str | None:
     """What is wrong with a folder that `seal` made, as a phrase; None where nothing is."""
-    facts = read_manifest(folder)
+    facts = sealed_facts(folder)
     if facts is None:
         return f"it has no whole {MANIFEST}"
     known, there = facts["files"], _contents(folder)
@@ -132,7 +132,7 @@ def unsealed(folder: Path) -> str | None:
     return f"{wrong[0]} is missing, damaged or no part of it (its checksum differs)" if wrong else None
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def sealed_facts(folder: Path) -> dict[str, Any] | None:
     """The facts that a folder was sealed with, and its `files`; None where there are none, or damaged ones."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())

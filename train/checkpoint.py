@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.model.folders import read_manifest, seal, unsealed, write_atomically
+from ctcdraft.model.folders import seal, sealed_facts, unsealed, write_atomically
 
 from .engine import from_rank_zero, rank, world_size
 from .zero import restore_state, shapes_of, whole_state
@@ -101,7 +101,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         if wrong := unsealed(path):
             print(f"warning: checkpoint {path} is passed over: {wrong}", file=sys.stderr, flush=True)
             continue
-        facts = read_manifest(path)
+        facts = sealed_facts(path)
         assert facts is not None
         try:
             if facts["format"] != FORMAT:
