@@ -128,6 +128,7 @@ def test_mixed_is_half_of_each_and_what_the_base_said_is_still_said(exact_base, 
     assert torch.equal(again.labels_NU, mixed.labels_NU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["draft", "mixed"])
 @pytest.mark.parametrize(
     "options",

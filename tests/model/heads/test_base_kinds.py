@@ -13,6 +13,8 @@ from ctcdraft.model.heads import CtcConfig, GlideConfig, head_on
 from ctcdraft.model.heads.glide import _unturned
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
+pytestmark = pytest.mark.slow
+
 KINDS = {  # and what is changed of their row in architectures.py
     "llama": {},
     "mistral": {},
