@@ -72,7 +72,7 @@ def test_who_is_done_first_changes_neither_tokens_nor_drafts(base, monkeypatch, 
     assert sides.threads == {("base", True), ("head", False)}
 
 
-@pytest.mark.parametrize("failing", [{"head"}, {"base"}, {"head", "base"}], ids=str)
+@pytest.mark.parametrize("failing", [("head",), ("base",), ("head", "base")], ids="-".join)
 def test_what_fails_on_a_side_reaches_the_caller_as_one_error_and_no_thread_is_left(base, monkeypatch, failing):
     decoder, threads = Decoder(base, random_head(HEADS[0], base), DraftConfig(**PEARL)), threading.active_count()
     want, calls = decoder.generate([5, 6, 7], 12).tokens, []
