@@ -25,6 +25,7 @@ HEAVY = (  # files that take longest, longest first (`make test ARGS=--durations
     "train/test_training.py",
     "train/test_watchdog.py",
     "bench/test_gpu.py",
+    "bench/test_ablation.py",
     "train/test_regenerate_server.py",
     "train/test_ranks.py",
     "model/decode/test_decoder.py",
