@@ -20,6 +20,8 @@ from ctcdraft.model import export_head, load_base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.heads import CtcConfig, head_on
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["bench=toy", "bench.questions=2", "bench.max_new_tokens=5", "bench.warmups=0", "draft.nodes=4"]
 
 

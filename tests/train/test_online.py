@@ -86,6 +86,7 @@ class Shuffled(OnlineDecoder):
         self.finished[-1] = example._replace(labels=labels), hidden
 
 
+@pytest.mark.slow
 def test_it_learns_to_draft_its_stream_and_nothing_from_permuted_labels(base):
     """Of chosen tokens alone: else the base's states say the labels too."""
     stream, accepted = prompts(4, seed=3), {}

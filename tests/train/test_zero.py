@@ -5,6 +5,8 @@ from trainers import TOLERANCE
 from ctcdraft.train import zero
 from ctcdraft.train.checkpoint import load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 def state_of(trainer):
     return zero.whole_state(trainer.step.engine)
