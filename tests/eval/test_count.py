@@ -31,6 +31,7 @@ def heads(base, tmp_path_factory):
     return export_random_heads(base, tmp_path_factory.mktemp("heads"), "a", "b")
 
 
+@pytest.mark.slow
 def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
     measurement = Measurement(base, DRAFT, BENCH)
     counted = count(measurement, heads, tmp_path / "count", tmp_path / "cache").results

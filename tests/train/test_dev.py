@@ -25,6 +25,7 @@ def answered(talking, tmp_path_factory):
     return folder, asked
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")  # which makes this process a rank
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
 def test_the_score_is_what_decoding_counts(talking, answered, config):
