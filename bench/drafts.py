@@ -131,10 +131,11 @@ def main():
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
     try:
+        drafts = {preset: draft_of(preset, options) for preset in options.presets.split(",")}
         base, head, bench, questions = chosen(options)
+        decoders = {preset: Decoder(base, head, draft) for preset, draft in drafts.items()}
     except ValueError as error:
         parser.error(str(error))
-    decoders = {preset: Decoder(base, head, draft_of(preset, options)) for preset in options.presets.split(",")}
     if "ouroboros" in decoders:
         decoders[ALONE] = Decoder(base, None, replace(draft_of("ouroboros", options), prompt_lookup=0))
     decoders["prompt lookup"] = Decoder(base, None, draft_of("tree", options))

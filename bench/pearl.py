@@ -35,15 +35,18 @@ def main():
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    base = load_base(options.base, options.dtype)
-    head = load_head(options.head, base)
-    config = BenchConfig(options.bench, path=options.questions, questions=options.count)
-    prompts = [question.prompt_after(base) for question in load_questions(config, base, None, 0)]
-    decoders = {"plain": Decoder(base)}
-    for lookup in (0, DraftConfig.prompt_lookup):
-        for schedule in SCHEDULES:
-            draft = DraftConfig(nodes=options.nodes, budget="fixed", prompt_lookup=lookup, schedule=schedule)
-            decoders[f"{schedule}{' and lookup' if lookup else ''}"] = Decoder(base, head, draft)
+    try:
+        base = load_base(options.base, options.dtype)
+        head = load_head(options.head, base)
+        config = BenchConfig(options.bench, path=options.questions, questions=options.count)
+        prompts = [question.prompt_after(base) for question in load_questions(config, base, None, 0)]
+        decoders = {"plain": Decoder(base)}
+        for lookup in (0, DraftConfig.prompt_lookup):
+            for schedule in SCHEDULES:
+                draft = DraftConfig(nodes=options.nodes, budget="fixed", prompt_lookup=lookup, schedule=schedule)
+                decoders[f"{schedule}{' and lookup' if lookup else ''}"] = Decoder(base, head, draft)
+    except ValueError as error:
+        parser.error(str(error))
     outs = {name: [] for name in decoders}
     orders = balanced_orders(list(decoders))
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first is a warm-up
