@@ -171,7 +171,7 @@ class Decoder:
                 step.admit(request)
             yield step
         finally:
-            step.in_use = False
+            step.end()
 
     def _captured_step(self, requests: Sequence[Request], capacity: int) -> CapturedStep | None:
         """The fixed-shape step, which is kept; None where it does not apply, or serves another call."""

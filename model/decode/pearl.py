@@ -12,7 +12,7 @@ committed when both are done.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ class PearlStep(EagerStep):
     def begin(self) -> None:
         super().begin()
         self.early: dict[Request, tuple[Lattice | Tree, int]] = {}  # what was drafted, behind so many tokens
+        self.beside = ThreadPoolExecutor(1, "head")
+
+    def end(self) -> None:
+        super().end()
+        self.beside.shutdown()
 
     def draft(self, noise: Noise) -> Sequence[Drafted]:
         """What the head expected behind each root before the base chose it."""
@@ -55,18 +60,20 @@ class PearlStep(EagerStep):
         lengths = [request.length for request in self.active]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.base.device))
-        with ThreadPoolExecutor(1) as head:
-            drafting = head.submit(self._beside)
+        drafting = self.beside.submit(self._draft_beside)
+        try:
             with self.clock("verify"):
                 found, hidden_BQD = self._verified(drafts)
-            with self.clock("draft"):
-                drafted = drafting.result()
+        finally:  # whatever becomes of the base, the head is done before anything else happens
+            wait([drafting])
+        with self.clock("draft"):
+            drafted = drafting.result()
         with self.clock("other"):
             self._commit(found, hidden_BQD)
         self.early = dict(zip(self.active, zip(drafted, lengths, strict=True), strict=True))
         return found
 
-    def _beside(self) -> list[Lattice | Tree]:
+    def _draft_beside(self) -> list[Lattice | Tree]:
         if self.stream is None:
             return self._drafted(self.noise)
         with torch.cuda.stream(self.stream):

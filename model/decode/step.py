@@ -70,6 +70,10 @@ class EagerStep:
         for cache in self.caches:
             cache.clear()
 
+    def end(self) -> None:
+        """A call is done with it."""
+        self.in_use = False
+
     @torch.no_grad()
     def admit(self, request: Request, row: int | None = None) -> None:
         """Read a prompt and choose its first token; row: of an active request, whose place it takes. `Request.fit` came
@@ -171,8 +175,15 @@ class EagerStep:
         hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
         following_BL = pad_sequence(following, True).to(self.base.device)
         anchors = self.cache.newest(counts, max(counts), self.base.device)
-        given = hidden_BLD, following_BL, anchors, self.vocabulary, self.cache
-        return self.head.drafts(*given, noise_NTV=noise(), own=self.own_cache)
+        return self.head.drafts(
+            hidden_BLD,
+            following_BL,
+            anchors,
+            self.vocabulary,
+            self.cache,
+            noise_NTV=noise(),
+            own=self.own_cache,
+        )
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[Outcome]:
         """Along each tree from its root, to the child that holds what the base chooses where we stand; where children

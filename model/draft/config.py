@@ -16,14 +16,18 @@ GRAFTS = ("phrases", "shared_phrases", "siblings")
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The systems behind `cape`, `ranked`, `shared`, `adaedl`, `pearl` and grafts: docs/method.md, "Other drafts".
+    """kind `cape`: Du et al. 2024, arXiv 2402.02082; `ranked`: the layouts of Yang et al. 2024, arXiv 2401.06706.
 
-    budget `measured`: for one sequence at a time; several keep to `nodes`. Tokens do not depend on it; the number of
-    steps that they take is another whenever times are. prune: see `tree.search`.
+    budget `measured`: by calibrated psi and the time of a step, which is measured once (for one sequence at a time;
+    several keep to `nodes`). Tokens do not depend on it; the number of steps that they take is another whenever times
+    are. prune: see `tree.search`.
 
-    proposal `shared` changes no token; `sampled` is accepted so that output has the base's distribution, though not the
-    tokens that the seed gives plain decoding. graft `shared_phrases`: of all that the decoder has written, so that one
-    user's time tells what another's text holds.
+    proposal `shared`: the noise that the base will choose with is known, and output stays what it is whatever looks at
+    it (Daliri et al. 2024, arXiv 2408.07978); `sampled` is accepted so that output has the base's distribution, though
+    not the tokens that the seed gives plain decoding (Yang et al. 2024). stop `adaedl`: Agrawal et al. 2024, arXiv
+    2410.18351. graft: Zhao et al. 2024 (Ouroboros, arXiv 2402.13720) and Gong et al. 2024 (arXiv 2407.16207);
+    `shared_phrases` are of all that the decoder has written: then one user's time tells what another's text holds.
+    schedule `pearl`: Liu et al. 2024, arXiv 2408.11850 (model/decode/pearl.py).
     """
 
     # tree: nodes that are worth most | chain | cape: a chain, more beside it where the head is less sure | ranked: by k

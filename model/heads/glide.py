@@ -51,8 +51,8 @@ class GlideHead(StepwiseHead):
         self.enter = nn.Linear(base.hidden_size, config.width, bias=False)
         crosses: list[CrossAttention | None] = [None] * config.layers
         if attended is not None:
-            size = config.width, base.decoder.config.num_attention_heads, attended.width
-            crosses = [CrossAttention(*size, turn_of(base, layer)) for layer in attended.layers]
+            heads, turns = base.decoder.config.num_attention_heads, [turn_of(base, layer) for layer in attended.layers]
+            crosses = [CrossAttention(config.width, heads, attended.width, turn) for turn in turns]
         self.blocks = nn.ModuleList(GlideBlock(config, number, cross) for number, cross in enumerate(crosses))
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, base.hidden_size, bias=False)
@@ -135,10 +135,11 @@ def turn_of(base: Base, layer: int) -> Turn:
         return watched.made[layer][0]
 
     here, there = (torch.full((1, 1), position, device=base.device) for position in (0, TRIED))
+    key_here, key_there = key(0), key(TRIED)
     turns: list[Turn] = [turned, *(partial(turned, layer_type=kind) for kind in kinds[layer : layer + 1]), _unturned]
     for turn in turns:
         try:
-            near, far = turn(key(0), there), turn(key(TRIED), here)  # both by both, since some angles also scale
+            near, far = turn(key_here, there), turn(key_there, here)  # both by both, since some angles also scale
             wrong = float((near - far).abs().max() / far.abs().max())
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
             continue

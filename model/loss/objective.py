@@ -89,9 +89,10 @@ def continuations(logits: PrefixLogits, other_NTWK: Tensor, other_NUK: Tensor) -
     """
     emissions, total_NTW = logits.emissions()
     (_, T, U), topology = emissions.emit_NTU.shape, logits.topology
-    log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(emissions)
-    log_pb_NTU1 = log_pb_NTS[:, :T, :U, None]
-    log_pn_NTU1 = log_pn_NTS[:, :T, :U, None]
+    states, log_psi_NU = prefix_states(emissions)
+    log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states[:T], strict=True))
+    log_pb_NTU1 = log_pb_NTS[:, :, :U, None]
+    log_pn_NTU1 = log_pn_NTS[:, :, :U, None]
     last_NU1 = F.pad(logits.labels_NU, (1, 0), value=-1)[:, :U, None]
     merged_N1UK = ((other_NUK == last_NU1) & topology.merge).unsqueeze(1)
     log_phi_NTUK = torch.logaddexp(log_pb_NTU1, log_pn_NTU1.masked_fill(merged_N1UK, LOG_ZERO))

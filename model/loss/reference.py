@@ -49,13 +49,15 @@ def prefix_lattice(emissions: Emissions) -> tuple[Tensor, Tensor]:
     log_end [N, U + 1], that it is exactly y_1..y_s. Impossible values are LOG_ZERO or below.
     Graves et al. 2006, and Graves 2008 (prefix search), section 7.5.
     """
-    log_pb_NTS, log_pn_NTS, log_psi_NU = prefix_states(emissions)
-    return log_psi_NU, torch.logaddexp(log_pb_NTS[:, -1], log_pn_NTS[:, -1])
+    states, log_psi_NU = prefix_states(emissions)
+    log_pb_NS, log_pn_NS = states[-1]
+    return log_psi_NU, torch.logaddexp(log_pb_NS, log_pn_NS)
 
 
-def prefix_states(emissions: Emissions) -> tuple[Tensor, Tensor, Tensor]:
-    """log pb and log pn [N, T + 1, S] of `prefix_lattice`'s recursion, and its log psi [N, U]: that the slots before t
-    collapse to exactly y_1..y_s and end in a blank, or in y_s. Behind slot_lengths all are those of the last slot."""
+def prefix_states(emissions: Emissions) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Before each slot and behind the last (log pb, log pn), [N, S] each, of `prefix_lattice`'s recursion, and its log
+    psi [N, U]: that the slots before t collapse to exactly y_1..y_s and end in a blank, or in y_s. Behind slot_lengths
+    all are those of the last slot."""
     emit_NTU, stay_NTU, blank_NTS, repeat_NU, slot_lengths_N = emissions
     N, T, U = emit_NTU.shape
     log_pb = emit_NTU.new_full((N, U + 1), LOG_ZERO)
@@ -73,5 +75,4 @@ def prefix_states(emissions: Emissions) -> tuple[Tensor, Tensor, Tensor]:
         log_pb = torch.where(active_N1, next_pb, log_pb)
         starts.append(start.masked_fill(~active_N1, LOG_ZERO))
         states.append((log_pb, log_pn))
-    log_pb_NTS, log_pn_NTS = (torch.stack(each, dim=1) for each in zip(*states, strict=True))
-    return log_pb_NTS, log_pn_NTS, torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]
+    return states, torch.stack(starts).logsumexp(dim=0) if U else log_pb[:, :0]

@@ -1,12 +1,15 @@
 """Prompts, random heads and scripted drafts for the tests of the decoder."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from bases import write_base
 from transformers import DynamicCache
 
-from ctcdraft.model import Decoder, DraftConfig, export_head
+from ctcdraft.data.store import Example, load_corpus, save_corpus
+from ctcdraft.model import Decoder, DraftConfig, export_head, load_base
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.draft.tree import Tree
 from ctcdraft.model.heads import CtcConfig, EagleConfig, GlideConfig, MedusaConfig, MlpConfig, ParallelConfig, head_on
@@ -54,6 +57,24 @@ def export_random_heads(base, folder, *names):
     for seed, name in enumerate(names):
         export_head(random_head(CtcConfig(slots=4), base, seed), base, folder / name, TRAINING)
     return {name: folder / name for name in names}
+
+
+def served_head(work):
+    """A base and an exported head of it in folders of `work`, as an engine serves them."""
+    base = load_base(str(write_base(work / "base")))
+    head = random_head(HEADS[1], base)
+    export_head(head, base, work / "head", TRAINING)
+    return SimpleNamespace(work=work, base=base, head=head)
+
+
+def random_corpus(folder, count, shortest, longest):
+    """So many sequences of lengths in between, whose last two thirds are an answer."""
+    rng, examples = np.random.default_rng(0), []
+    for _ in range(count):
+        ids = rng.integers(4, 30, int(rng.integers(shortest, longest))).tolist()
+        examples.append(Example(ids, [int(i >= len(ids) // 3) for i in range(len(ids))], ids))
+    save_corpus(folder / "train.safetensors", examples)
+    return load_corpus(folder, "train")
 
 
 @torch.no_grad()

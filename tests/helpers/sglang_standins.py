@@ -111,7 +111,7 @@ class StandIn(types.ModuleType):
             return KERNELS[name]
 
         def new(cls, *arguments, **named):
-            raise NotImplementedError(f"{self.__name__}.{name} has no stand-in")
+            raise RuntimeError(f"{self.__name__}.{name} has no stand-in")
 
         return NamedMembers(name, (), {"__new__": new})
 
@@ -149,7 +149,7 @@ def attend_to_trees():
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if not forward_batch.forward_mode.is_target_verify():
-            return plain(self, q, k, v, layer, forward_batch, save_kv_cache)
+            return plain(self, q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache)
         pool, tree = self.token_to_kv_pool, forward_batch.spec_info
         pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         n, lengths = tree.draft_token_num, forward_batch.seq_lens.tolist()

@@ -10,15 +10,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bases import write_base
-from drafting import HEADS, prompts, random_head
+from drafting import prompts, served_head
 from overfitted import overfit_head
 from torch import nn
 
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 from ctcdraft.model.draft.tree import EMPTY, Tree
-from ctcdraft.model.export import export_head
 from ctcdraft.serve import sglang as serving
 
 ROOT = Path(__file__).parents[2]
@@ -147,11 +145,7 @@ def engine(monkeypatch, served):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    work = tmp_path_factory.mktemp("served")
-    base = load_base(str(write_base(work / "base")))
-    head = random_head(HEADS[1], base)
-    export_head(head, base, work / "head", TRAINING)
-    return SimpleNamespace(work=work, base=base, head=head)
+    return served_head(tmp_path_factory.mktemp("served"))
 
 
 def worker_of(engine, served, target=None, hides=False):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import HEADS, prompts, random_head
+from drafting import HEADS, prompts, random_head, served_head
 from torch import nn
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
@@ -96,11 +96,7 @@ def engine(monkeypatch):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    work = tmp_path_factory.mktemp("served")
-    base = load_base(str(write_base(work / "base")))
-    head = random_head(HEADS[1], base)
-    export_head(head, base, work / "head", TRAINING)
-    return SimpleNamespace(work=work, base=base, head=head)
+    return served_head(tmp_path_factory.mktemp("served"))
 
 
 def config_of(served, *, head=None, **changed):

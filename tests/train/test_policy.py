@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 from bases import write_base
-from drafting import random_head
+from drafting import random_corpus, random_head
 
 from ctcdraft.data.batches import Sampler
-from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.launch.cli import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import Decoder, DraftConfig, load_base
@@ -31,14 +30,7 @@ def exact_base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    rng = np.random.default_rng(0)
-    examples = []
-    for _ in range(6):
-        ids = rng.integers(4, 30, int(rng.integers(8, 24))).tolist()
-        examples.append(Example(ids, [int(i >= len(ids) // 3) for i in range(len(ids))], ids))
-    folder = tmp_path_factory.mktemp("corpus")
-    save_corpus(folder / "train.safetensors", examples)
-    return load_corpus(folder, "train")
+    return random_corpus(tmp_path_factory.mktemp("corpus"), 6, 8, 24)
 
 
 def a_batch(corpus, *, pack=False, labels=U):

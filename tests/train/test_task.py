@@ -2,13 +2,12 @@
 
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from bases import write_base
+from drafting import random_corpus
 
 from ctcdraft.data.batches import Sampler
-from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import HEADS, CtcConfig, MedusaConfig, head_on
 from ctcdraft.model.loss.divergence import Divergence
@@ -28,15 +27,7 @@ LONGEST = 64
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    rng = np.random.default_rng(0)
-    examples = []
-    for _ in range(12):
-        ids = rng.integers(4, 30, int(rng.integers(6, 40))).tolist()
-        mask = [int(i >= len(ids) // 3) for i in range(len(ids))]
-        examples.append(Example(ids, mask, ids))
-    folder = tmp_path_factory.mktemp("corpus")
-    save_corpus(folder / "train.safetensors", examples)
-    return load_corpus(folder, "train")
+    return random_corpus(tmp_path_factory.mktemp("corpus"), 12, 6, 40)
 
 
 def losses(base, task, sampler):

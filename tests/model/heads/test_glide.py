@@ -30,16 +30,18 @@ def test_its_attention_is_that_of_queries_turned_by_the_bases_own_class(base):
     made = base.decoder.layers[-1].input_layernorm(entered)
     keys, values = (part(made).view(1, 6, 2, 8).transpose(1, 2) for part in (layer.k_proj, layer.v_proj))
     query = cross.query(cross.norm(rows)).view(1, 2, 4, 8).transpose(1, 2)
-    keys, _ = apply_rotary_pos_emb(keys, keys, *base.decoder.rotary_emb(keys, torch.arange(6).unsqueeze(0)))
-    query, _ = apply_rotary_pos_emb(query, query, *base.decoder.rotary_emb(query, positions + 1))
+    cos, sin = base.decoder.rotary_emb(keys, torch.arange(6).unsqueeze(0))
+    keys, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
+    cos, sin = base.decoder.rotary_emb(query, positions + 1)
+    query, _ = apply_rotary_pos_emb(query, query, cos, sin)
     want = []
     for row, seen in enumerate((4, 5)):
         scores = [query[0, h, row] @ keys[0, h // 2, :seen].T / 8**0.5 for h in range(4)]
         want.append(torch.cat([scores[h].softmax(0) @ values[0, h // 2, :seen] for h in range(4)]))
     attended = base.attended(1)
-    (read,) = attended.keys_and_values(base.hidden(ids, attended=attended)).values()
+    ((read_keys, read_values),) = attended.keys_and_values(base.hidden(ids, attended=attended)).values()
     allowed = (torch.arange(6) <= positions.unsqueeze(2)).unsqueeze(1)
-    got = cross(rows, AttentionMask(positions, allowed), *read)
+    got = cross(rows, AttentionMask(positions, allowed), read_keys, read_values)
     assert torch.allclose(got[0], cross.merge(torch.stack(want)), atol=1e-6)  # of angles in float32
 
 

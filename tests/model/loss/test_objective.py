@@ -272,12 +272,12 @@ def test_a_trained_lm_head_gets_the_oracles_gradient(implementation):
 @pytest.mark.parametrize("implementation", ["chunked", "triton"])
 @pytest.mark.parametrize("objective", ["ctc", "prefix_ctc"])
 def test_float32_against_float64_on_the_same_inputs(objective, implementation):
-    problems = random_problem(N=61, T=8, U=4, vocab=700, width=32, dtype=torch.float32)
+    *given, labels, lengths = random_problem(N=61, T=8, U=4, vocab=700, width=32, dtype=torch.float32)
     outcomes = []
     for name, dtype in ((implementation, torch.float32), ("reference", torch.float64)):
-        states, weight, blank = (part.detach().to(dtype) for part in problems[:3])
+        states, weight, blank = (part.detach().to(dtype) for part in given)
         states.requires_grad_()
-        loss = fused_ctc_loss(states, weight, blank, *problems[3:], objective=objective, implementation=name)
+        loss = fused_ctc_loss(states, weight, blank, labels, lengths, objective=objective, implementation=name)
         outcomes.append((loss.item(), torch.autograd.grad(loss, states)[0].double()))
     (loss, grad), (want_loss, want_grad) = outcomes
     assert abs(loss - want_loss) < 1e-5 * want_loss
