@@ -41,7 +41,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.plan, self.base, self.watchdog = plan, base, watchdog
-        self.checkpoints, self.skips = run_folder / "checkpoints", run_folder / "skipped"
+        self.checkpoints = run_folder / "checkpoints"
         self.seconds: dict[str, float] = defaultdict(float)  # since the last row, by part
         corpus, before = load_corpus(data_folder, "train"), plan.train.start_from
         start = None if before is None else run_folder.parent / before / "head"
@@ -131,14 +131,15 @@ class Trainer:
             for name, tensor in self.step.batch(step - 1, turn)._asdict().items():
                 if tensor is not None:
                     tensors[f"{turn}.{name}"] = tensor.contiguous()
-        self.skips.mkdir(parents=True, exist_ok=True)
+        skips = self.checkpoints.with_name("skipped")
+        skips.mkdir(parents=True, exist_ok=True)
         metadata = {"step": str(step), "seed": str(self.plan.seed)}
-        save_file(tensors, self.skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)
-        self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {self.skips}"])
+        save_file(tensors, skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)
+        self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {skips}"])
         if state.in_a_row >= self.plan.train.max_skips:
             raise ValueError(
                 f"{state.in_a_row} steps in a row, up to step {step}, gave a loss or gradient that is not finite: "
-                f"lower optim.lr (now {self.plan.optim.lr}); their batches are in {self.skips}, and the checkpoint "
+                f"lower optim.lr (now {self.plan.optim.lr}); their batches are in {skips}, and the checkpoint "
                 f"before, if there is one, is in {self.checkpoints}"
             )
 

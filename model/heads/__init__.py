@@ -1,4 +1,4 @@
-"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and on
+"""What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and in
 `stepwise` eagle, mlp and glide. Parts: copies of the base's layers (last_layers), block, transition, vocabulary."""
 
 from collections.abc import Callable, Mapping
@@ -11,13 +11,11 @@ from torch import nn
 from ..base.context import Attended
 from ..base.llm import Base
 from .diffusion import DiffusionConfig, DiffusionHead
-from .eagle import EagleConfig, EagleHead
-from .glide import GlideConfig, GlideHead
 from .head import Head, HeadConfig
 from .last_layers import layers_to_copy
 from .medusa import MedusaConfig, MedusaHead
-from .mlp import MlpConfig, MlpHead
 from .slots import CtcConfig, ParallelConfig, SlotHead
+from .stepwise import EagleConfig, EagleHead, GlideConfig, GlideHead, MlpConfig, MlpHead
 
 AnyHeadConfig = Annotated[
     CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | GlideConfig | DiffusionConfig,

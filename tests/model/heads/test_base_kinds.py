@@ -10,7 +10,7 @@ from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import AttentionMask
 from ctcdraft.model.heads import CtcConfig, GlideConfig, head_on
-from ctcdraft.model.heads.glide import _unturned
+from ctcdraft.model.heads.stepwise.glide import _unturned
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
 pytestmark = pytest.mark.slow

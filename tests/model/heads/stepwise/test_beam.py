@@ -12,6 +12,7 @@ from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.draft.tree import Tree, chosen
 from ctcdraft.model.heads import EagleConfig, GlideConfig, MlpConfig
+from ctcdraft.model.heads.stepwise.beam import CHILDREN
 from ctcdraft.model.loss.objective import anchor_losses
 
 CONFIGS = [
@@ -44,7 +45,7 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, 
     batch, position = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 6])
     vocabulary = head.vocabulary(base, 8)
     for n, tree in enumerate(head.drafts(hidden, ids, Anchors.of(batch, position, 2), vocabulary)):
-        assert len(tree) == 3 + 3 * 3 * 3
+        assert len(tree) == CHILDREN + 3 * 3 * CHILDREN
         paths = [path_of(tree, node) for node in range(len(tree))]
         assert len({tuple(path) for path in paths}) == len(tree)
         for path, psi in zip(paths, tree.psi, strict=True):

@@ -19,13 +19,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..base.cache import PassingCache
-from ..base.context import Attended, AttentionMask, KeysAndValues
-from ..base.llm import Base
-from .block import Block
+from ...base.cache import PassingCache
+from ...base.context import Attended, AttentionMask, KeysAndValues
+from ...base.llm import Base
+from ..block import Block
+from ..head import CHECKED, Layers, Size
+from .beam import StepwiseHead
 from .eagle import EagleConfig
-from .head import CHECKED, Layers, Size
-from .stepwise import StepwiseHead
 
 TRIED = 7  # a position of the trial
 CLOSE = 2e-2  # how far a turned key may be from the base's, of its largest number

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from ..base.context import Anchors, Attended
-from ..base.llm import Base
-from .head import CHECKED, Size
-from .stepwise import StepwiseConfig, StepwiseHead
-from .vocabulary import DraftVocabulary
+from ...base.context import Anchors, Attended
+from ...base.llm import Base
+from ..head import CHECKED, Size
+from ..vocabulary import DraftVocabulary
+from .beam import StepwiseConfig, StepwiseHead
 
 EPS = 1e-6  # of its norms
 

@@ -13,11 +13,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..base.context import Attended, AttentionMask, KeysAndValues
-from ..base.llm import Base
-from .block import Block
-from .head import CHECKED, Size
-from .stepwise import StepwiseConfig, StepwiseHead
+from ...base.context import Attended, AttentionMask, KeysAndValues
+from ...base.llm import Base
+from ..block import Block
+from ..head import CHECKED, Size
+from .beam import StepwiseConfig, StepwiseHead
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)

@@ -19,19 +19,21 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ..base.cache import TreeCache
-from ..base.context import Anchors, AttentionMask, KeysAndValues
-from ..draft.tree import Tree
-from ..lattice.candidates import Lattice
-from .head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
-from .vocabulary import DraftVocabulary
+from ...base.cache import TreeCache
+from ...base.context import Anchors, AttentionMask, KeysAndValues
+from ...draft.tree import Tree
+from ...lattice.candidates import Lattice
+from ..head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
+from ..vocabulary import DraftVocabulary
+
+CHILDREN = 8  # of a node that are scored: one that is not expanded itself can still be in a draft
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class StepwiseConfig(HeadConfig):
     """slots: passes T, one per depth of the tree."""
 
-    beam: Size = 8  # nodes that a pass expands, and children of each
+    beam: Size = 8  # nodes that a pass expands
 
 
 class StepwiseHead(Head):
@@ -111,10 +113,10 @@ class StepwiseHead(Head):
         self, state_E: Tensor, sequence: int, cache: TreeCache, read: KeysAndValues, tokens: DraftVocabulary
     ) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
-        beam = min(self.config.beam, len(tokens))
+        beam, children = self.config.beam, min(CHILDREN, len(tokens))
         length = int(cache.lengths[sequence])
         device = state_E.device
-        log_p_X, token_X = self._children(state_E.unsqueeze(0), tokens, beam)
+        log_p_X, token_X = self._children(state_E.unsqueeze(0), tokens, children)
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
         state_QE = state_E.unsqueeze(0)
@@ -128,10 +130,10 @@ class StepwiseHead(Head):
             with cache.only(sequence):
                 state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache, read)[0]
             cache.lengths[sequence] += Q
-            row_X = torch.arange(Q, device=device).repeat_interleave(beam)
+            row_X = torch.arange(Q, device=device).repeat_interleave(children)
             before_Q = log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)
-            log_p_X, token_X = self._children(state_QE, tokens, beam)
+            log_p_X, token_X = self._children(state_QE, tokens, children)
             log_p_X = log_p_X + before_Q[row_X]
             layers.append((token_X, parents_X, log_p_X))
         cache.lengths[sequence] = length  # a draft's own entries do not stay
@@ -139,8 +141,8 @@ class StepwiseHead(Head):
         depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
         return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))
 
-    def _children(self, state_QE: Tensor, tokens: DraftVocabulary, beam: int) -> tuple[Tensor, Tensor]:
+    def _children(self, state_QE: Tensor, tokens: DraftVocabulary, children: int) -> tuple[Tensor, Tensor]:
         """(log-probabilities, tokens) of each row's likeliest successors, one row after the other."""
         logits_QX = tokens.logits(state_QE).float()
-        top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(beam, dim=1)
+        top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(children, dim=1)
         return top.values.flatten(), tokens.ids[top.indices.flatten()]
