@@ -37,6 +37,19 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     assert torch.allclose(got, want.softmax(-1), atol=1e-12)
 
 
+@pytest.mark.parametrize("top_p", [0.99, 0.9, 0.5, 0.1, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_what_is_chosen_within_top_p_without_sorting_is_the_best_of_what_sorting_leaves(top_p, top_k):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(200, 300, generator=generator, dtype=torch.float64) * 3
+    noise = torch.stack([gumbel(1, position, 300, CPU) for position in range(200)])
+    sampling = Sampling(0.9, top_k, top_p)
+    want = (sampling.warped(logits) + noise).argmax(dim=-1)
+    assert torch.equal(sampling.choose(logits, None, noise), want)
+    whole = (Sampling(0.9).warped(logits) + noise).argmax(dim=-1)
+    assert not torch.equal(want, whole)  # of some rows the best of all is not among them
+
+
 def test_top_p_keeps_the_fewest_likeliest_tokens_that_have_its_mass_and_top_k_as_many_as_it_says():
     torch.manual_seed(0)
     logits = 3 * torch.randn(40, 50, dtype=torch.float64)
