@@ -29,7 +29,7 @@ from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.dev import fit_to_dev
-from ctcdraft.train.options import decisive
+from ctcdraft.train.options import decisive, departures
 
 LONGEST_NAME = 200
 RECORDED = ("dtype", "template", "eos", "date")  # of base, in paths.json
@@ -62,7 +62,7 @@ def check_inputs(config: TrainEntry) -> Path:
         read_config(run_folder(config.train.start_from, config.runs_dir) / "head")
     settings = _settings(config)
     source = Path(config.base.path or config.base.kind).name
-    name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(settings)[:6]}"
+    name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(departures(config))[:6]}"
     folder = run_folder(name, config.runs_dir)
     if not (folder / "config.yaml").is_file():
         return folder

@@ -5,7 +5,6 @@ command started several times (ranks, hosts, an array of jobs) shares the work; 
 started one has a journal of the answers so far. When all are there, they are joined in order.
 """
 
-import hashlib
 import json
 import shutil
 from collections import Counter
@@ -38,10 +37,10 @@ from ctcdraft.data.store import (
     write_jsonl,
 )
 from ctcdraft.model.base.llm import Base, warn_if_plain
-from ctcdraft.model.folders import MANIFEST, new_folder, share_out, work_folder
+from ctcdraft.model.folders import MANIFEST, digest_of, new_folder, share_out, work_folder
 
 from .examples import ExampleMaker
-from .options import MayDiffer, decisive
+from .options import MayDiffer, departures
 from .regenerate import OUTCOMES, AnswersConfig
 from .shards import GENERATED, LEARNT, Account, RowsConfig, Shard, asked_text, read_shards
 
@@ -67,14 +66,13 @@ class DataConfig(AnswersConfig, RowsConfig):
 
 
 def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
-    """Where data for this base and these options lies, prepared or not: the name is a hash of them all."""
-    options = {k: v for k, v in decisive(config).items() if k not in ("path", "features")}  # a path's content does
+    """Where data for this base and these options lies, prepared or not: the name is a hash of what decides it."""
+    options = {k: v for k, v in departures(config).items() if k not in ("path", "features")}  # a path's content does
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
     template = None if config.kind == "text" else [base.tokenizer.chat_template, dict(base.template_args)]
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
     key = [FORMAT, options, sources or GENERATED[config.kind].fingerprint, template, identity, seed]
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    return cache / f"data-{config.kind}-{digest}"
+    return cache / f"data-{config.kind}-{digest_of(key)[:12]}"
 
 
 def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:

@@ -30,6 +30,8 @@ from ctcdraft.data.records import Conversation, conversation_of
 from ctcdraft.data.template import render
 from ctcdraft.model.folders import digest_of, new_folder
 
+from .options import departures
+
 BOS, END, PAD, USER, ASSISTANT = "<s>", "<|end|>", "<pad>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -68,7 +70,7 @@ Document = tuple[Tensor, Tensor]  # a conversation's tokens [L], and which the a
 
 def toy_folder(cache: Path, config: ToyBaseConfig) -> Path:
     """Where the toy base of that config lies in `cache`, made or not: its name hashes everything that shapes it."""
-    parts = [asdict(config), TOY.fingerprint, CHAT_TEMPLATE, FORMAT_VERSION]
+    parts = [departures(config), TOY.fingerprint, CHAT_TEMPLATE, FORMAT_VERSION]
     return cache / f"toy-{digest_of(parts)[:12]}"
 
 
