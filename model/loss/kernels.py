@@ -1,7 +1,7 @@
 """The linear-lse-gather primitive and the prefix lattice, and who computes them.
 
 `reference` (plain torch, the oracle) | `linear_lse` (GEMMs over a reused tile of logits) | `triton_lse` (its pass
-between the GEMMs, fused; and an lse without any logits) | `triton_lattice` (one anchor per lane).
+between the GEMMs, fused) | `triton_lattice` (one anchor per lane).
 """
 
 import os
@@ -42,9 +42,6 @@ def linear_lse_gather(
     if name == "reference":
         return reference.linear_lse_gather(hidden_MD, weight_VD.to(hidden_MD.dtype), index_MK)
     trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
-    if name == "triton" and not trains:
-        lse_M = _triton("triton_lse").lse(hidden_MD, weight_VD)
-        return lse_M, linear_lse.indexed_dots(hidden_MD, weight_VD, index_MK)
     if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     fused = linear_lse if name == "chunked" else _triton("triton_lse")

@@ -13,17 +13,14 @@ from triton.compiler import ASTSource
 
 from ctcdraft.model.loss import reference, triton_lattice, triton_lse
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def kernels(dtype):
     """{name: kernel, its constants, warps, stages} as a launch on tensors of this dtype chooses them."""
     wide = {"WIDE": triton.language.float64 if dtype == "fp64" else triton.language.float32}
     lattice = {"LOG_ZERO": reference.LOG_ZERO, "LANES": triton_lattice.LANES, **wide}
-    rows, columns, depth, stages = triton_lse.TILES[BYTES[dtype]]
-    stream = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "UPCAST": False, **wide}
     return {
-        "lse": (triton_lse.lse_kernel, stream, triton_lse.WARPS, stages),
         "exponentials": (triton_lse.exponentials_kernel, {"BLOCK": triton_lse.BLOCK, **wide}, triton_lse.WARPS, 3),
         "lattice_forward": (triton_lattice._forward_kernel, lattice, triton_lattice.WARPS, 3),
         "lattice_backward": (triton_lattice._backward_kernel, lattice, triton_lattice.WARPS, 3),
@@ -32,7 +29,7 @@ def kernels(dtype):
 
 def compiled(dtype, kernel, constants, warps, stages):
     wide = "*fp64" if dtype == "fp64" else "*fp32"
-    pointers = dict.fromkeys(("hidden_ptr", "weight_ptr", "z_ptr"), f"*{dtype}")
+    pointers = dict.fromkeys(("z_ptr",), f"*{dtype}")
     pointers |= {"slots_ptr": "*i64", "repeat_ptr": "*i8"}
     signature = {}
     for name in kernel.arg_names:
@@ -47,7 +44,6 @@ def compiled(dtype, kernel, constants, warps, stages):
     ptx = binary.asm["ptx"]
     return {
         "shared_bytes": binary.metadata.shared,
-        "wgmma": ptx.count("wgmma.mma_async"),
         "barriers": len(re.findall(r"\bbar\.sync|\bbarrier\.sync", ptx)),
         "shuffles": ptx.count("shfl.sync"),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
@@ -59,6 +55,6 @@ def compiled(dtype, kernel, constants, warps, stages):
 
 if __name__ == "__main__":
     found = {
-        dtype: {name: compiled(dtype, *arguments) for name, arguments in kernels(dtype).items()} for dtype in BYTES
+        dtype: {name: compiled(dtype, *arguments) for name, arguments in kernels(dtype).items()} for dtype in DTYPES
     }
     json.dump(found, sys.stdout, indent=1)

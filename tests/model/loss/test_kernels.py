@@ -289,7 +289,7 @@ def sm90():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90, dtype):
-    assert set(sm90[dtype]) == {"lse", "exponentials", "lattice_forward", "lattice_backward"}
+    assert set(sm90[dtype]) == {"exponentials", "lattice_forward", "lattice_backward"}
     for name, facts in sm90[dtype].items():
         assert facts["cubin_bytes"] > 0
         assert facts["shared_bytes"] <= 227 * 1024, name
@@ -297,8 +297,7 @@ def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90, dtype):
         assert facts["wide_offsets"] > 0, name
 
 
-def test_the_gemm_uses_the_tensor_cores_and_the_lanes_do_not_wait_for_each_other(sm90):
-    assert sm90["bf16"]["lse"]["wgmma"] > 0
+def test_the_lanes_do_not_wait_for_each_other(sm90):
     for name in ("lattice_forward", "lattice_backward"):
         facts = sm90["bf16"][name]
         assert (facts["barriers"], facts["shuffles"], facts["shared_bytes"]) == (0, 0, 0), name
