@@ -18,7 +18,6 @@ from safetensors.torch import load, save
 
 from .base.llm import Base
 from .draft.budget import Calibration
-from .draft.prompt_lookup import CopyRates
 from .heads import Head, head_config, head_on, parameters_of
 
 FORMAT = 4
@@ -60,7 +59,6 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "template_args": dict(base.template_args),
         "training": training,
         "calibration": asdict(head.calibration) if head.calibration else None,
-        "copy_rates": asdict(head.copy_rates) if head.copy_rates else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
     card = CARD.read_text().format(
@@ -133,8 +131,6 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
         head.draft_vocabulary(base)  # whose ids are checked
         if config.get("calibration") is not None:
             head.calibration = Calibration.from_dict(config["calibration"])
-        if config.get("copy_rates") is not None:
-            head.copy_rates = CopyRates.from_dict(config["copy_rates"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error

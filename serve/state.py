@@ -74,7 +74,7 @@ class ServedHead:
                 "decode with ctcdraft's own decoder"
             )
         self.base, self.head, self.pages = base, head, pages
-        self.drafter = Drafter(draft, head.calibration, head.copy_rates)
+        self.drafter = Drafter(draft, head.calibration)
         self.vocabulary = head.vocabulary(base, draft.top_k)
         self.dtype = next(head.parameters()).dtype
 

@@ -1,5 +1,5 @@
 """What a head is worth on development sequences, whose answers are the base's own: tokens per step counted along them,
-by which the best head is chosen, and how far psi, and copied tokens, can be believed."""
+by which the best head is chosen, and how far psi can be believed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,6 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.draft.budget import fit_calibration
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.draft.prompt_lookup import fit_rates
 from ctcdraft.model.heads import Head, HeadConfig, head_on
 from ctcdraft.model.replay import Transcript, drafts_along, replay
 
@@ -53,8 +52,8 @@ def count_dev(
 
 
 def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> None:
-    """Give a head what its psi, per depth, and copied tokens are worth on development sequences. Nothing where there
-    are none, or the prepared data is gone."""
+    """Give a head what its psi is worth per depth on development sequences. Nothing where there are none, or the
+    prepared data is gone."""
     if not data_folder.is_dir():
         return
     dev = dev_sequences(data_folder, max_length)
@@ -70,4 +69,3 @@ def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> No
         accepted.append(right[seen])
     if psi:
         head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
-    head.copy_rates = fit_rates((known.tokens, start, end) for known in dev for start, end in known.answers())

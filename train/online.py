@@ -73,7 +73,7 @@ class OnlineDecoder(Decoder):
                     self.due -= self.every
                 assert self.head is not None
                 head = _copied(self.task.head, self.base)
-                head.calibration, head.copy_rates = self.head.calibration, self.head.copy_rates
+                head.calibration = self.head.calibration
                 self.renew(head.for_drafting(self.base, next(self.head.parameters()).dtype))
         requests[0].out.seconds["learn"] = time.perf_counter() - start
 

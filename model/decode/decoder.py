@@ -49,8 +49,7 @@ class Decoder:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
         self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
         self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
-        fitted = (None, None) if head is None else (head.calibration, head.copy_rates)
-        self.drafter = Drafter(self.draft, calibration=fitted[0], copy_rates=fitted[1])
+        self.drafter = Drafter(self.draft, None if head is None else head.calibration)
         self.parallel = self.head is not None and self.draft.schedule == "pearl"
         if self.parallel:
             check_angles(base)

@@ -16,7 +16,7 @@ from .budget import Calibration
 from .config import DraftConfig
 from .grafts import LENGTH, Phrases, grafted, siblings, tails
 from .growth import Drafted, Rule, grow, prefix_of
-from .prompt_lookup import BUILT_IN, CopyRates, with_copies
+from .prompt_lookup import with_copies
 from .tree import ANY_DEPTH, PHRASES, SIBLINGS, Tree, chosen, search
 
 
@@ -65,12 +65,11 @@ class Stop:
 
 @dataclass
 class Drafter:
-    """Makes drafts as `config` says. calibration, copy_rates: what psi of the head and copied tokens are worth, where
-    that was measured. shared, own: phrases of all requests, and of each."""
+    """Makes drafts as `config` says. calibration: what psi of the head is worth, where that was measured. shared, own:
+    phrases of all requests, and of each."""
 
     config: DraftConfig
     calibration: Calibration | None = None
-    copy_rates: CopyRates | None = None
     stop: Stop = field(default_factory=Stop)
     shared: Phrases = field(default_factory=Phrases)
     own: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
@@ -103,7 +102,7 @@ class Drafter:
         if self.calibration is not None and not drawn:
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
-            tree = best(with_copies(tree, frontier.read, self.copy_rates or BUILT_IN, config.prompt_lookup))
+            tree = best(with_copies(tree, frontier.read, config.prompt_lookup))
         if pool := self._phrases(frontier.owner):
             pool.learn(frontier.read, self.learnt.get(frontier.owner, 0))
             self.learnt[frontier.owner] = len(frontier.read)

@@ -11,87 +11,40 @@ network (See et al. 2017). A node that both propose is one node, and P never gro
 children sums to at most its own, so does P; calibrated psi need not.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Annotated, Any
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter
 
 from .tree import HEAD, LOOKUP, Tree
 
 LONGEST_MATCH = 32  # tokens; longer ones are as good
 LONGEST_RUN = 64  # match and copy together
 MATCHES = 2  # copies per draft, which differ in their first token
-Rates = Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
-PRIOR = 20  # observations that the built-in rates count as, where rates are fitted
-
-
-@dataclass(frozen=True)
-class CopyRates:
-    """How likely copied tokens are right.
-
-    first[m - 1], second[m - 1]: P(the first token of a copy behind a match of m tokens), the longest match's and, where
-    that one's is wrong, the next one's; later[r - 1]: P(a further token, where those before it are right), r tokens
-    long being match and copy together. The last rate of each list is that of all longer ones.
-    """
-
-    first: Rates
-    second: Rates
-    later: Rates
-
-    @cached_property
-    def table(self) -> NDArray[np.float32]:
-        """[3, LONGEST_RUN + 1]: first, second and later by length; column 0 is not used."""
-        rows = [[0.0, *rates, *[rates[-1]] * LONGEST_RUN][: LONGEST_RUN + 1] for rates in asdict(self).values()]
-        return np.array(rows, np.float32)
-
-    @staticmethod
-    def from_dict(found: dict[str, Any]) -> "CopyRates":
-        """Raises ValueError where these are no rates."""
-        try:
-            return TypeAdapter(CopyRates).validate_python(found)
-        except ValueError:
-            raise ValueError("the rates of copied tokens are damaged") from None
-
-
-# Counted on SmolLM2-135M-Instruct's greedy answers to 2,357 conversations, neighbours of few observations pooled.
-BUILT_IN = CopyRates(
-    first=[
-        *(0.22, 0.53, 0.60, 0.65, 0.69, 0.69, 0.69, 0.69, 0.69, 0.72, 0.75, 0.78, 0.80, 0.80, 0.80, 0.83),
-        *(0.83, 0.83, 0.86, 0.86, 0.86, 0.93, 0.93, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95, 0.97, 0.996),
-    ],
-    second=[0.16, 0.28, 0.32, 0.43, 0.43, 0.32, 0.17, 0.11],
-    later=[
-        *(0.5, 0.55, 0.64, 0.72, 0.77, 0.80, 0.82, 0.85, 0.86, 0.875, 0.885, 0.89, 0.90, 0.915, 0.92, 0.925),
-        *(0.93, 0.935, 0.935, 0.94, 0.94, 0.94, 0.945, 0.945, 0.95, 0.95, 0.96, 0.965, 0.965, 0.965, 0.967, 0.967),
-        *(0.985, 0.985, 0.985, 0.985, 0.988, 0.988, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.993, 0.993, 0.993),
-        *(0.993, 0.993, 0.996),
-    ],
+# P(a copied token is right), counted on SmolLM2-135M-Instruct's greedy answers to 2,357 conversations, neighbours of
+# few observations pooled. FIRST[m - 1], SECOND[m - 1]: the first token of a copy behind a match of m tokens, of the
+# longest match and, where that one's is wrong, of the next. LATER[r - 1]: a further token, where those before it are
+# right, match and copy together being r tokens long. The last rate of each is that of all longer ones.
+FIRST = (
+    *(0.22, 0.53, 0.60, 0.65, 0.69, 0.69, 0.69, 0.69, 0.69, 0.72, 0.75, 0.78, 0.80, 0.80, 0.80, 0.83),
+    *(0.83, 0.83, 0.86, 0.86, 0.86, 0.93, 0.93, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95, 0.97, 0.996),
+)
+SECOND = (0.16, 0.28, 0.32, 0.43, 0.43, 0.32, 0.17, 0.11)
+LATER = (
+    *(0.5, 0.55, 0.64, 0.72, 0.77, 0.80, 0.82, 0.85, 0.86, 0.875, 0.885, 0.89, 0.90, 0.915, 0.92, 0.925),
+    *(0.93, 0.935, 0.935, 0.94, 0.94, 0.94, 0.945, 0.945, 0.95, 0.95, 0.96, 0.965, 0.965, 0.965, 0.967, 0.967),
+    *(0.985, 0.985, 0.985, 0.985, 0.988, 0.988, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.993, 0.993, 0.993),
+    *(0.993, 0.993, 0.996),
+)
+RATES = np.array(  # [3, LONGEST_RUN + 1]: these by length; column 0 is not used
+    [[0.0, *rates, *[rates[-1]] * LONGEST_RUN][: LONGEST_RUN + 1] for rates in (FIRST, SECOND, LATER)], np.float32
 )
 
 
-def fit_rates(answers: Iterable[tuple[NDArray[np.int64], int, int]], prior: float = PRIOR) -> CopyRates:
-    """Rates on known answers, drafted by copies alone: of each the tokens of its sequence, where it begins and ends.
-
-    Counted where drafts begin, behind a token that the copy before did not have: elsewhere matches are better.
-    """
-    tried, right = np.zeros((2, 3, LONGEST_RUN + 1), np.int64)
-    for tokens, start, end in answers:
-        _count(np.asarray(tokens, np.int64), start, end, tried, right)
-    rates = (right + prior * BUILT_IN.table) / np.maximum(tried + prior, 1)
-    longest = (LONGEST_MATCH, LONGEST_MATCH, LONGEST_RUN)
-    return CopyRates(*([float(rate) for rate in row[1 : 1 + n]] for row, n in zip(rates, longest, strict=True)))
-
-
-def with_copies(tree: Tree, read: NDArray[np.int64], rates: CopyRates, longest: int) -> Tree:
+def with_copies(tree: Tree, read: NDArray[np.int64], longest: int) -> Tree:
     """A head's tree (or none, `tree.EMPTY`) and copies of at most `longest` tokens in one, with P for psi, not ordered
     yet (`tree.chosen`); read: the tokens so far, the root last."""
     nodes = tree.tokens, tree.parents, tree.depths, tree.psi
-    return Tree(*_merged(*nodes, read=read, depth=longest, rates=rates.table))
+    return Tree(*_merged(*nodes, read=read, depth=longest, rates=RATES))
 
 
 @njit(cache=True)
@@ -154,24 +107,3 @@ def _merged(tokens, parents, depths, psi, read, depth, rates):
         before = p[parent[i]] if parent[i] >= 0 else np.float32(1.0)
         p[i] = before * min(share[i] + (1 - taken[parent[i]]) * by_head[i], np.float32(1.0))
     return token[:count], parent[:count], level[:count], p, source[:count]
-
-
-@njit(cache=True)
-def _count(tokens, start, end, tried, right):
-    """Walk the answer tokens[start:end] as drafts of copies alone do, and count into tried and right [3, run]."""
-    root = start
-    while root < end - 1:
-        accepted, first = 0, np.int64(-1)
-        for number in range(MATCHES):
-            place, length = match(tokens[: root + 1], first)
-            if length == 0 or accepted:
-                break
-            first = tokens[place]
-            for j in range(min(LONGEST_RUN + 1 - length, end - 1 - root)):
-                kind, run = (number, length) if j == 0 else (2, length + j)
-                tried[kind, run] += 1
-                if tokens[place + j] != tokens[root + 1 + j]:
-                    break
-                right[kind, run] += 1
-                accepted += 1
-        root += accepted + 1

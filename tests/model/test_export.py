@@ -40,6 +40,15 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1
 
 
+def test_what_heads_of_before_hold_besides_is_passed_over(exported, base):
+    """Rates of copied tokens were fitted to each head's development sequences once."""
+    _, folder = exported
+    config = json.loads((folder / "config.json").read_text())
+    rates = {"first": [0.2, 0.5], "second": [0.1], "later": [0.5, 0.6]}
+    (folder / "config.json").write_text(json.dumps({**config, "copy_rates": rates}))
+    assert load_head(folder, base).config == exported[0].config
+
+
 def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(exported, base_folder, tmp_path, recwarn):
     _, folder = exported
     load_head(folder, load_base(str(base_folder)))

@@ -1,6 +1,6 @@
 """Copies: against a brute-force search of matches, by hand, and through the decoder."""
 
-from dataclasses import asdict
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,16 +8,22 @@ from drafting import HEADS, SETTINGS, prompts, random_head
 
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.decode.step import EagerStep
+from ctcdraft.model.draft import prompt_lookup
 from ctcdraft.model.draft.budget import Calibration
-from ctcdraft.model.draft.prompt_lookup import BUILT_IN, LONGEST_MATCH, CopyRates, fit_rates, match
-from ctcdraft.model.draft.prompt_lookup import with_copies as all_copies
+from ctcdraft.model.draft.prompt_lookup import LONGEST_MATCH, LONGEST_RUN, match
 from ctcdraft.model.draft.tree import EMPTY, Tree, chosen
 
-RATES = CopyRates([0.5, 0.8], [0.4], [0.9])
+RATES = np.full((3, LONGEST_RUN + 1), [[0.8], [0.4], [0.9]], np.float32)  # of first, second and later tokens
+RATES[0, 1] = 0.5  # of a first token, behind a match of one
 
 
-def with_copies(head, read, rates, *, nodes, longest, **limits):
-    return chosen(all_copies(head, read, rates, longest), nodes, **limits)
+def all_copies(head, read, longest):
+    with patch.object(prompt_lookup, "RATES", RATES):
+        return prompt_lookup.with_copies(head, read, longest)
+
+
+def with_copies(head, read, *, nodes, longest, **limits):
+    return chosen(all_copies(head, read, longest), nodes, **limits)
 
 
 def tree(tokens, parents, depths, psi):
@@ -60,12 +66,12 @@ def test_a_match_is_the_latest_of_the_longest():
 def test_a_copy_goes_on_into_itself():
     read = np.array([9, 1, 2, 3, 1, 2, 3, 1])
     assert match(read, -1) == (5, 4)
-    assert all_copies(EMPTY, read, RATES, 8).tokens[:8].tolist() == [2, 3, 1, 2, 3, 1, 2, 3]
+    assert all_copies(EMPTY, read, 8).tokens[:8].tolist() == [2, 3, 1, 2, 3, 1, 2, 3]
 
 
 def test_copies_alone_are_a_tree_of_two_chains():
     read = np.array([5, 7, 8, 1, 7, 6, 5, 7])  # 5 7 was followed by 8 1 7 .., and 7 by 6 5 7 ..
-    found = with_copies(EMPTY, read, RATES, nodes=6, longest=3)
+    found = with_copies(EMPTY, read, nodes=6, longest=3)
     want = {(8,): 0.8, (8, 1): 0.72, (8, 1, 7): 0.648, (6,): 0.08, (6, 5): 0.072, (6, 5, 7): 0.0648}
     assert paths(found) == pytest.approx(want)
     assert list(paths(found)) == list(want)  # the likeliest first
@@ -75,7 +81,7 @@ def test_copies_alone_are_a_tree_of_two_chains():
 def test_a_node_that_both_propose_is_one_and_the_head_shares_what_copies_leave():
     read = np.array([3, 7, 8, 1, 4, 7])  # 7 was followed by 8 1 4 ..
     head = tree([8, 6, 1, 2], [-1, -1, 0, 0], [1, 1, 2, 2], [0.6, 0.3, 0.3, 0.12])
-    found = with_copies(head, read, RATES, nodes=9, longest=2)
+    found = with_copies(head, read, nodes=9, longest=2)
     p8 = 0.5 + 0.5 * 0.6
     want = {(8,): p8, (6,): 0.5 * 0.3, (8, 1): p8 * (0.9 + 0.1 * 0.5), (8, 2): p8 * 0.1 * 0.2}
     assert paths(found) == pytest.approx(want)
@@ -100,43 +106,25 @@ def test_any_tree_stays_one_with_the_likeliest_nodes_first():
                 depths.append(1 + (depths[parent] if parent >= 0 else 0))
                 psi.append(rest * rng.random())
         head, options = tree(tokens, parents, depths, psi), {"longest": int(rng.integers(1, 9))}
-        whole = with_copies(head, read, RATES, nodes=99, **options)
+        whole = with_copies(head, read, nodes=99, **options)
         assert (np.diff(whole.psi) <= 0).all()
         assert len(paths(whole)) == len(whole)  # no path twice
         assert set(paths(head)) <= set(paths(whole))
         for node in range(-1, len(whole)):
             mine = whole.psi[whole.parents == node].sum()
             assert mine <= (whole.psi[node] if node >= 0 else 1.0) + 1e-5
-        few = with_copies(head, read, RATES, nodes=5, **options)
+        few = with_copies(head, read, nodes=5, **options)
         assert paths(few) == paths(whole.first(5))
-        chain = with_copies(head, read, RATES, nodes=5, chain=True, **options)
+        chain = with_copies(head, read, nodes=5, chain=True, **options)
         assert (chain.parents == np.arange(len(chain)) - 1).all()
 
 
 def test_depth_and_ends_of_sequence_limit_copies():
     read = np.array([1, 2, 9, 3, 1])
-    assert with_copies(EMPTY, read, RATES, nodes=9, longest=8, max_depth=2).tokens.tolist() == [2, 9]
-    assert with_copies(EMPTY, read, RATES, nodes=9, longest=8, max_depth=0).tokens.tolist() == []
-    assert with_copies(EMPTY, read, RATES, nodes=9, longest=8, leaves=np.array([9])).tokens.tolist() == [2, 9]
-    assert len(with_copies(EMPTY, np.array([4]), RATES, nodes=9, longest=8)) == 0
-
-
-def test_rates_are_counted_where_drafts_begin():
-    tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 9])
-    rates = fit_rates([(tokens, 4, 10)], prior=0)
-    # root 1: a match of one token, 2 and 3 right (runs of 2 and 3), 4 wrong (a run of 4 was not reached);
-    # root 5: never read; root 1: one token, 2 wrong; nothing else followed a 1
-    assert rates.first[0] == 0.5
-    assert rates.later[:3] == [0.0, 1.0, 0.0]
-    tried_nothing = fit_rates([], prior=1)
-    assert np.allclose(tried_nothing.table, BUILT_IN.table)
-    assert CopyRates.from_dict(asdict(rates)) == rates
-
-
-@pytest.mark.parametrize("found", [{}, {"first": [0.5], "second": [], "later": [1]}, 3, {"first": 1}])
-def test_damaged_rates_are_refused(found):
-    with pytest.raises(ValueError, match="rates of copied tokens are damaged"):
-        CopyRates.from_dict(found)
+    assert with_copies(EMPTY, read, nodes=9, longest=8, max_depth=2).tokens.tolist() == [2, 9]
+    assert with_copies(EMPTY, read, nodes=9, longest=8, max_depth=0).tokens.tolist() == []
+    assert with_copies(EMPTY, read, nodes=9, longest=8, leaves=np.array([9])).tokens.tolist() == [2, 9]
+    assert len(with_copies(EMPTY, np.array([4]), nodes=9, longest=8)) == 0
 
 
 @pytest.mark.slow
