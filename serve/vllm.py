@@ -55,7 +55,6 @@ class Options:
     length: Literal["measured", "fixed"] = "measured"
     prompt_lookup: int = DraftConfig.prompt_lookup
     top_k: int = DraftConfig.top_k
-    prune: float = DraftConfig.prune
 
 
 class Step(NamedTuple):
@@ -128,7 +127,6 @@ class Proposer:
             nodes=self.most,
             budget="fixed",
             top_k=self.options.top_k,
-            prune=self.options.prune,
             prompt_lookup=self.options.prompt_lookup,
         )
         self.drafter = ServedHead(base, head, draft)

@@ -20,7 +20,7 @@ class DraftConfig:
 
     budget `measured`: by calibrated psi and the time of a step, which is measured once (for one sequence at a time;
     several keep to `nodes`). Tokens do not depend on it; the number of steps that they take is another whenever times
-    are. prune: see `tree.search`.
+    are.
 
     proposal `shared`: the noise that the base will choose with is known, and output stays what it is whatever looks at
     it (Daliri et al. 2024, arXiv 2408.07978); `sampled` is accepted so that output has the base's distribution, though
@@ -36,7 +36,6 @@ class DraftConfig:
     top_k: int = 512  # tokens that a draft may hold, the likeliest in any slot
     # auto: measured on a CPU, fixed on a GPU | fixed: `nodes` | measured: at most so many, as pay
     budget: str = "auto"
-    prune: float = 0.03  # share of a prefix's alignments that the search may leave out; 0: psi is exact
     prompt_lookup: int = 32  # copied tokens, where the last ones were read before; 0: none
     k: list[int] = field(default_factory=lambda: [4, 2, 2, 1, 1, 1])  # of ranked: children of every node, by depth
     # above temperature 0, best: the likeliest | shared: as the base will draw, by its own noise | sampled: drawn
@@ -56,8 +55,6 @@ class DraftConfig:
             raise ValueError(f"draft.graft={unknown} is unknown: choose of {', '.join(GRAFTS)}")
         if self.nodes < 1 or self.top_k < 1 or not all(count >= 1 for count in self.k):
             raise ValueError(f"draft.nodes={self.nodes}, draft.top_k={self.top_k}, draft.k={self.k} must be at least 1")
-        if not 0.0 <= self.prune < 1.0:
-            raise ValueError(f"draft.prune={self.prune} must be at least 0 and below 1")
         if self.prompt_lookup < 0:
             raise ValueError(f"draft.prompt_lookup={self.prompt_lookup} must be at least 0 (no lookup)")
         if not 0.0 < self.trust < float("inf"):

@@ -19,6 +19,8 @@ from .growth import Drafted, Rule, grow, prefix_of
 from .prompt_lookup import with_copies
 from .tree import ANY_DEPTH, PHRASES, SIBLINGS, Tree, chosen, search
 
+NEGLIGIBLE = 0.03  # of a prefix's alignments, which the search leaves out: a sixth of its time for 0.04% of psi
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -94,7 +96,7 @@ class Drafter:
         if plain and isinstance(drafted, Tree):
             tree = best(drafted)
         elif plain and isinstance(drafted, Lattice):
-            tree = search(drafted, config.nodes, prune=config.prune, **limits)
+            tree = search(drafted, config.nodes, prune=NEGLIGIBLE, **limits)
         else:
             least = self.stop.least if config.stop == "adaedl" else None
             rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least)

@@ -65,7 +65,7 @@ def test_a_peer_that_drafts_as_a_head_of_ours_counts_the_same(base):
         p.data.add_(torch.randn_like(p) * 0.3)
     peer = PeerHead(Slots(base, head), base, nodes=9)
     ways = itertools.product(("tree", "chain"), (0, 7))
-    drafts = [DraftConfig(kind, 9, prune=0.0, prompt_lookup=copies, budget="fixed") for kind, copies in ways]
+    drafts = [DraftConfig(kind, 9, prompt_lookup=copies, budget="fixed") for kind, copies in ways]
     ours = replay(base, {str(draft): Decoder(base, head, draft) for draft in drafts}, rows)
     theirs = replay(LayersBase.of(base), {str(draft): Decoder(base, peer, draft) for draft in drafts}, rows)
     ours, theirs = ({label: [*chain(*several)] for label, several in found.items()} for found in (ours, theirs))
