@@ -10,7 +10,7 @@ from ctcdraft.data.batches import Sampler
 from ctcdraft.launch.cli import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, ParallelConfig
+from ctcdraft.model.heads import CtcConfig, EagleConfig, GlideConfig, MedusaConfig, ParallelConfig
 from ctcdraft.model.replay import Transcript, drafts_along
 from ctcdraft.train.policy import on_policy, states_behind
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
@@ -19,6 +19,7 @@ HEADS = [
     CtcConfig(slots=5, layers=1, rank=8),
     MedusaConfig(slots=5, layers=2),
     EagleConfig(slots=5, width=32, beam=3),
+    GlideConfig(slots=5, width=32, beam=3),
 ]
 U = 4
 
@@ -61,9 +62,10 @@ def test_the_states_are_those_of_reading_each_text_alone(exact_base, corpus, pac
         assert torch.allclose(said_NUD[n], alone, atol=1e-9)
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
-def test_labels_are_the_chains_that_the_head_drafts_when_it_decodes(exact_base, corpus, config):
-    head, batch = random_head(config, exact_base), a_batch(corpus)
+def test_labels_are_the_chains_that_the_head_drafts_when_it_decodes(exact_base, corpus, config, pack):
+    head, batch = random_head(config, exact_base), a_batch(corpus, pack=pack)
     found = drafted("draft", head, exact_base, batch)
     decoder = Decoder(exact_base, head, DraftConfig("chain", U, prompt_lookup=0, budget="fixed"))
     drafts = 0
