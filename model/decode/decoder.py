@@ -57,7 +57,8 @@ class Decoder:
         self.graphs = base.device.type == "cuda" and one_pass and self.draft.proposal != "sampled"
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
         serial = self.draft.schedule == "serial" and self.draft.proposal != "sampled"
-        self.measures = self.drafts and self.draft.budget in measured and serial
+        fits = self.draft.most_nodes + 1 < base.context_length  # the chains that are timed
+        self.measures = self.drafts and self.draft.budget in measured and serial and fits
         self.budget: Budget | None = None
         self._captured: CapturedStep | None = None
 
@@ -215,8 +216,8 @@ class Decoder:
     def measure_budget(self) -> Budget:
         """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
         rng, most = np.random.default_rng(0), self.draft.most_nodes
-        length = max(1, min(PROBE_TOKENS, self.base.context_length - most - 1))
-        prompt, nodes = (rng.integers(0, self.base.vocab_size, n).tolist() for n in (length, most))
+        length = min(PROBE_TOKENS, self.base.context_length - most - 1)
+        prompt, nodes = (rng.integers(0, self.base.token_count, n).tolist() for n in (length, most))
         request = Request(prompt, most + 2, eos=())
         request.fit(self.base)
         with self._begun([request]) as step:
