@@ -117,14 +117,14 @@ class Decoder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What its head drafts with, made when first asked for: weights change by `renew` alone."""
+        """What its head drafts with, made when first asked for, and by `renew`, which alone changes weights."""
         assert self.head is not None
         return self.head.vocabulary(self.base, self.draft.top_k)
 
     def renew(self, head: Head) -> None:
         """Draft with other weights of the same head from now on; between calls. What was made of the old ones goes."""
         self.head, self._captured = head, None
-        self.__dict__.pop("vocabulary", None)
+        self.vocabulary = head.vocabulary(self.base, self.draft.top_k)
 
     # -- the loop -------------------------------------------------------------------------------------------
 
