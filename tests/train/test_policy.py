@@ -122,6 +122,22 @@ def test_mixed_is_half_of_each_and_what_the_base_said_is_still_said(exact_base, 
     assert torch.equal(again.labels_NU, mixed.labels_NU)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_who_has_a_row_changes_none_of_its_labels(exact_base, corpus, pack):
+    """Both rows in one micro-batch, or each in one of its own, on whichever rank."""
+    head = random_head(HEADS[0], exact_base)
+    options = {"batch": 2, "anchors": 5, "labels": U, "max_length": 40, "seed": 0, "pack": pack}
+    found = {}
+    for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+        labels = []
+        for part in parts:
+            torch.manual_seed(7)
+            batch = drafted("mixed", head, exact_base, Sampler(corpus, **options).collate(0, part))
+            labels += [one[:n].tolist() for one, n in zip(batch.labels_NU, batch.lengths_N, strict=True)]
+        found[len(parts)] = labels
+    assert found[1] == found[2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["draft", "mixed"])
 @pytest.mark.parametrize(
