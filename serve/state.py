@@ -45,9 +45,12 @@ class Pages:
     def write(self, layer: int, keys_NHW: Tensor, values_NHW: Tensor, slots_N: Tensor) -> None:
         """At places `page * K + position in it`; rows whose place is negative are padding."""
         rows = slots_N >= 0
-        slots_N = slots_N[rows]
+        if not rows.all():
+            slots_N = slots_N[rows]
+            keys_NHW, values_NHW = (made[: len(rows)][rows] for made in (keys_NHW, values_NHW))
+        page_N, place_N = slots_N // self.page_size, slots_N % self.page_size
         for pages, made in zip(self.layers[layer], (keys_NHW, values_NHW), strict=True):
-            pages[slots_N // self.page_size, slots_N % self.page_size] = made[: len(rows)][rows]
+            pages[page_N, place_N] = made[: len(slots_N)]
 
     def show(self, table_BM: Tensor, lengths: Sequence[int]) -> None:
         """The requests to come, whose first lengths[b] positions lie in the pages table[b]."""
@@ -79,19 +82,14 @@ class ServedHead:
         self.dtype = next(head.parameters()).dtype
 
     def drafts(
-        self,
-        hidden_BX: Tensor,
-        read: Sequence[NDArray[np.int64]],
-        table_BM: Tensor,
-        rooms: Sequence[int],
-        by_head: bool = True,
+        self, hidden_BX: Tensor | None, read: Sequence[NDArray[np.int64]], table_BM: Tensor, rooms: Sequence[int]
     ) -> list[Tree]:
-        """A draft for each request, at most rooms[b] deep; by_head: else of copies alone.
+        """A draft for each request, at most rooms[b] deep.
 
         read[b]: its tokens so far, the root last; hidden[b]: the state of the position before the root, and the one
-        that entered the first attended layer there; table[b]: its pages.
+        that entered the first attended layer there; None: a draft of copies alone; table[b]: its pages.
         """
-        drafted = self._lattices(hidden_BX, read, table_BM) if by_head else [EMPTY] * len(read)
+        drafted = [EMPTY] * len(read) if hidden_BX is None else self._lattices(hidden_BX, read, table_BM)
         ends = [Frontier(tokens, self.base.eos_ids, room) for tokens, room in zip(read, rooms, strict=True)]
         return [self.drafter.tree(one, end) for one, end in zip(drafted, ends, strict=True)]
 

@@ -4,9 +4,10 @@ vllm serve <base> --speculative-config '{"method": "custom_class", "model": "ctc
                                          "num_speculative_tokens": 12}'
                   --additional-config '{"ctcdraft": {"head": "<exported head>"}}'
 
-vLLM gives a proposer the tokens alone, so two methods of its runner are wrapped: the one that sets the model up to give
-hidden states of a middle layer, and the one that calls the proposer. On CUDA keys and values are read where vLLM keeps
-them; its CPU cache has a layout of its own, so there what is written to the attended layers is written here too.
+vLLM gives a proposer the tokens alone, so methods of its runner are wrapped: the one that sets the model up to give
+hidden states of a middle layer, the one that calls the proposer, and the one that samples, since a step without drafts
+needs no rejection sampler, which copies all logits. On CUDA keys and values are read where vLLM keeps them; its CPU
+cache has a layout of its own, so there what is written to the attended layers is written here too.
 
 Shape suffixes: B requests, N rows of a forward, X numbers of a hidden state.
 """
@@ -32,13 +33,14 @@ from .length import Lengths
 from .state import Pages, ServedHead
 
 TESTED = ("0.32",)  # versions of vLLM, without the last number
-SET_UP, CALL = "_setup_eagle3_aux_hidden_state_outputs", "propose_draft_token_ids"
+SET_UP, CALL, SAMPLE = "_setup_eagle3_aux_hidden_state_outputs", "propose_draft_token_ids", "_sample"
 TAKEN = {  # what the wrapped methods of the runner take, in every tested version
     SET_UP: (),
     CALL: (
         *("scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states"),
         *("aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings"),
     ),
+    SAMPLE: ("logits", "spec_decode_metadata"),
 }
 READABLE = ("FLASH_ATTN", "TRITON_ATTN")  # attention backends whose cache is [P, H, K, 2 W]
 
@@ -58,11 +60,11 @@ class Options:
 
 
 class Step(NamedTuple):
-    """What the runner knows when it calls the proposer."""
+    """What the runner knows when it calls the proposer; states: hidden ones, and those of the middle layer."""
 
     runner: Any
     scheduled: Any
-    hidden_NX: Tensor
+    states: Sequence[Tensor]
     attention: Any
 
 
@@ -146,12 +148,16 @@ class Proposer:
         def call(*arguments: Any, **named: Any) -> Any:
             given = signature.bind(*arguments, **named).arguments
             states = [given["hidden_states"], *(given["aux_hidden_states"] or [])]
-            rows = min(map(len, states))
-            hidden_NX = torch.cat([state[:rows] for state in states], dim=-1)
-            self.step = Step(runner, given["scheduler_output"], hidden_NX, given["common_attn_metadata"])
+            self.step = Step(runner, given["scheduler_output"], states, given["common_attn_metadata"])
             return own(*arguments, **named)
 
+        def sample(logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+            drafted = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len > 0
+            return sampled(logits, spec_decode_metadata if drafted else None)
+
+        sampled: Callable[..., Any] = getattr(runner, SAMPLE)
         setattr(runner, CALL, call)
+        setattr(runner, SAMPLE, sample)
 
     def propose(
         self,
@@ -187,11 +193,12 @@ class Proposer:
             accepted = sum(map(len, sampled_token_ids)) - len(requests)
             lengths.observe(len(requests), begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
+        hidden_BX = torch.cat([state[rows] for state in step.states], dim=-1) if by_head else None
         table_BM = step.attention.block_table_tensor[asked]
         if by_head and not self.compiled:
-            self.drafter.drafts(step.hidden_NX[rows], read, table_BM, rooms)
+            self.drafter.drafts(hidden_BX, read, table_BM, rooms)
             self.compiled, came = True, time.perf_counter()
-        trees = self.drafter.drafts(step.hidden_NX[rows], read, table_BM, rooms, by_head)
+        trees = self.drafter.drafts(hidden_BX, read, table_BM, rooms)
         if lengths:
             if by_head:
                 lengths.drafts.observe(len(asked), time.perf_counter() - came)

@@ -42,6 +42,8 @@ class Calibration:
 
     def applied(self, tree: Tree) -> Tree:
         """The tree with that for psi, the likeliest nodes first."""
+        if not len(tree):
+            return tree
         p = np.maximum(self.of(tree), FAINT * tree.psi)  # a node of 0 would be left out
         return chosen(replace(tree, psi=p.astype(np.float32)), len(tree))
 

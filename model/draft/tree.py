@@ -121,6 +121,8 @@ def chosen(
     chain: bool = False,
 ) -> Tree:
     """The best `nodes` nodes by psi of a tree whose psi never grows along a path: what `search` is for a lattice."""
+    if not len(scored):
+        return scored
     tree = scored.tokens, scored.parents, scored.depths, scored.psi
     kept = _chosen(*tree, ends=leaves, nodes=nodes, max_depth=max_depth, chain=chain)
     number = np.full(len(scored) + 1, -1)

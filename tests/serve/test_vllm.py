@@ -48,6 +48,9 @@ class Runner:
         batch = self.input_batch
         return self.drafter.propose(sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu, slot_mappings)
 
+    def _sample(self, logits, spec_decode_metadata):
+        return logits, spec_decode_metadata
+
 
 class Impl:
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
@@ -179,6 +182,14 @@ def test_a_runner_decodes_in_the_steps_of_our_chain(engine, served, chunk):
         assert tokens == out.tokens
         assert len(accepted) == out.steps
         assert accepted[:-1] == out.accepted[:-1]  # the last is cut by whoever counts
+
+
+def test_a_step_without_drafts_is_sampled_as_without_a_drafter(engine, served):
+    runner = engine.Runner(config_of(served), Target(served.base))
+    runner.load_model()
+    none, some = (SimpleNamespace(max_spec_len=most) for most in (0, 3))
+    assert runner._sample("logits", none) == runner._sample("logits", None) == ("logits", None)
+    assert runner._sample("logits", some) == ("logits", some)
 
 
 def test_a_runner_whose_drafter_is_another_is_left_alone(engine, served):
