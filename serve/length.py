@@ -2,10 +2,10 @@
 
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
 grows along a chain, so the likeliest n tokens of all chains are beginnings of them, and the n with the most tokens per
-second is the best. psi counts as much as it was seen to be worth. Time is a line through rows for steps with drafts,
-and another for those without, which engines run in other ways. So what one batch size shows is known of the next, and
-in large batches, whose rows are dear, chains get short. A head rests where its latest chains would not have paid for
-drafting them; copies, which cost nothing, go on.
+second is the best. psi counts as much as it was seen to be worth, from the head and from copies alone. Time is a line
+through rows for steps with drafts, and another for those without, which engines run in other ways. So what one batch
+size shows is known of the next, and in large batches, whose rows are dear, chains get short. A head rests where its
+latest chains would not have paid for drafting them; copies, which cost nothing, go on.
 
 `draft.budget=measured` does this for one sequence of our own decoder (model/draft/budget.py).
 """
@@ -58,12 +58,14 @@ class Lengths:
         self.drafted = self.plain  # until there is one
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
         self._latest: deque[tuple[NDArray[np.float32], NDArray[np.float32]]] = deque(maxlen=LATEST)
-        self._hope = self._hoped = self._accepted = 0.0  # psi of the drafts under way; sums that fade
+        self._hope, self._by_head = 0.0, False  # psi of the drafts under way, and who made them
+        self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
 
     def observe(self, requests: int, rows: int, seconds: float, accepted: float) -> None:
         """The step of the drafts that `cut` has returned last."""
-        self._hoped, self._accepted = KEEP * self._hoped + self._hope, KEEP * self._accepted + accepted
+        if self._hope:
+            self._seen[self._by_head] = KEEP * self._seen[self._by_head] + (self._hope, accepted)
         for line in {self.plain, self.drafted, self.drafts}:
             line.sums *= KEEP if line.sums[0] > 0.01 else 1.0
         if rows > requests and self.drafted is self.plain:
@@ -76,9 +78,9 @@ class Lengths:
         if self._trying or self.count % PLAIN == 0:
             return self.count % PLAIN == 0
         chains, copies = zip(*self._latest, strict=True)
-        _, copied, without = self._best(requests, copies)
+        _, copied, without = self._best(requests, copies, False)
         for self._trying in (False, True):
-            count, tokens, seconds = self._best(requests, chains, self._trying)
+            count, tokens, seconds = self._best(requests, chains, True, self._trying)
             lost = self.drafts.at(requests) + seconds - tokens * without / copied
             if count and lost <= 0:
                 return False
@@ -92,19 +94,22 @@ class Lengths:
         if by_head:
             self._latest.extend((chain.psi, _copied(chain)) for chain in chains)
         psi = [chain.psi for chain in chains]
-        count = 0 if self.count % PLAIN == 0 else self._best(len(chains), psi, by_head and self._trying)[0]
+        count = 0 if self.count % PLAIN == 0 else self._best(len(chains), psi, by_head, by_head and self._trying)[0]
         self.count += 1
         psi_N, chain_N = np.concatenate(psi), np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
         kept_N = np.argsort(-psi_N, kind="stable")[:count]
-        self._hope = float(psi_N[kept_N].sum())
+        self._hope, self._by_head = float(psi_N[kept_N].sum()), by_head
         counts = np.bincount(chain_N[kept_N], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
 
-    def _best(self, requests: int, psi: Sequence[NDArray[np.float32]], some: bool = False) -> tuple[int, float, float]:
+    def _best(
+        self, requests: int, psi: Sequence[NDArray[np.float32]], by_head: bool, some: bool = False
+    ) -> tuple[int, float, float]:
         """How many of the likeliest tokens of these chains pay most, where `requests` have such chains; tokens and
         seconds of that step. some: at least as many as there are chains, so that their time is seen."""
         psi_N, each = np.sort(np.concatenate(psi))[::-1], requests / len(psi)
-        worth = (self._accepted + 1) / (self._hoped + 1)
+        hoped, accepted = self._seen[by_head]
+        worth = (accepted + 1) / (hoped + 1)
         tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(psi_N, dtype=np.float64)])
         seconds = MARGIN * self.drafted.at(requests + each * np.arange(len(psi_N) + 1), self.plain)
         seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts

@@ -124,6 +124,18 @@ def test_psi_that_promises_too_much_counts_for_what_it_is_worth():
     assert boasting[0] < honest[0]
 
 
+def test_copies_that_promise_too_much_do_not_speak_against_the_head():
+    lengths = Lengths()
+    for step in range(300):
+        by_head = step < 60
+        if by_head:
+            lengths.drafts.observe(1, 0.25)
+        (kept,) = lengths.cut([chain_of(range(2), 0.4 if by_head else 0.6)], by_head)
+        accepted = float(kept.psi.sum()) * (1.0 if by_head else 0.3)
+        lengths.observe(1, 1 + len(kept), 1 + 0.04 * len(kept), accepted)
+    assert not lengths.rests(1)
+
+
 def test_a_line_is_that_of_what_was_seen_and_no_steeper_than_proportional():
     line = Line(1.0)
     for _ in range(200):
