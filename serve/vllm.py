@@ -27,9 +27,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
+from ctcdraft.model.draft.length import Lengths
 
 from .base import base_of
-from .length import Lengths
 from .state import Pages, ServedHead
 
 TESTED = ("0.32",)  # versions of vLLM, without the last number
@@ -49,7 +49,7 @@ READABLE = ("FLASH_ATTN", "TRITON_ATTN")  # attention backends whose cache is [P
 class Options:
     """The fields of `ctcdraft` in --additional-config. head: an exported head, a folder or a name on the Hub.
 
-    length: `measured`: chains as long as pays (length.py); `fixed`: as long as the head can make them. Others: see
+    length: `measured`: chains as long as pays (model/draft/length.py); `fixed`: as the head can make them. Others: see
     `DraftConfig`.
     """
 

@@ -1,9 +1,14 @@
+from collections import defaultdict
+from functools import partial
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctcdraft.model.draft.budget import chain_of
-from ctcdraft.model.draft.tree import EMPTY, HEAD, LOOKUP
-from ctcdraft.serve.length import KEEP, PLAIN, SHARE, TRYING, Lengths, Line
+from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, Line
+from ctcdraft.model.draft.tree import EMPTY, HEAD, LOOKUP, Tree
 
 MOST = 8
 COPY = np.full(MOST, HEAD | LOOKUP, np.int8)
@@ -27,6 +32,23 @@ def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth
         tokens, taken = tokens + requests + accepted, taken + step + by_head * draft
         chosen.append(([len(chain) for chain in chains], by_head))
     return chosen, tokens / taken * seconds(requests) / requests
+
+
+def padded(lengths, requests, psi, seconds, draft, steps, worth=1.0):
+    """As `serve`, where rows are padded to the longest chain: how much faster than plain decoding, if the head drafted,
+    how long the chains were."""
+    tokens, taken, plain, chosen = 0.0, 0.0, 0.0, []
+    for _ in range(steps):
+        by_head = not lengths.rests(requests)
+        chains = lengths.cut([chain_of(range(MOST), p) if by_head else EMPTY for p in psi[:requests]], by_head)
+        rows, accepted = requests * (1 + max(map(len, chains))), worth * sum(chain.psi.sum() for chain in chains)
+        lengths.observe(requests, rows, seconds(rows), accepted)
+        if by_head:
+            lengths.drafts.observe(requests, draft)
+        tokens, taken = tokens + requests + accepted, taken + seconds(rows) + by_head * draft
+        plain += seconds(requests)
+        chosen.append((by_head, max(map(len, chains))))
+    return tokens / taken * plain / (requests * steps), chosen
 
 
 def linear(cost):
@@ -163,3 +185,59 @@ def test_one_step_that_the_machine_slowed_down_changes_little():
         line.observe(size, 1.0)
     line.observe(4, 100.0)
     assert line.at(4) < 1.1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 7))
+def test_drafts_that_are_padded_have_as_many_nodes_each_as_bring_most_tokens_per_second(seed, requests):
+    rng, lengths = np.random.default_rng(seed), Lengths(padded=True)
+    before, row, kink = rng.uniform(0.1, 2), rng.uniform(0, 1), rng.uniform(0, 1)
+    lengths.drafted, lengths.count = Line(1.0), 1
+    for size in np.tile(np.arange(1, 60), 200):
+        lengths.plain.observe(size, before + row * size)
+        lengths.drafted.observe(size, before + kink + row * size)
+    psi = [np.sort(rng.random(rng.integers(0, 9)))[::-1].astype(np.float32) for _ in range(requests)]
+    trees = [chain_of(range(len(own))) for own in psi]
+    trees = [Tree(tree.tokens, tree.parents, tree.depths, own) for tree, own in zip(trees, psi, strict=True)]
+    rates = []
+    for n in range(max(map(len, psi)) + 1):
+        tokens = sum(1 + own[:n].sum() for own in psi)
+        seconds = MARGIN * (before + kink + row * requests * (1 + n)) if n else before + row * requests
+        rates.append(tokens / seconds)
+    kept = [len(tree) for tree in lengths.cut(trees, True)]
+    (n,) = {max(kept)}
+    assert kept == [min(n, len(own)) for own in psi]
+    assert rates[n] == pytest.approx(max(rates), rel=1e-3)
+
+
+ROW = 0.005  # seconds of a row beside 0.033 of any step: SmolLM2 on one core (docs/results/drafts.md)
+
+
+@pytest.mark.parametrize("worth", [1.0, 0.5])
+def test_a_head_that_pays_for_few_requests_and_not_for_many_is_used_for_few(worth):
+    lengths, seconds = defaultdict(partial(Lengths, padded=True)), lambda rows: 0.033 + ROW * rows
+    psi = np.linspace(0.6, 0.4, 16)
+    for requests in (16, 1, 16, 4, 1, 8, 16):
+        speedup, chosen = padded(lengths[requests], requests, psi, seconds, 0.003 + 0.004 * requests, 150, worth)
+        resting = sum(not by_head for by_head, _ in chosen)
+        if requests > 1:
+            assert speedup > 0.97
+        else:
+            assert speedup > (1.1 if worth == 1 else 0.97)
+        if requests == 16:
+            assert resting > 0.9 * len(chosen)
+
+
+def test_padding_is_paid_for():
+    """One of sixteen is sure of its draft: among separate rows that pays, where all are as long as the longest not."""
+    kept = {}
+    for separate in (True, False):
+        lengths = Lengths(padded=not separate)
+        for _ in range(3):
+            for rows in (16, 32, 48):
+                lengths.observe(16, rows, 0.05 + 0.002 * rows, 0.0)
+        lengths.count = 1
+        sure, unsure = chain_of(range(MOST), 0.95), chain_of(range(MOST), 0.05)
+        kept[separate] = [len(chain) for chain in lengths.cut([sure, *[unsure] * 15], True)]
+    assert kept[True][0] == MOST
+    assert kept[False] == [0] * 16

@@ -1,13 +1,15 @@
-"""How long the chains of a batch should be: what each token is worth against the measured time of the engine's steps.
+"""How long the drafts of a batch should be: what each node is worth against the time of the steps as they come.
 
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
-grows along a chain, so the likeliest n tokens of all chains are beginnings of them, and the n with the most tokens per
+grows along a draft, so the likeliest n tokens of all of them are beginnings of them, and the n with the most tokens per
 second is the best. psi counts as much as it was seen to be worth, from the head and from copies alone. Time is a line
-through rows for steps with drafts, and another for those without, which engines run in other ways. So what one batch
-size shows is known of the next, and in large batches, whose rows are dear, chains get short. A head rests where its
-latest chains would not have paid for drafting them; copies, which cost nothing, go on.
+through rows for steps with drafts, and another for those without, which run in other ways. So what one batch size shows
+is known of the next, and in large batches, whose rows are dear, drafts get short. A head rests where its latest drafts
+would not have paid for drafting them; copies, which cost nothing, go on.
 
-`draft.budget=measured` does this for one sequence of our own decoder (model/draft/budget.py).
+In our own decoder rows are padded to the longest draft, so that another row of one request is one of each: all have
+their first n nodes, and a step takes time(B + B n). Requests cost more than their rows there, so batches of another
+size have lines of their own. For a sequence alone, whose steps are timed beforehand: `budget.Budget`.
 """
 
 from collections import deque
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctcdraft.model.draft.tree import LOOKUP, Tree
+from .tree import LOOKUP, Tree
 
 KEEP = 0.97  # of what was seen, from one step to the next
 OUTLIER = 3.0  # times what was expected: what the machine does besides
@@ -51,9 +53,12 @@ class Line:
 
 
 class Lengths:
-    """Seconds: of steps without drafts, by requests; of those with, by rows; of drafting with the head, by requests."""
+    """Seconds: of steps without drafts, by requests; of those with, by rows; of drafting with the head, by requests.
 
-    def __init__(self) -> None:
+    padded: all drafts of a step take as many rows as the longest."""
+
+    def __init__(self, padded: bool = False) -> None:
+        self.padded = padded
         self.plain, self.drafts = Line(1.0), Line(0.0)
         self.drafted = self.plain  # until there is one
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
@@ -96,24 +101,35 @@ class Lengths:
         psi = [chain.psi for chain in chains]
         count = 0 if self.count % PLAIN == 0 else self._best(len(chains), psi, by_head, by_head and self._trying)[0]
         self.count += 1
-        psi_N, chain_N = np.concatenate(psi), np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
-        kept_N = np.argsort(-psi_N, kind="stable")[:count]
-        self._hope, self._by_head = float(psi_N[kept_N].sum()), by_head
-        counts = np.bincount(chain_N[kept_N], minlength=len(chains))
+        (psi_N, rank_N), chain_N = self._ranked(psi), np.repeat(np.arange(len(chains)), list(map(len, psi)))
+        self._hope, self._by_head = float(psi_N[rank_N < count].sum()), by_head
+        counts = np.bincount(chain_N[rank_N < count], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
+
+    def _ranked(self, psi: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """psi of all tokens, and how many are taken before each: the likelier ones, or where padded its place."""
+        psi_N = np.concatenate(psi)
+        if self.padded:
+            return psi_N, np.concatenate([np.arange(len(own)) for own in psi])
+        rank_N = np.empty(len(psi_N), np.int64)
+        rank_N[np.argsort(-psi_N, kind="stable")] = np.arange(len(psi_N))
+        return psi_N, rank_N
 
     def _best(
         self, requests: int, psi: Sequence[NDArray[np.float32]], by_head: bool, some: bool = False
     ) -> tuple[int, float, float]:
-        """How many of the likeliest tokens of these chains pay most, where `requests` have such chains; tokens and
-        seconds of that step. some: at least as many as there are chains, so that their time is seen."""
-        psi_N, each = np.sort(np.concatenate(psi))[::-1], requests / len(psi)
+        """How many of the likeliest tokens of these chains pay most (of each, where padded), where `requests` have such
+        chains; tokens and seconds of that step. some: as many as there are chains at least, so that their time is
+        seen."""
+        psi_N, rank_N = self._ranked(psi)
+        gain, each = np.bincount(rank_N, psi_N), requests / len(psi)  # of each rank
         hoped, accepted = self._seen[by_head]
         worth = (accepted + 1) / (hoped + 1)
-        tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(psi_N, dtype=np.float64)])
-        seconds = MARGIN * self.drafted.at(requests + each * np.arange(len(psi_N) + 1), self.plain)
+        tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(gain)])
+        rows = requests + (requests if self.padded else each) * np.arange(len(gain) + 1)
+        seconds = MARGIN * self.drafted.at(rows, self.plain)
         seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts
-        first = min(len(psi), len(psi_N)) if some else 0
+        first = min(1 if self.padded else len(psi), len(gain)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]
 
@@ -122,4 +138,4 @@ def _copied(chain: Tree) -> NDArray[np.float32]:
     """psi of the tokens that would be there without the head."""
     if chain.source is None:
         return chain.psi[:0]
-    return chain.psi[np.logical_and.accumulate(chain.source & LOOKUP > 0)]
+    return chain.psi[chain.source & LOOKUP > 0]
