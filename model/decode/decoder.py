@@ -6,9 +6,11 @@ accepted path, and takes the choice at its end as the new root (the bonus token)
 base together, each with a tree and a length of its own.
 """
 
+import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast, overload
 
 import numpy as np
@@ -21,6 +23,7 @@ from ..draft.budget import SIZES, Budget, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
 from ..draft.growth import Drafted
+from ..draft.length import Lengths
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from .captured import CapturedStep
@@ -57,9 +60,9 @@ class Decoder:
         self.graphs = base.device.type == "cuda" and one_pass and self.draft.proposal != "sampled"
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
         serial = self.draft.schedule == "serial" and self.draft.proposal != "sampled"
-        fits = self.draft.most_nodes + 1 < base.context_length  # the chains that are timed
-        self.measures = self.drafts and self.draft.budget in measured and serial and fits
-        self.budget: Budget | None = None
+        self.measures = self.drafts and self.draft.budget in measured and serial
+        self.budget: Budget | None = None  # of one sequence
+        self.lengths: dict[int, Lengths] = defaultdict(partial(Lengths, padded=True))  # of several, by powers of two
         self._captured: CapturedStep | None = None
 
     @overload
@@ -105,8 +108,8 @@ class Decoder:
         yield request.finished(self.base)
 
     def prepare(self) -> None:
-        """Time steps, once, where the budget is measured. `generate` does it for one sequence; who times that comes
-        here first."""
+        """Time steps of one sequence, once, where the budget is measured. `generate` does it for one; who times that
+        comes here first. The steps of several are timed as they come."""
         if self.measures and self.budget is None:
             self.budget = self.measure_budget()
 
@@ -117,14 +120,14 @@ class Decoder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What its head drafts with, made when first asked for, and by `renew`, which alone changes weights."""
+        """What its head drafts with, made when first asked for: weights change by `renew` alone."""
         assert self.head is not None
         return self.head.vocabulary(self.base, self.draft.top_k)
 
     def renew(self, head: Head) -> None:
         """Draft with other weights of the same head from now on; between calls. What was made of the old ones goes."""
         self.head, self._captured = head, None
-        self.vocabulary = head.vocabulary(self.base, self.draft.top_k)
+        self.__dict__.pop("vocabulary", None)
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -145,9 +148,11 @@ class Decoder:
 
     def advance(self, step: EagerStep) -> None:
         """One step of every request in flight: draft, verify, take what was accepted."""
-        drafts = self._draft(step)
+        began, by_head = time.perf_counter(), step.clock.seconds["draft"]
+        drafts, accepted = self._draft(step), 0
         for request, tree, outcome in zip(step.active, drafts, step.verify(drafts), strict=True):
             path = outcome.path
+            accepted += len(path)
             if self.drafts:
                 self.drafter.observe(request.frontier, tree, outcome)
             request.out.steps += 1
@@ -158,6 +163,18 @@ class Decoder:
             if request.out.trees is not None:
                 request.out.trees.append((tree, path))
             request.append(tree.tokens[path].tolist(), outcome.bonus)
+        if self.measures and step.several:
+            by_head = step.clock.seconds["draft"] - by_head
+            self._observe(drafts, time.perf_counter() - began - by_head, by_head, accepted)
+
+    def _observe(self, drafts: Sequence[Tree], seconds: float, by_head: float, accepted: int) -> None:
+        """What a step of several took without the head and of it; the first, which compiled, tells nothing."""
+        requests, compiled = len(drafts), bool(self.lengths)
+        lengths = self.lengths[requests.bit_length()]
+        if compiled:
+            lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, accepted)
+        if compiled and by_head:
+            lengths.drafts.observe(requests, by_head)
 
     @contextmanager
     def _begun(self, requests: Sequence[Request]) -> Iterator[EagerStep]:
@@ -203,10 +220,17 @@ class Decoder:
             frontiers = [request.frontier for request in step.active]
             return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
 
-        drafted: Sequence[Drafted] = drafts if self.head is None else step.draft(noise)
+        several, size = self.measures and step.several, len(drafts).bit_length()
+        lengths = self.lengths[size] if several and self.lengths else None
+        rests = lengths is not None and lengths.rests(len(drafts))  # the head; copies go on
+        drafted: Sequence[Drafted] = drafts if self.head is None or rests else step.draft(noise)
         with step.clock("tree"):
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
-            if self.budget is not None and len(drafts) == 1:
+            if lengths is not None:
+                drafts = lengths.cut(drafts, not rests)
+            elif several:  # for the first time: it need not pay
+                drafts = [draft.first(1) for draft in drafts]
+            elif self.budget is not None and not step.several:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
         return drafts
 
@@ -216,18 +240,19 @@ class Decoder:
     def measure_budget(self) -> Budget:
         """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
         rng, most = np.random.default_rng(0), self.draft.most_nodes
-        length = min(PROBE_TOKENS, self.base.context_length - most - 1)
-        prompt, nodes = (rng.integers(0, self.base.token_count, n).tolist() for n in (length, most))
+        length = max(1, min(PROBE_TOKENS, self.base.context_length - most - 1))
+        prompt, nodes = (rng.integers(0, self.base.vocab_size, n).tolist() for n in (length, most))
         request = Request(prompt, most + 2, eos=())
         request.fit(self.base)
         with self._begun([request]) as step:
+            last = [piece[-1:] for piece in request.hidden]
             self._draft(step)
-            hidden, past = request.hidden, [cache.lengths.copy() for cache in step.caches]
+            past = [cache.lengths.copy() for cache in step.caches]
 
             def rewind() -> None:
                 for cache, lengths in zip(step.caches, past, strict=True):
                     cache.lengths[:] = lengths
-                request.hidden = None if hidden is None else hidden[:, -1:]
+                request.hidden = last
 
             def verify(count: int) -> None:
                 step.verify([chain_of(nodes[:count], PROBE_PSI)])

@@ -86,8 +86,9 @@ class Request:
     """A prompt and at most `max_new_tokens` behind it, on their way through the decoder.
 
     sampling, seed: how its tokens are chosen, and of their noise. eos: tokens that end it; None: the base's. text: what
-    looks for stop strings and gives the text by and by; None: there are none. `hidden` [1, L, D]: the base's states of
-    the L positions before the root, those that the head has not seen yet. `seen` [V] is for the repetition penalty.
+    looks for stop strings and gives the text by and by; None: there are none. `hidden`: in pieces [L, D] the base's
+    states of the last positions before the root, those that the head has not seen yet. `seen` [V] is for the
+    repetition penalty.
     """
 
     prompt: list[int]
@@ -98,7 +99,7 @@ class Request:
     eos: Sequence[int] | None = None
     out: Generation = field(default_factory=Generation)
     at_limit: str = "length"
-    hidden: Tensor | None = None
+    hidden: list[Tensor] = field(default_factory=list)
     seen_V: Tensor | None = None
 
     def fit(self, base: Base) -> None:
@@ -211,10 +212,7 @@ def requests_of(
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        tokens = list(base.tokenizer(prompt).input_ids)
-        if problem := base.unreadable(tokens):
-            raise ValueError(f"the prompt cannot be read: {problem}")
-        return tokens
+        return list(base.tokenizer(prompt).input_ids)
     try:
         tokens = [index(token) for token in prompt]
     except TypeError:

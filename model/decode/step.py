@@ -59,9 +59,15 @@ class EagerStep:
         self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
         self.own_cache = own = None if head is None else head.new_cache(rows, capacity + head.config.slots)
+        self.own_room = 0 if own is None else own.capacity - capacity  # for a draft, behind what is read
         self.caches = [self.cache] if own is None else [self.cache, own]
         self.unread = slice(-1, None) if own is None else slice(None)  # of new states, those that the head has to see
         self.begin()
+
+    @property
+    def several(self) -> bool:
+        """Is there room for more than one?"""
+        return len(self.cache.lengths) > 1
 
     def begin(self) -> None:
         """Forget every sequence, keep the memory."""
@@ -104,7 +110,7 @@ class EagerStep:
             (root,) = self._choose(base.logits(hidden_1LD[:, -1]), [(request, EMPTY, 0)])
         request.append([], root)
         if self.head is not None:
-            request.hidden = hidden_1LD[:, self.unread]
+            request.hidden = [hidden_1LD[0, self.unread]]
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row that begins with most of a prompt, and how many tokens these are; the last is always read."""
@@ -157,7 +163,7 @@ class EagerStep:
         self.cache.commit(kept)
         if self.head is not None:
             for b, request in enumerate(self.active):
-                request.hidden = hidden_BQD[b : b + 1, kept[b][self.unread]]
+                request.hidden = [*request.hidden, hidden_BQD[b, kept[b][self.unread]]][self.unread]
 
     def draft(self, noise: Noise) -> Sequence[Drafted]:
         """What the head expects behind each root. noise: see `Head.drafts`."""
@@ -169,12 +175,16 @@ class EagerStep:
         """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
         assert self.head is not None
         assert self.vocabulary is not None
-        hidden = [request.hidden[0] for request in self.active if request.hidden is not None]
+        hidden = [torch.cat(request.hidden) for request in self.active]
         counts = list(map(len, hidden))
         following = [torch.tensor(r.read[-count:]) for r, count in zip(self.active, counts, strict=True)]
         hidden_BLD = pad_sequence(hidden, True).to(next(self.head.parameters()).dtype)
         following_BL = pad_sequence(following, True).to(self.base.device)
         anchors = self.cache.newest(counts, max(counts), self.base.device)
+        if self.own_cache is not None:
+            self.own_cache.reserve(self.own_cache.get_seq_length() + max(counts) + self.own_room)
+        for request in self.active:
+            request.hidden = []
         return self.head.drafts(
             hidden_BLD,
             following_BL,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from drafting import TRAINING, prompts, random_head
+from drafting import TRAINING, Whims, prompts, random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +108,8 @@ def test_documents_that_share_a_row_know_nothing_of_each_other(base, config):
 
 
 @KINDS
-def test_while_decoding_its_cache_is_that_of_a_fresh_encoding(base, config):
+@pytest.mark.parametrize("rests", [False, True])
+def test_while_decoding_its_cache_is_that_of_a_fresh_encoding(base, config, rests):
     head, rounds = random_head(config, base), []
 
     class Checked(Decoder):
@@ -116,6 +117,8 @@ def test_while_decoding_its_cache_is_that_of_a_fresh_encoding(base, config):
             super().advance(step)
             for row, request in enumerate(step.active):
                 length = int(step.own_cache.lengths[row])
+                if rests and length == 0:  # it has not drafted yet
+                    continue
                 assert length <= int(step.cache.lengths[row])
                 ids, root = (
                     torch.from_numpy(request.read[part]).unsqueeze(0) for part in (slice(length), slice(1, length + 1))
@@ -128,7 +131,10 @@ def test_while_decoding_its_cache_is_that_of_a_fresh_encoding(base, config):
                         assert torch.allclose(got[row, :, :length], want[0], atol=1e-9)
                 rounds.append(length)
 
-    outs = Checked(base, head, DraftConfig(nodes=8, budget="fixed")).generate(prompts(3, seed=5), 16)
+    decoder = Checked(base, head, DraftConfig(nodes=8, budget="fixed"))
+    if rests:
+        decoder.measures, decoder.lengths = True, Whims()
+    outs = decoder.generate(prompts(3, seed=5), 16)
     assert len(rounds) >= max(out.steps for out in outs) > 1
 
 
