@@ -1,22 +1,25 @@
 """Every draft preset with the same head, at temperature 0 and above: real decoding, presets interleaved.
 
 python bench/drafts.py <run> [--count N] [--tokens N] [--presets a,b] [--temperatures 0 1] [--nodes 32] [--budget fixed]
-    [--batches 1 4 16] [--dtype fp32] [--bench mt_bench --questions FILE]
+    [--dtype fp32] [--bench mt_bench --questions FILE]
+python bench/drafts.py <run> --batches 1 4 16 [--nodes 8 2] [--rounds 5] ...
 python bench/drafts.py <exported head> --base <model> ...
 
 A preset is a file of conf/draft; `ouroboros alone` and `prompt lookup` have no head. Intervals are 95% bootstrap ones
 over questions; the difference from the first preset is over the same resampled ones. `drafted` counts nodes per step,
 `from` says who proposed what was accepted. --batches: tokens per second of so many prompts together, beside plain
-decoding of the same.
+decoding of the same, with each of the numbers of nodes and with as many as pay (budget `measured`); medians of rounds
+in which all take turns.
 """
 
 import argparse
-import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
-from measure import machine
+from measure import interleaved, machine
 
 from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.eval.report import markdown_table
@@ -31,9 +34,9 @@ PRESETS = ("tree", "coupled", "mcsd", "cape", "adaedl", "ouroboros", "graph", "p
 ALONE = "ouroboros alone"
 
 
-def draft_of(preset, options):
+def draft_of(preset, nodes, budget):
     """A preset's DraftConfig with as many nodes as asked for."""
-    words = [f"draft={preset}", f"draft.nodes={options.nodes}", f"draft.budget={options.budget}"]
+    words = [f"draft={preset}", f"draft.nodes={nodes}", f"draft.budget={budget}"]
     return typed(compose("eval", words), EvalEntry).draft
 
 
@@ -93,25 +96,36 @@ def decoded(base, decoders, bench, questions):
         print(f"\nTemperature {temperature:g}\n\n{markdown_table(header, rows)}", flush=True)
 
 
+def decoders_of(base, head, presets, nodes, budget):
+    """{label: Decoder} of the presets, and of drafts that need no head."""
+    decoders = {preset: Decoder(base, head, draft_of(preset, nodes, budget)) for preset in presets}
+    if "ouroboros" in presets:
+        decoders[ALONE] = Decoder(base, None, replace(draft_of("ouroboros", nodes, budget), prompt_lookup=0))
+    return decoders | {"prompt lookup": Decoder(base, None, draft_of("tree", nodes, budget))}
+
+
 def batches(base, decoders, questions, options):
+    """decoders: by label and number of nodes, `pays` for as many as pay."""
     prompts = [question.prompt_after(base) for question in questions]
     for temperature in options.temperatures:
-        rows = []
-        for label, decoder in {"plain": Decoder(base), **decoders}.items():
-            cells = []
-            for size in options.batches:
-                few = prompts[:size]
-                decoder.generate(few, 4)
-                start = time.perf_counter()
-                outs = decoder.generate(few, options.tokens, temperature=temperature, seed=list(range(size)))
-                cells.append(sum(len(out.tokens) for out in outs) / (time.perf_counter() - start))
-            rows.append((label, *cells))
-        plain = rows[0][1:]
+        rates = {}
+        for size in options.batches:
+            few, count = prompts[:size], {}
+
+            def decode(name, few=few, count=count, temperature=temperature):
+                seeds = list(range(len(few)))
+                outs = decoders[name].generate(few, options.tokens, temperature=temperature, seed=seeds)
+                count[name] = sum(len(out.tokens) for out in outs)
+
+            seconds = interleaved({name: partial(decode, name) for name in decoders}, options.rounds)
+            for name, taken in seconds.items():
+                rates.setdefault(name, []).append(count[name] / median(taken))
+        plain = rates["plain", ""]
         table = [
-            (label, *(f"{rate:.1f} ({rate / before:.2f}x)" for rate, before in zip(cells, plain, strict=True)))
-            for label, *cells in rows
+            (*name, *(f"{rate:.1f} ({rate / before:.2f}x)" for rate, before in zip(cells, plain, strict=True)))
+            for name, cells in sorted(rates.items(), key=lambda one: list(decoders).index(one[0]))
         ]
-        header = ("tokens per second", *(f"batch {size}" for size in options.batches))
+        header = ("tokens per second", "N", *(f"batch {size}" for size in options.batches))
         print(f"\nTemperature {temperature:g}\n\n{markdown_table(header, table)}", flush=True)
 
 
@@ -125,21 +139,24 @@ def main():
     parser.add_argument("--tokens", type=int, default=96, help="of an answer: 96")
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[32], help="several with --batches only")
     parser.add_argument("--budget", default="fixed")
     parser.add_argument("--batches", type=int, nargs="+", default=[])
+    parser.add_argument("--rounds", type=int, default=5, help="of --batches: 5")
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
+    presets, most = options.presets.split(","), max(options.nodes)
     try:
-        drafts = {preset: draft_of(preset, options) for preset in options.presets.split(",")}
         base, head, bench, questions = chosen(options)
-        decoders = {preset: Decoder(base, head, draft) for preset, draft in drafts.items()}
+        decoders = decoders_of(base, head, presets, most, options.budget)
+        if options.batches:
+            ways = [(str(n), n, "fixed") for n in options.nodes] + [("pays", most, "measured")]
+            several = {way: decoders_of(base, head, presets, n, budget) for way, n, budget in ways}
+            decoders = {("plain", ""): Decoder(base)}
+            decoders |= {(label, way): several[way][label] for label in several["pays"] for way in several}
     except ValueError as error:
         parser.error(str(error))
-    if "ouroboros" in decoders:
-        decoders[ALONE] = Decoder(base, None, replace(draft_of("ouroboros", options), prompt_lookup=0))
-    decoders["prompt lookup"] = Decoder(base, None, draft_of("tree", options))
-    print(f"{machine()}; {options.dtype}, N={options.nodes}, budget {options.budget}")
+    print(f"{machine()}; {options.dtype}, N={most}, budget {options.budget}")
     if options.batches:
         batches(base, decoders, questions, options)
     else:

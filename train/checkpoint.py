@@ -136,8 +136,7 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
             f"{folder / tag} could not be written ({_reason(error)}): make room or check the disk and give the same "
             f"command again{before}"
         ) from error
-    newest = _newest_first(folder)
-    for old in newest[newest.index(folder / tag) + keep :]:  # what is newer was passed over, and counts for nothing
+    for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
 
 
