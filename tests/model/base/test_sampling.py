@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.base import sampling
 from ctcdraft.model.base.sampling import Sampling, gumbel, gumbel_of
 from ctcdraft.model.draft import growth
 from ctcdraft.model.draft.tree import search
@@ -87,6 +88,14 @@ def test_noise_is_a_function_of_seed_and_position():
     assert torch.equal(first, gumbel(3, 17, 1000, CPU))
     for other in (gumbel(4, 17, 1000, CPU), gumbel(3, 18, 1000, CPU), gumbel(31, 7, 1000, CPU)):
         assert not torch.isclose(first, other).any()
+
+
+@pytest.mark.parametrize("stream", [sampling.CHOICE, sampling.RESIDUAL])
+def test_an_accelerator_computes_the_noise_of_the_host(stream):
+    there = sampling._gumbel_on(CPU, sampling.noise_key(3, 17, stream), 1000)
+    assert torch.allclose(there, gumbel(3, 17, 1000, CPU, stream), rtol=1e-13, atol=1e-13)
+    few = np.array([999, 0, 512])
+    assert np.array_equal(gumbel_of(few, 3, 17, stream), gumbel(3, 17, 1000, CPU, stream).numpy()[few])
 
 
 def test_what_is_drawn_has_the_distribution_asked_for():
