@@ -104,7 +104,7 @@ class Drafter:
         if self.calibration is not None and not drawn:
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
-            tree = best(with_copies(tree, frontier.read, config.prompt_lookup))
+            tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))
         if pool := self._phrases(frontier.owner):
             pool.learn(frontier.read, self.learnt.get(frontier.owner, 0))
             self.learnt[frontier.owner] = len(frontier.read)

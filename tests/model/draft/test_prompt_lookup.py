@@ -7,9 +7,11 @@ import pytest
 from drafting import HEADS, SETTINGS, prompts, random_head
 
 from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft import prompt_lookup
 from ctcdraft.model.draft.budget import Calibration
+from ctcdraft.model.draft.drafter import Drafter, Frontier
 from ctcdraft.model.draft.prompt_lookup import LONGEST_MATCH, LONGEST_RUN, match
 from ctcdraft.model.draft.tree import EMPTY, Tree, chosen
 
@@ -18,7 +20,7 @@ RATES[0, 1] = 0.5  # of a first token, behind a match of one
 
 
 def all_copies(head, read, longest):
-    with patch.object(prompt_lookup, "RATES", RATES):
+    with patch.object(prompt_lookup, "rates_at", lambda temperature: RATES):
         return prompt_lookup.with_copies(head, read, longest)
 
 
@@ -176,3 +178,15 @@ def test_no_lookup_is_the_heads_own_tree(base):
     assert Decoder(base, None, DraftConfig(prompt_lookup=0, budget="fixed")).generate([5, 6, 7], 10).accepted == [0] * 9
     with pytest.raises(ValueError, match="at least 0"):
         DraftConfig(prompt_lookup=-1)
+
+
+def test_copies_are_worth_less_the_warmer_the_base_samples():
+    greedy, warm, hot = (prompt_lookup.rates_at(temperature)[:, 1:] for temperature in (0.0, 0.5, 1.0))
+    assert np.allclose(greedy[0, : len(prompt_lookup.FIRST)], prompt_lookup.FIRST)
+    assert (hot < warm).all()
+    assert (warm < greedy).all()
+    assert np.allclose(hot / (1 - hot) / (greedy / (1 - greedy)), np.exp(-prompt_lookup.SAMPLED), rtol=1e-3)
+    read, drafter = np.array([7, 2, 9, 5, 7]), Drafter(DraftConfig(nodes=3))
+    cold, sampled = (drafter.tree(EMPTY, Frontier(read, (), sampling=Sampling(t))) for t in (0.0, 1.0))
+    assert cold.tokens.tolist() == sampled.tokens.tolist() == [2, 9, 5]
+    assert (sampled.psi < cold.psi).all()
