@@ -149,12 +149,12 @@ def test_speculative_samples_have_the_bases_joint_distribution(six):
     assert _chi_square(_pooled(counts, wrong), _pooled(wrong, wrong)) < 1e-6
 
 
-def _drawn(decoder, prompt, settings):
-    """Counts of the outcomes of 3000 seeds, the tokens, and how many of them were accepted drafts."""
+def _drawn(decoder, prompt, settings, length=3):
+    """Counts of what 3000 seeds begin with, the tokens, and how many of them were accepted drafts."""
     counts, tokens, accepted = np.zeros((6, 6, 6)), [], 0
     for start in range(0, 3000, 100):
-        for out in decoder.generate([prompt] * 100, 3, seed=list(range(start, start + 100)), **settings):
-            counts[tuple(out.tokens)] += 1
+        for out in decoder.generate([prompt] * 100, length, seed=list(range(start, start + 100)), **settings):
+            counts[tuple(out.tokens[:3])] += 1
             tokens.append(out.tokens)
             accepted += sum(out.accepted)
     return counts, tokens, accepted
@@ -176,10 +176,10 @@ def test_shared_noise_accepts_more_than_that_of_another_position_and_changes_no_
     torch.manual_seed(0)
     head = head_on(six, CtcConfig(slots=4)).double().eval()
     draft = DraftConfig("chain", 3, top_k=6, proposal="shared", prompt_lookup=0, budget="fixed")
-    _, want, _ = _drawn(Decoder(six), [1, 2, 3], {"temperature": 0.9})
-    _, tokens, accepted = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9})
+    _, want, _ = _drawn(Decoder(six), [1, 2, 3], {"temperature": 0.9}, 8)
+    _, tokens, accepted = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9}, 8)
     monkeypatch.setattr(growth, "gumbel_of", lambda tokens, seed, at: gumbel_of(tokens, seed, at + 1))
-    _, others, by_chance = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9})
+    _, others, by_chance = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9}, 8)
     assert tokens == others == want
     assert accepted > 1.25 * by_chance > 1000
 
