@@ -63,6 +63,7 @@ class Decoder:
         self.measures = self.drafts and self.draft.budget in measured and serial
         self.budget: Budget | None = None  # of one sequence
         self.lengths: dict[int, Lengths] = defaultdict(partial(Lengths, padded=True))  # of several, by powers of two
+        self.cold = 2  # steps of several to come that compile
         self._captured: CapturedStep | None = None
 
     @overload
@@ -168,12 +169,14 @@ class Decoder:
             self._observe(drafts, time.perf_counter() - began - by_head, by_head, accepted)
 
     def _observe(self, drafts: Sequence[Tree], seconds: float, by_head: float, accepted: int) -> None:
-        """What a step of several took without the head and of it; the first, which compiled, tells nothing."""
-        requests, compiled = len(drafts), bool(self.lengths)
+        """What a step of several took without the head and of it; the first two, which compile, tell nothing."""
+        if self.cold:
+            self.cold -= 1
+            return
+        requests = len(drafts)
         lengths = self.lengths[requests.bit_length()]
-        if compiled:
-            lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, accepted)
-        if compiled and by_head:
+        lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, accepted)
+        if by_head:
             lengths.drafts.observe(requests, by_head)
 
     @contextmanager
@@ -221,15 +224,15 @@ class Decoder:
             return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
 
         several, size = self.measures and step.several, len(drafts).bit_length()
-        lengths = self.lengths[size] if several and self.lengths else None
+        lengths = self.lengths[size] if several and not self.cold else None
         rests = lengths is not None and lengths.rests(len(drafts))  # the head; copies go on
         drafted: Sequence[Drafted] = drafts if self.head is None or rests else step.draft(noise)
         with step.clock("tree"):
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if lengths is not None:
                 drafts = lengths.cut(drafts, not rests)
-            elif several:  # for the first time: it need not pay
-                drafts = [draft.first(1) for draft in drafts]
+            elif several:  # with a node and without, whatever pays
+                drafts = [draft.first(self.cold - 1) for draft in drafts]
             elif self.budget is not None and not step.several:
                 drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
         return drafts

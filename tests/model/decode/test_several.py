@@ -10,6 +10,7 @@ from drafting import HEADS, Whims, prompts, random_head
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.request import requests_of
+from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft.budget import chain_of
 
 KINDS = pytest.mark.parametrize("config", [*HEADS, None], ids=lambda config: "none" if config is None else config.kind)
@@ -48,7 +49,7 @@ def test_whatever_rests_and_is_cut_no_token_changes(base, config, settings):
     ]
     for seed in range(3):
         decoder = decoder_of(base, config)
-        decoder.lengths = Whims(seed)
+        decoder.lengths, decoder.cold = Whims(seed), 0
         requests = [
             requests_of(base, [p], n, seed=s, eos=[], **settings)[0]
             for p, n, s in zip(asked, limits, seeds, strict=True)
@@ -71,7 +72,7 @@ def test_behind_a_rest_a_head_drafts_what_it_drafts_without_one(base, config):
                 found[request.seed, request.length] = tree
             return tree
 
-        decoder._propose, decoder.lengths = propose, lengths
+        decoder._propose, decoder.lengths, decoder.cold = propose, lengths, 0
         decoder.generate(prompts(4, seed=61), 30, seed=[0, 1, 2, 3], eos=[])
         decoder._propose = make
         return found
@@ -123,7 +124,7 @@ def test_where_nothing_pays_the_head_is_hardly_run(base, monkeypatch, row, draft
     clock = Time(monkeypatch, decoder.head, row, draft)
     plain, seconds = decoded(Decoder(base), clock)
     assert (plain, clock.drafts) == (119, 0)
-    decoded(decoder, clock)  # the first step compiles, and tells nothing
+    decoded(decoder, clock)  # the first two steps compile, and tell nothing
     first, (steps, with_head) = clock.drafts, decoded(decoder, clock)
     assert 1 <= first <= 8
     assert clock.drafts - first <= 4
@@ -175,3 +176,23 @@ def test_one_sequence_alone_keeps_to_its_table(base):
     outs = fixed.generate(prompts(2), 12, eos=[])
     assert not fixed.lengths
     assert all(set(out.nodes[:-5]) == {6} for out in outs)
+
+
+def test_steps_that_compile_are_not_timed(base, monkeypatch):
+    """The first with nodes and the first without take a hundred times as long; what is learnt is that nothing costs."""
+    decoder, asked = decoder_of(base, HEADS[1]), prompts(4, seed=64)
+    scripted(decoder, asked, True)
+    clock = Time(monkeypatch, decoder.head, 0.0, 0.0)
+    verify, seen = EagerStep.verify, set()
+
+    def compiling(step, drafts):
+        kind = max(map(len, drafts)) > 0
+        clock.now += 0 if kind in seen else 100
+        seen.add(kind)
+        return verify(step, drafts)
+
+    monkeypatch.setattr(EagerStep, "verify", compiling)
+    decoder.generate(asked, 40, seed=[0, 1, 2, 3], eos=[])
+    assert seen == {True, False}
+    assert decoder.lengths[3].plain.at(4) < 2
+    assert decoder.lengths[3].drafted.at(28) < 2

@@ -133,7 +133,7 @@ def test_while_decoding_its_cache_is_that_of_a_fresh_encoding(base, config, rest
 
     decoder = Checked(base, head, DraftConfig(nodes=8, budget="fixed"))
     if rests:
-        decoder.measures, decoder.lengths = True, Whims()
+        decoder.measures, decoder.lengths, decoder.cold = True, Whims(), 0
     outs = decoder.generate(prompts(3, seed=5), 16)
     assert len(rounds) >= max(out.steps for out in outs) > 1
 
