@@ -100,17 +100,23 @@ class ChatOptions:
 
 @with_config(NO_OTHERS)
 @dataclass(frozen=True, kw_only=True)
-class HeadChoice:
+class RunChoice:
+    """A run, with its base or another."""
+
+    base: BasePath = BasePath()
+    name: str | None = None  # the run whose head it is; null: the newest
+    runs_dir: str = "runs"  # where runs lie
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadChoice(RunChoice):
     """A run's head and base, or an exported head with a base of its own."""
 
     draft: DraftConfig
     head: HeadPath = HeadPath()
-    base: BasePath = BasePath()
     data: ChatOptions = ChatOptions()
     online: OnlineConfig = field(default_factory=OnlineConfig)
-    name: str | None = None  # the run whose head drafts; null: the newest
     seed: Seed = 0  # of everything random
-    runs_dir: str = "runs"  # where runs lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,26 +148,18 @@ class ChatEntry(HeadChoice, Sampling):
     max_new_tokens: PositiveInt = 512  # per answer
 
 
-@with_config(NO_OTHERS)
-@dataclass(frozen=True)
-class ExportEntry:
+@dataclass(frozen=True, kw_only=True)
+class ExportEntry(RunChoice):
     """launch/export.py (conf/export.yaml)."""
 
-    base: BasePath = BasePath()
-    name: str | None = None  # null: the newest run
-    runs_dir: str = "runs"  # where runs lie
     output: str | None = None  # another folder to write the head to
 
 
-@with_config(NO_OTHERS)
-@dataclass(frozen=True)
-class ServeEntry:
+@dataclass(frozen=True, kw_only=True)
+class ServeEntry(RunChoice):
     """launch/serve.py (conf/serve.yaml)."""
 
     head: HeadPath = HeadPath()
-    base: BasePath = BasePath()
-    name: str | None = None  # the run whose head drafts; null: the newest
-    runs_dir: str = "runs"  # where runs lie
     host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too
     port: Annotated[int, Field(ge=1, le=65535)] = 8000  # of the server
     nodes: PositiveInt = 12  # tokens of a draft, at most: a chain
