@@ -52,20 +52,19 @@ def count_dev(
 
 
 def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> None:
-    """Give a head what its psi is worth per depth on development sequences. Nothing where there are none, or the
-    prepared data is gone."""
+    """Give a head what its psi is worth on development sequences. Nothing where there are none, or the prepared data is
+    gone."""
     if not data_folder.is_dir():
         return
     dev = dev_sequences(data_folder, max_length)
     decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
-    psi, depth, accepted = [], [], []
+    psi, accepted = [], []
     for _, root, tree in drafts_along(base, {"": decoder}, dev[:SEQUENCES], most=ROOTS, progress=False):
         continuation = dev[root.sequence].tokens[root.at + 1 : root.end].tolist()
         right = np.zeros(len(tree), bool)
         right[tree.path_of(continuation)] = True
         seen = tree.depths <= len(continuation)  # what would follow the answer is not known
         psi.append(tree.psi[seen].astype(np.float64))
-        depth.append(tree.depths[seen])
         accepted.append(right[seen])
     if psi:
-        head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(depth), np.concatenate(accepted))
+        head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(accepted))

@@ -8,14 +8,13 @@ by falling psi, so the first n are the best tree of n nodes, and the budget that
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from .tree import Tree, calibrated, chosen
+from .tree import Tree
 
 LEAST_IN_BIN = 40  # observations behind one knot
 MOST_KNOTS = 16
@@ -27,63 +26,35 @@ ROUNDS, MOST_ROUNDS = 3, 9
 
 @dataclass(frozen=True)
 class Calibration:
-    """P(a node is accepted) as a rising piecewise linear function of its psi, one per depth.
+    """P(a node is accepted) as a rising piecewise linear function of its psi, through these knots."""
 
-    psi[d], rate[d]: the knots of depth d + 1. Deeper nodes use the last depth's.
-    """
-
-    psi: list[list[float]]
-    rate: list[list[float]]
-
-    def of(self, tree: Tree) -> NDArray[np.float64]:
-        """The calibrated probability [N] of each node, at most its parent's."""
-        psi, rate, begins = self._table
-        return calibrated(tree.psi, tree.depths, tree.parents, psi, rate, begins)
+    psi: list[float]
+    rate: list[float]
 
     def applied(self, tree: Tree) -> Tree:
-        """The tree with that for psi, the likeliest nodes first."""
-        if not len(tree):
-            return tree
-        p = np.maximum(self.of(tree), FAINT * tree.psi)  # a node of 0 would be left out
-        return chosen(replace(tree, psi=p.astype(np.float32)), len(tree))
-
-    @cached_property
-    def _table(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """The knots as arrays: psi and rate, depth after depth, and where each depth begins."""
-        begins = np.cumsum([0, *map(len, self.psi)])
-        return np.concatenate(self.psi), np.concatenate(self.rate), begins
+        """The tree with that for psi, its nodes in the same order."""
+        p = np.interp(tree.psi, self.psi, self.rate)
+        return replace(tree, psi=np.maximum(p, FAINT * tree.psi).astype(np.float32))  # a node of 0 would be left out
 
     @staticmethod
     def from_dict(found: dict[str, Any]) -> "Calibration":
-        """Raises ValueError where that is no calibration."""
+        """Raises ValueError where that is no calibration. Of one from before, which has knots per depth, the first."""
         try:
-            made = TypeAdapter(Calibration).validate_python(found)
-            fits = [len(a) == len(b) > 0 and sorted(a) == a for a, b in zip(made.psi, made.rate, strict=True)]
-        except ValueError:
-            fits = []
-        if not (fits and all(fits)):
+            knots = {key: found[key][0] if isinstance(found["psi"][0], list) else found[key] for key in ("psi", "rate")}
+            made = TypeAdapter(Calibration).validate_python(knots)
+            rises = sorted(made.psi) == made.psi and sorted(made.rate) == made.rate
+        except (ValueError, LookupError, TypeError):
+            rises = False
+        if not rises or not len(made.psi) == len(made.rate) > 0:
             raise ValueError("the calibration is damaged")
         return made
 
 
-def fit_calibration(
-    psi_M: NDArray[np.float64], depth_M: NDArray[np.int64], accepted_M: NDArray[np.bool_]
-) -> Calibration | None:
-    """Isotonic regression of acceptance on psi for each depth, on bins of nodes by psi.
-
-    None without observations. A depth with too few shares the one before. Barlow et al. 1972 (pool adjacent violators).
-    """
-    knots: list[tuple[list[float], list[float]]] = []
-    for depth in range(1, int(depth_M.max(initial=0)) + 1):
-        at = depth_M == depth
-        if at.sum() < LEAST_IN_BIN and knots:
-            knots.append(knots[-1])
-        elif at.any():
-            knots.append(_isotonic(psi_M[at], accepted_M[at]))
-    return Calibration([psi for psi, _ in knots], [rate for _, rate in knots]) if knots else None
-
-
-def _isotonic(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> tuple[list[float], list[float]]:
+def fit_calibration(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> Calibration | None:
+    """Isotonic regression of acceptance on psi, on bins of nodes by psi: pool adjacent violators (Barlow et al. 1972).
+    None without observations."""
+    if not len(psi_M):
+        return None
     order = np.argsort(psi_M, kind="stable")
     share = psi_M[order] / max(psi_M.sum(), 1e-9) + 1 / len(order)  # likely nodes are few, and matter
     edges = np.searchsorted(np.cumsum(share), 2 * np.arange(1, MOST_KNOTS) / MOST_KNOTS)
@@ -96,7 +67,7 @@ def _isotonic(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> tupl
             pools[-2:] = [pools[-2] + pools[-1]]
     if len(pools) > 1 and pools[-1][0] < LEAST_IN_BIN:
         pools[-2:] = [pools[-2] + pools[-1]]
-    return [float(s / n) for n, s, _ in pools], [float(a / n) for n, _, a in pools]
+    return Calibration([float(s / n) for n, s, _ in pools], [float(a / n) for n, _, a in pools])
 
 
 @dataclass(frozen=True)

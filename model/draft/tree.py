@@ -179,23 +179,3 @@ def _ancestors(parents):
         allowed[i + 1] = allowed[parents[i] + 1]
         allowed[i + 1, i + 1] = True
     return allowed
-
-
-@njit(cache=True)
-def calibrated(psi, depths, parents, knot_psi, knot_rate, begins):
-    """Each node's psi through the knots of its depth (budget.Calibration), at most its parent's."""
-    p = np.empty(len(psi))
-    for i in range(len(psi)):
-        row = min(depths[i], len(begins) - 1) - 1
-        first, last = begins[row], begins[row + 1] - 1
-        k = first
-        while k < last and knot_psi[k + 1] <= psi[i]:
-            k += 1
-        if k == last or psi[i] <= knot_psi[first]:
-            p[i] = knot_rate[k]
-        else:
-            share = (psi[i] - knot_psi[k]) / (knot_psi[k + 1] - knot_psi[k])
-            p[i] = knot_rate[k] + share * (knot_rate[k + 1] - knot_rate[k])
-        if parents[i] >= 0:
-            p[i] = min(p[i], p[parents[i]])
-    return p

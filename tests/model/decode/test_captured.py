@@ -106,7 +106,7 @@ def test_a_longer_request_gets_a_longer_cache(base):
 
 def test_a_budget_chosen_per_step_moves_between_shapes(base):
     head = random_head(HEADS[0], base)
-    head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.9]])
+    head.calibration = Calibration([0.0, 1.0], [0.0, 0.9])
     static = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
     static.graphs = True
     static.budget = static.measure_budget()

@@ -415,7 +415,7 @@ def test_a_genuine_repeat_survives(base):
 
 def test_a_budget_chosen_per_step_changes_no_token(base):
     head = random_head(HEADS[0], base)
-    head.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.9]])
+    head.calibration = Calibration([0.0, 1.0], [0.0, 0.9])
     assert Decoder(base, head, DraftConfig()).measures == (base.device.type == "cpu")
     assert not Decoder(base, head, DraftConfig(budget="fixed")).measures
     assert not Decoder(base).measures

@@ -10,50 +10,39 @@ from ctcdraft.model.draft.tree import Tree
 
 
 def observations(bend, count=40000, seed=0):
-    """Nodes of two depths whose true acceptance is psi ** bend."""
+    """Nodes whose true acceptance is psi ** bend."""
     rng = np.random.default_rng(seed)
     psi = rng.random(count)
-    depth = rng.integers(1, 3, count)
-    return psi, depth, rng.random(count) < psi**bend
+    return psi, rng.random(count) < psi**bend
 
 
 @pytest.mark.parametrize("bend", [0.5, 1.0, 2.0])
 def test_calibration_finds_the_true_acceptance(bend):
     calibration = fit_calibration(*observations(bend))
-    x = np.linspace(0.05, 0.95, 30)
-    for depth in (1, 2):
-        got = np.array([calibration.of(leaf(p, depth))[-1] for p in x])
-        assert np.abs(got - x**bend).max() < 0.05
-        assert (np.diff(got) >= 0).all()
+    x = np.linspace(0.95, 0.05, 30)
+    got = calibration.applied(beside(x)).psi
+    assert np.abs(got - x**bend).max() < 0.05
+    assert (np.diff(got) <= 0).all()
 
 
-def leaf(psi, depth):
-    """A chain whose last node has this psi; its parents are certain."""
-    values = np.ones(depth, np.float32)
-    values[-1] = psi
-    return Tree(np.arange(depth), np.arange(depth) - 1, np.arange(depth) + 1, values)
+def beside(psi):
+    """Nodes of these psi, all behind the root."""
+    return Tree(np.arange(len(psi)), np.full(len(psi), -1), np.ones(len(psi), np.int64), np.array(psi, np.float32))
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 4), st.booleans()), max_size=300))
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=300))
 def test_whatever_was_observed_rises_with_psi_and_falls_along_paths(rows):
-    psi, depth, right = (np.array(column) for column in zip(*rows, strict=True)) if rows else (np.zeros(0),) * 3
-    calibration = fit_calibration(psi.astype(float), depth.astype(np.int64), right.astype(bool))
+    psi, right = (np.array(column) for column in zip(*rows, strict=True)) if rows else (np.zeros(0),) * 2
+    calibration = fit_calibration(psi.astype(float), right.astype(bool))
     if calibration is None:
         assert not rows
         return
     assert Calibration.from_dict(asdict(calibration)) == calibration
-    for row in calibration.rate:
-        assert row == sorted(row)
-        assert 0 <= row[0] <= row[-1] <= 1
-    for depth in range(1, 6):
-        row = min(depth, len(calibration.psi)) - 1
-        for p in (0.0, 0.02, 0.3, 0.75, 1.0):
-            want = np.interp(np.float32(p), calibration.psi[row], calibration.rate[row])
-            flat = Tree(np.zeros(1, np.int64), np.full(1, -1), np.full(1, depth), np.full(1, p, np.float32))
-            assert abs(calibration.of(flat)[0] - want) < 1e-12
+    assert calibration.rate == sorted(calibration.rate)
+    assert 0 <= calibration.rate[0] <= calibration.rate[-1] <= 1
     tree = Tree(np.arange(5), np.arange(5) - 1, np.arange(5) + 1, np.array([0.9, 0.8, 0.5, 0.5, 0.1], np.float32))
-    assert (np.diff(calibration.of(tree)) <= 0).all()
+    assert (np.diff(calibration.applied(tree).psi) <= 0).all()
 
 
 def test_the_budget_is_what_pays_most_per_second():
@@ -64,25 +53,24 @@ def test_the_budget_is_what_pays_most_per_second():
     assert dear.choose(tree) == 0
     steps = Budget(np.array([1.0, 1.2, 1.3, 1.45, 1.6]))  # 1, 1.33, 1.46, 1.37, 1.25 per second
     assert steps.choose(tree) == 2
-    doubtful = Calibration([[0.0, 1.0]], [[0.0, 0.1]]).applied(tree)
+    doubtful = Calibration([0.0, 1.0], [0.0, 0.1]).applied(tree)
     assert steps.choose(doubtful) == 0
 
 
-def test_calibrated_nodes_come_by_what_they_are_worth():
-    tree = Tree(
-        np.arange(4), np.array([-1, 0, -1, 1]), np.array([1, 2, 1, 3]), np.array([0.9, 0.8, 0.1, 0.1], np.float32)
-    )
-    found = Calibration([[0.0, 1.0], [0.0, 1.0]], [[0.5, 0.5], [0.0, 0.25]]).applied(tree)
-    assert found.tokens.tolist() == [0, 2, 1, 3]
-    assert found.parents.tolist() == [-1, -1, 0, 2]
-    assert found.psi.tolist() == pytest.approx([0.5, 0.5, 0.2, 0.025])
+def test_calibrated_nodes_are_worth_what_lies_between_the_knots():
+    found = Calibration([0.1, 0.5, 0.9], [0.2, 0.2, 0.6]).applied(beside([0.95, 0.8, 0.5, 0.3, 0.05]))
+    assert found.psi.tolist() == pytest.approx([0.6, 0.5, 0.2, 0.2, 0.2])
+    assert found.tokens.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_calibration_from_before_is_read_by_its_first_depth():
+    by_depth = {"psi": [[0.0, 1.0], [0.5]], "rate": [[0.0, 0.5], [0.1]]}
+    assert Calibration.from_dict(by_depth) == Calibration([0.0, 1.0], [0.0, 0.5])
 
 
 def test_a_calibrated_tree_keeps_the_nodes_like_which_none_was_accepted():
-    calibration = Calibration([[0.1, 0.9]], [[0.0, 1.0]])
-    tree = Tree(np.arange(4), np.array([-1, -1, 0, 1]), np.array([1, 1, 2, 2]), np.float32([0.9, 0.09, 0.05, 0.08]))
-    kept = calibration.applied(tree)
-    assert kept.tokens.tolist() == [0, 1, 3, 2]
+    kept = Calibration([0.1, 0.9], [0.0, 1.0]).applied(beside([0.9, 0.09, 0.08, 0.05]))
+    assert kept.tokens.tolist() == [0, 1, 2, 3]
     assert (kept.psi > 0).all()
     assert kept.psi[1:].sum() < 1e-6
 
@@ -150,7 +138,9 @@ def test_a_base_of_slow_steps_is_timed_at_few_sizes(monkeypatch):
 
 
 def test_a_damaged_calibration_is_refused():
-    for found in ({}, {"psi": [[0.1]], "rate": []}, {"psi": [[0.2, 0.1]], "rate": [[0, 1]]}, {"psi": 3, "rate": 4}):
+    by_depth = ({"psi": [[0.1]], "rate": []}, {"psi": [[0.2, 0.1]], "rate": [[0, 1]]})
+    flat = ({"psi": [0.1], "rate": []}, {"psi": [0.2, 0.1], "rate": [0, 1]}, {"psi": [0.1, 0.2], "rate": [1, 0]})
+    for found in ({}, {"psi": [], "rate": []}, {"psi": 3, "rate": 4}, *by_depth, *flat):
         with pytest.raises(ValueError, match="calibration is damaged"):
             Calibration.from_dict(found)
 
@@ -159,9 +149,9 @@ def test_likely_nodes_are_not_thrown_together_with_the_many_unlikely_ones():
     """Sixty nodes of an anchor are hopeless, four are good and better: each finds its own rate."""
     rng = np.random.default_rng(0)
     psi = np.concatenate([rng.uniform(0, 0.01, 60_000), rng.uniform(0.1, 1.0, 4_000)])
-    calibration = fit_calibration(psi, np.ones(len(psi), np.int64), rng.random(len(psi)) < psi**2)
-    for p in (0.3, 0.6, 0.9):
-        assert abs(calibration.of(leaf(p, 1))[-1] - p**2) < 0.08
+    calibration = fit_calibration(psi, rng.random(len(psi)) < psi**2)
+    p = np.array([0.9, 0.6, 0.3])
+    assert np.abs(calibration.applied(beside(p)).psi - p**2).max() < 0.08
 
 
 def test_a_chain_is_a_tree():

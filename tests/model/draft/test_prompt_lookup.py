@@ -134,7 +134,7 @@ def test_depth_and_ends_of_sequence_limit_copies():
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):
     calibrated = random_head(HEADS[1], base)
-    calibrated.calibration = Calibration([[0.0, 1.0]], [[0.0, 0.4]])
+    calibrated.calibration = Calibration([0.0, 1.0], [0.0, 0.4])
     for kind, nodes, copied_tokens in (("tree", 12, 32), ("tree", 3, 5), ("chain", 6, 32)):
         draft = DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed")
         for head in (None, random_head(HEADS[0], base), calibrated):
