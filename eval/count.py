@@ -22,6 +22,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.generate import continued, work_key
+from ctcdraft.model.decode.text import TextStream
 from ctcdraft.model.export import load_head
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
@@ -98,12 +99,18 @@ def own_answers(
             ask(number)
         sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
-            tokens = np.array([*prompt, *answer], np.int64)
+            tokens = np.array([*prompt, *_until_stop(base, questions[number], prompt, answer)], np.int64)
             answered, (_, noise) = np.arange(len(tokens)) >= len(prompt), work_key(prompt, "", temperature, 0)
             read[number].append(Transcript(tokens, answered, Sampling(temperature), noise))
             bar.update()
             ask(number)
     return read
+
+
+def _until_stop(base: Base, question: Question, prompt: list[int], answer: list[int]) -> list[int]:
+    """As far as decoding goes: up to the token that completes one of the question's stop strings."""
+    text = TextStream(base.tokenizer, question.stop, prompt)
+    return answer[: next((n for n, token in enumerate(answer, 1) if text.push(token)), len(answer))]
 
 
 def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question], seed: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ eval/<bench>-count/.
 """
 
 import webbrowser
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,16 +23,15 @@ from ctcdraft.launch.media import media_of
 from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import EvalEntry
 from ctcdraft.train.log import log_evaluation
-from ctcdraft.train.online import OnlineDecoder
+from ctcdraft.train.online import decoder_for
 
 
 def main(config: EvalEntry) -> int:
     check_source("bench.path", config.bench.path)
     base, heads, data_folder = chosen_heads(config)
-    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
-    if config.online.every is not None:
-        learning = partial(OnlineDecoder, online=config.online)
-        measurement = replace(measurement, decoder=learning, options={"online": asdict(config.online)})
+    learning = {} if config.online.every is None else {"online": asdict(config.online)}
+    decoder = partial(decoder_for, online=config.online)
+    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed, decoder, learning)
     first = next(iter(heads.values()))
     run, kind = first.parent, config.bench.kind
     if config.count:

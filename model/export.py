@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -18,6 +17,7 @@ from safetensors.torch import load, save
 
 from .base.llm import Base
 from .draft.budget import Calibration
+from .folders import new_folder
 from .heads import Head, head_config, head_on, parameters_of
 
 FORMAT = 4
@@ -70,25 +70,13 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         **{key: identity[key] for key in ("config", "tokenizer", "lm_head")},
         **{key: training[key] for key in ("objective", "step", "tokens", "tokens_per_step")},
     )
-    fresh = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    (fresh / "model.safetensors").write_bytes(blob)
-    (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (fresh / "README.md").write_text(card)
-    (fresh / "custom_generate").mkdir()
-    (fresh / "custom_generate" / "generate.py").write_text(SHIM)
-    replace_folder(fresh, folder)
-
-
-def replace_folder(fresh: Path, folder: Path) -> None:
-    """Put `fresh` in the place of `folder`."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with new_folder(folder) as fresh:
+        (fresh / "model.safetensors").write_bytes(blob)
+        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (fresh / "README.md").write_text(card)
+        (fresh / "custom_generate").mkdir()
+        (fresh / "custom_generate" / "generate.py").write_text(SHIM)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_head(folder: str | Path, base: Base) -> Head:

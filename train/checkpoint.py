@@ -136,7 +136,8 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
             f"{folder / tag} could not be written ({_reason(error)}): make room or check the disk and give the same "
             f"command again{before}"
         ) from error
-    for old in _newest_first(folder)[keep:]:
+    newest = _newest_first(folder)
+    for old in newest[newest.index(folder / tag) + keep :]:  # what is newer was passed over, and counts for nothing
         shutil.rmtree(old)
 
 

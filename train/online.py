@@ -1,8 +1,9 @@
 """A decoder that trains its head on what it has answered, between calls: Online Speculative Decoding (Liu et al. 2024,
 ICML, arXiv 2310.07177). A head then follows its users where they leave what it was trained on.
 
-The original learns at the positions where drafts were wrong, every eight requests, and forgets these. Here a step draws
-anchors from all answers that are still kept. Output does not depend on a head, so it stays what it was.
+The original learns at the positions where drafts were wrong, every eight requests, and forgets these. Here a step takes
+a few anchors of the newest answers, and as many of others that are still kept. Output does not depend on a head, so it
+stays what it was.
 
 Shape suffixes: B sequences, L positions, X what `Base.hidden` gives per position.
 """
@@ -29,7 +30,8 @@ from ctcdraft.model.heads import CtcConfig, Head, head_on
 
 from .task import DraftTask, ObjectiveConfig, negatives_for, roots_of
 
-SEQUENCES, ANCHORS = 4, 32  # of a step, as in training
+SEQUENCES, FRESH, ANCHORS = 4, 2, 12  # of a step: sequences, how many of them are the newest, and anchors of each
+WARMUP = 16  # steps in which lr rises: AdamW's first ones are as large as lr, whatever the gradient
 CLIP = 1.0  # largest norm of a gradient
 
 
@@ -38,7 +40,7 @@ class OnlineConfig:
     """What is kept is kept in memory and nowhere else, and so is what was learnt."""
 
     every: PositiveInt | None = None  # answered tokens from one step of AdamW to the next; null: nothing is learnt
-    lr: Annotated[float, Field(gt=0)] = 1e-3  # of AdamW, constant
+    lr: Annotated[float, Field(gt=0)] = 1e-3  # of AdamW, constant behind the first steps
     buffer: PositiveInt = 8192  # tokens of the newest requests that are kept to learn from
 
 
@@ -54,7 +56,7 @@ class OnlineDecoder(Decoder):
         if online.every is None:
             raise ValueError("online.every is null: say after how many tokens the head is to learn")
         super().__init__(base, head, draft)
-        self.every, self.most, self.due, self.steps = online.every, online.buffer, 0, 0
+        self.every, self.lr, self.most, self.due, self.steps = online.every, online.lr, online.buffer, 0, 0
         kind = "prefix_ctc" if isinstance(head.config, CtcConfig) else "cross_entropy"
         self.task = DraftTask(_copied(head, base), ObjectiveConfig(kind, labels=head.config.slots), base)  # type: ignore[arg-type]
         self.optimizer = torch.optim.AdamW(self.task.parameters(), online.lr, (0.9, 0.95), weight_decay=0.0)
@@ -92,10 +94,12 @@ class OnlineDecoder(Decoder):
 
     def _learn(self) -> None:
         """One step on some of what is kept: a function of that and of the number of steps before it."""
-        corpus = corpus_of([example for example, _ in self.finished])
+        older = max(0, len(self.finished) - FRESH)
+        drawn = np.random.default_rng(self.steps).permutation(older)[: SEQUENCES - FRESH]
+        chosen = [self.finished[number] for number in (*drawn, *range(older, len(self.finished)))]
         sampler = Sampler(
-            corpus,
-            batch=min(SEQUENCES, len(corpus)),
+            corpus_of([example for example, _ in chosen]),
+            batch=len(chosen),
             anchors=ANCHORS,
             labels=self.task.objective.labels,
             max_length=self.most,
@@ -103,9 +107,12 @@ class OnlineDecoder(Decoder):
         )
         batch = sampler.collate(self.steps, slice(None)).to(self.base.device)
         own = next(self.task.parameters()).dtype
-        kept = [self.finished[number][1] for number in sampler.sequences(self.steps)]
+        kept = [chosen[number][1] for number in sampler.sequences(self.steps)]
         hidden_BLX, root_BLD = pad_sequence(kept, batch_first=True), self.base.embed(roots_of(batch))
-        self.task.negatives = negatives_for(self.task.objective, self.task.head, self.base, corpus)
+        every = corpus_of([example for example, _ in self.finished])
+        self.task.negatives = negatives_for(self.task.objective, self.task.head, self.base, every)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, (self.steps + 1) / WARMUP)
         torch.manual_seed(self.steps)  # for heads that draw
         with torch.enable_grad():
             loss, metrics = self.task(hidden_BLX.to(own), root_BLD.to(own).detach(), batch)

@@ -9,6 +9,8 @@ theirs at temperature 1.
 Shape suffixes: B rows, L positions, N anchors, U labels, P drafted tokens that are read in a row, D hidden size.
 """
 
+import hashlib
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,12 +30,11 @@ SHARES = {"draft": 1.0, "mixed": 0.5}  # of the anchors
 
 @torch.no_grad()
 def on_policy(policy: Policy, head: Head, base: Base, batch: Batch, hidden_BLX: Tensor) -> Batch:
-    """The batch with the head's drafts as labels at the policy's share of the anchors, drawn from torch's generator,
-    and with the base's states that say each label, `said_NUD`. No draft is longer than the labels that it stands for;
-    where it is empty they stay."""
+    """The batch with the head's drafts as labels at the policy's share of the anchors, and with the base's states that
+    say each label, `said_NUD`. No draft is longer than the labels that it stands for; where it is empty they stay."""
     if policy == "base":
         return batch
-    chosen_M = (torch.rand(len(batch.batch_N)) < SHARES[policy]).nonzero().squeeze(1)
+    chosen_M = _chosen(batch, SHARES[policy])
     labels_NU, lengths_N = batch.labels_NU.clone(), batch.lengths_N.clone()
     for n, chain in zip(chosen_M.tolist(), chains(head, base, batch, hidden_BLX, chosen_M), strict=True):
         if len(chain):
@@ -41,6 +42,15 @@ def on_policy(policy: Policy, head: Head, base: Base, batch: Batch, hidden_BLX: 
             lengths_N[n] = len(chain)
     batch = batch._replace(labels_NU=labels_NU, lengths_N=lengths_N)
     return batch._replace(said_NUD=states_behind(base, batch))
+
+
+def _chosen(batch: Batch, share: float) -> Tensor:
+    """Anchors drawn by torch's seed and what each of them holds: the same ones, whatever shares the rows out."""
+    seed, kept = torch.initial_seed(), []
+    for n, (position, labels) in enumerate(zip(batch.position_N.tolist(), batch.labels_NU.tolist(), strict=True)):
+        words = hashlib.blake2b(f"{seed} {position} {labels}".encode(), digest_size=8).digest()
+        kept += [n] if int.from_bytes(words) < share * 2**64 else []
+    return torch.tensor(kept, dtype=torch.long, device=batch.batch_N.device)
 
 
 def chains(head: Head, base: Base, batch: Batch, hidden_BLX: Tensor, chosen_M: Tensor) -> list[NDArray[np.int64]]:

@@ -70,6 +70,11 @@ class Anchors(NamedTuple):
             seen_NS = self.own(allowed_BLS[:, 0, :, :entries].expand(self.rows, -1, -1))
         return self.spread(stands_N), self.spread(seen_NS)
 
+    @property
+    def places_BS(self) -> Tensor | None:
+        """Where the entries stand that they see; None: each at its own number."""
+        return None if self.mask is None or self.mask.allowed_BLS is None else self.mask.positions_BL
+
     def spread(self, values_N: Tensor) -> Tensor:
         """[B, A, ...] of [N, ...], A = most: 0 where a row has no such anchor."""
         spread = values_N.new_zeros(self.rows, self.most, *values_N.shape[1:])

@@ -37,14 +37,19 @@ class Windows:
 
         positions [B, Q] or [1, Q]; cached: entries stand behind those of a cache, as many as the first row's position.
         """
-        if self.width is None or mask_BQK.shape[-1] <= self.width:
+        if self.width is None:
             return mask_BQK
         Q, K = mask_BQK.shape[2:]
         entry_K = torch.arange(K, device=mask_BQK.device)
         row_BK = (entry_K - positions_BQ[:, :1]) if cached else entry_K.expand(len(positions_BQ), -1)
         own_BK = positions_BQ.gather(1, row_BK.clamp(0, Q - 1))  # a node stands at its depth, not at its place
-        at_B1K = torch.where((row_BK >= 0) & (row_BK < Q), own_BK, entry_K).unsqueeze(1)
-        from_BQ1, narrow = positions_BQ.unsqueeze(2), {}
+        return self.of(mask_BQK, positions_BQ, torch.where((row_BK >= 0) & (row_BK < Q), own_BK, entry_K))
+
+    def of(self, mask_BQK: Tensor, positions_BQ: Tensor, entries_BK: Tensor) -> Tensor | dict[str, Tensor]:
+        """The same, of entries that stand at those positions [B, K] or [1, K]."""
+        if self.width is None or mask_BQK.shape[-1] <= self.width:
+            return mask_BQK
+        at_B1K, from_BQ1, narrow = entries_BK.unsqueeze(1), positions_BQ.unsqueeze(2), {}
         for kind, name in self.kinds.items():
             width, chunked = getattr(self.config, name), kind == "chunked_attention"
             hidden_BQK = from_BQ1 // width != at_B1K // width if chunked else from_BQ1 - at_B1K >= width

@@ -60,7 +60,8 @@ class Decoder:
         self.graphs = base.device.type == "cuda" and one_pass and self.draft.proposal != "sampled"
         measured = ("auto", "measured") if base.device.type == "cpu" else ("measured",)
         serial = self.draft.schedule == "serial" and self.draft.proposal != "sampled"
-        self.measures = self.drafts and self.draft.budget in measured and serial
+        fits = self.draft.most_nodes + 1 < base.context_length  # the chains that are timed
+        self.measures = self.drafts and self.draft.budget in measured and serial and fits
         self.budget: Budget | None = None  # of one sequence
         self.lengths: dict[int, Lengths] = defaultdict(partial(Lengths, padded=True))  # of several, by powers of two
         self.cold = 2  # steps of several to come that compile
@@ -121,14 +122,14 @@ class Decoder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What its head drafts with, made when first asked for: weights change by `renew` alone."""
+        """What its head drafts with, made when first asked for, and by `renew`, which alone changes weights."""
         assert self.head is not None
         return self.head.vocabulary(self.base, self.draft.top_k)
 
     def renew(self, head: Head) -> None:
         """Draft with other weights of the same head from now on; between calls. What was made of the old ones goes."""
         self.head, self._captured = head, None
-        self.__dict__.pop("vocabulary", None)
+        self.vocabulary = head.vocabulary(self.base, self.draft.top_k)
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -243,8 +244,8 @@ class Decoder:
     def measure_budget(self) -> Budget:
         """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
         rng, most = np.random.default_rng(0), self.draft.most_nodes
-        length = max(1, min(PROBE_TOKENS, self.base.context_length - most - 1))
-        prompt, nodes = (rng.integers(0, self.base.vocab_size, n).tolist() for n in (length, most))
+        length = min(PROBE_TOKENS, self.base.context_length - most - 1)
+        prompt, nodes = (rng.integers(0, self.base.token_count, n).tolist() for n in (length, most))
         request = Request(prompt, most + 2, eos=())
         request.fit(self.base)
         with self._begun([request]) as step:

@@ -212,7 +212,10 @@ def requests_of(
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        return list(base.tokenizer(prompt).input_ids)
+        tokens = list(base.tokenizer(prompt).input_ids)
+        if problem := base.unreadable(tokens):
+            raise ValueError(f"the prompt cannot be read: {problem}")
+        return tokens
     try:
         tokens = [index(token) for token in prompt]
     except TypeError:

@@ -136,6 +136,8 @@ class Drafter:
 
     def deepest(self, slots: int) -> int:
         """No node lies deeper; slots: of the head, 0 without one."""
+        if "siblings" in self.config.graft:  # what follows one node may be hung below another
+            return self.config.most_nodes
         phrases = LENGTH if self.config.graft else 0
         return max(self.config.prompt_lookup, slots) + phrases
 

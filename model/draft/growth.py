@@ -108,7 +108,7 @@ def grow(
     proposals = dict[int, Row]()
     rows = list[tuple[Prefix, Row, Picked]]()
     # What may come next, worth at most so much: the n-th child of a row, or (n = -1) the row behind a node.
-    waiting: list[tuple[float, int, int, Prefix | None]] = [(-1.0, -1, -1, first)]
+    waiting: list[tuple[float, int, int, Prefix | None]] = [(-1.0, -1, -1, first)] if max_depth > 0 else []
     owner = list[int]()  # the node that a row follows
     while waiting and len(tokens) < nodes:
         negative, number, n, prefix = heappop(waiting)

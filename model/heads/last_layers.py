@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..base.cache import PassingCache
 from ..base.context import Attended, AttentionMask, KeysAndValues
 from ..base.llm import Base
+from ..base.window import windows_of
 
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
 
@@ -38,19 +39,27 @@ class LastLayers(nn.Module):
                 setattr(self.decoder, name, copy.deepcopy(part))  # as the last norm: drafts need not be as sharp
         self.decoder.requires_grad_(True).float()
         self.mixed = base.dtype == torch.bfloat16
+        self.windows = windows_of(self.decoder.config)
 
     def train(self, mode: bool = True) -> "LastLayers":
         """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
         return super().train(False)
 
-    def forward(self, x_BQD: Tensor, mask: AttentionMask, read: KeysAndValues) -> Tensor:
-        """States after the final norm [B, Q, D]; mask: of the S positions that were read and of the Q rows."""
+    def forward(
+        self, x_BQD: Tensor, mask: AttentionMask, read: KeysAndValues, places_BS: Tensor | None = None
+    ) -> Tensor:
+        """States after the final norm [B, Q, D]; mask: of the S positions that were read and of the Q rows, within the
+        window of a layer that has one; places: where those S stand, None: each at its own number."""
         own = next(self.decoder.layers.parameters()).dtype
         mixed = self.mixed and torch.is_grad_enabled()
-        mask_BQK = mask.additive(torch.bfloat16 if mixed else own)
-        assert mask_BQK is not None
+        masks: Any = mask.additive(torch.bfloat16 if mixed else own)
+        if self.windows.width is not None:
+            (B, Q), S = x_BQD.shape[:2], masks.shape[-1] - x_BQD.shape[1]
+            places_BS = torch.arange(S, device=x_BQD.device) if places_BS is None else places_BS
+            entries_BK = torch.cat([places_BS.expand(B, S), mask.positions_BL.expand(B, Q)], dim=1)
+            masks = self.windows.of(masks, mask.positions_BL, entries_BK)
         with torch.autocast(x_BQD.device.type, torch.bfloat16, enabled=mixed):
-            found_BQD = _run(self.decoder, x_BQD.to(own), mask_BQK, mask.positions_BL, read)
+            found_BQD = _run(self.decoder, x_BQD.to(own), masks, mask.positions_BL, read)
         return found_BQD.to(x_BQD.dtype)
 
 
@@ -80,10 +89,10 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
     return attended._replace(scale=float(entering.float().square().mean().sqrt())) if wrong < CLOSE else None
 
 
-def _run(decoder: Any, x_BQD: Tensor, mask_BQK: Tensor, positions_BQ: Tensor, read: KeysAndValues) -> Tensor:
+def _run(decoder: Any, x_BQD: Tensor, masks: Any, positions_BQ: Tensor, read: KeysAndValues) -> Tensor:
     out = decoder(
         inputs_embeds=x_BQD,
-        attention_mask=mask_BQK,
+        attention_mask=masks,
         position_ids=positions_BQ,
         past_key_values=PassingCache(read),
         use_cache=True,

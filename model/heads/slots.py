@@ -139,6 +139,6 @@ class SlotHead(OnePassHead):
             own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
             seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
             rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
-            rows_BQD = self.body(rows_BQD, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), read)
+            rows_BQD = self.body(rows_BQD, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), read, anchors.places_BS)
             x_NTD = anchors.gathered(rows_BQD.view(B, A, T, D))
         return x_NTD

@@ -13,7 +13,7 @@ from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
 from ctcdraft.eval.report import count_table
-from ctcdraft.model import DraftConfig, load_base
+from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.decode import generate
 
 BENCH = BenchConfig("toy", questions=6, max_new_tokens=24, warmups=0)
@@ -76,6 +76,18 @@ def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_pa
     monkeypatch.setattr(generate, "continue_all", lambda base, waiting, rows: iter(()))  # asked nothing more
     again = own_answers(base, questions, 24, tmp_path)
     assert [[k.tokens.tolist() for k in turns] for turns in again] == [[k.tokens.tolist() for k in t] for t in told]
+
+
+def test_an_answer_ends_where_decoding_ends_it(base, tmp_path):
+    """At a stop string, as those of humaneval on a base without a chat template."""
+    prompt, plain = (5, 6, 7), Decoder(base)
+    stop = plain.generate(prompt, 24).text[9:11]
+    question = Question("1", "humaneval", prompt=prompt, stop=(stop,))
+    want = plain.generate(prompt, 24, stop=[stop])
+    assert want.finish == "stop"
+    ((known,),) = own_answers(base, [question], 24, tmp_path)
+    assert known.tokens[known.answered].tolist() == want.tokens
+    assert len(want.tokens) < 24
 
 
 def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):

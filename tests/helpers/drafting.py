@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base
 from ctcdraft.model.base.cache import TreeCache
+from ctcdraft.model.base.context import Anchors
 from ctcdraft.model.draft.tree import Tree
 from ctcdraft.model.heads import CtcConfig, EagleConfig, GlideConfig, MedusaConfig, MlpConfig, ParallelConfig, head_on
 from ctcdraft.model.heads.diffusion import DiffusionConfig
@@ -86,6 +87,21 @@ def slots_behind(ids_BL, head, base):
     hidden = base.hidden(ids_BL[:, :-1], cache=read, attended=head.attended)
     read.commit([range(L - 1)] * B)
     return head.fill(hidden, base.embed(ids_BL[:, 1:]), read.newest([L - 1] * B, L - 1, hidden.device), read)
+
+
+def difference_from_the_base(base, layers, length=12):
+    """The one slot of a fresh head, entered by what enters the base's own layers a position later, beside what the base
+    makes of it; of the largest number."""
+    head = head_on(base, ParallelConfig(slots=1, layers=layers)).to(base.dtype).eval()
+    D, ids = base.hidden_size, torch.randint(2, 260, (2, length), generator=torch.Generator().manual_seed(0))
+    states = base.hidden(ids, attended=head.attended)
+    entering = states[..., D : 2 * D].roll(-1, 1)  # of the position after each
+    given = torch.cat([states[..., :D], entering, states[..., 2 * D :]], dim=-1)
+    anchors = Anchors.of(torch.arange(2).repeat_interleave(length - 1), torch.arange(length - 1).repeat(2), 2)
+    with torch.no_grad():
+        got = head(given, torch.zeros(2, length, D, dtype=base.dtype), anchors).states_NTD[:, 0]
+    want = states[:, 1:, :D].flatten(0, 1)
+    return float((got - want).abs().max() / want.abs().max())
 
 
 def assert_entries_of_a_fresh_prefill(base, cache, tokens, number=0):

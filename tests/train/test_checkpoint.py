@@ -81,6 +81,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_gives_the_same_r
     assert folders.unsealed(copy / "checkpoints" / "step_000006") is None
 
 
+def test_one_that_was_passed_over_takes_the_place_of_none_that_is_kept(small, copy, capsys):
+    DAMAGE["half a file"](copy / "checkpoints" / "step_000006" / checkpoint.STATE)
+    trainer = small(copy, "train.keep=1")
+    trainer._one_step()
+    trainer._save()
+    assert checkpoint.read_checkpoint(copy / "checkpoints").state.step == 5
+    assert sorted(p.name for p in (copy / "checkpoints").glob("step_*")) == ["step_000005", "step_000006"]
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_one_sentence(small, copy):
     for manifest in copy.glob("checkpoints/step_*/manifest.json"):
         manifest.unlink()

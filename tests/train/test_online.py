@@ -7,9 +7,10 @@ import torch
 from bases import write_base
 from drafting import HEADS, prompts, random_head
 
+from ctcdraft.data.batches import Sampler
 from ctcdraft.model import CtcConfig, Decoder, DraftConfig, load_base
 from ctcdraft.model.heads import DiffusionConfig, head_on
-from ctcdraft.train.online import OnlineConfig, OnlineDecoder, decoder_for
+from ctcdraft.train.online import FRESH, SEQUENCES, WARMUP, OnlineConfig, OnlineDecoder, decoder_for
 
 DRAFT = DraftConfig(nodes=8, prompt_lookup=0)
 SMALL = CtcConfig(slots=4, rank=8)
@@ -72,6 +73,35 @@ def test_the_same_stream_twice_gives_the_same_weights(base, config):
     assert torch.equal(*found)
     unlearnt = OnlineDecoder(base, fresh(base, config), DRAFT, OnlineConfig(every=24))
     assert not torch.equal(found[0], weights_of(unlearnt))
+
+
+def test_a_step_learns_from_the_newest_answers_and_as_many_others(base, monkeypatch):
+    seen = []
+
+    class Recorded(Sampler):
+        def __post_init__(self):
+            super().__post_init__()
+            seen.append([self.corpus[number].ids.tolist() for number in range(len(self.corpus))])
+
+    monkeypatch.setattr("ctcdraft.train.online.Sampler", Recorded)
+    decoder = OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=16))
+    for prompt in prompts(8):
+        decoder.generate(prompt, 16, eos=[])
+        kept = [example.ids.tolist() for example, _ in decoder.finished]
+        assert seen[-1][-FRESH:] == kept[-FRESH:]
+        assert len(seen[-1]) == min(len(kept), SEQUENCES) == len({*map(tuple, seen[-1])})
+        assert all(ids in kept for ids in seen[-1])
+    assert len(seen) == decoder.steps == 8
+    assert len({tuple(ids) for one in seen[4:] for ids in one[:-FRESH]}) > SEQUENCES - FRESH
+
+
+def test_the_rate_rises_over_the_first_steps(base):
+    decoder = OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=8, lr=0.5))
+    rates = []
+    for prompt in prompts(20):
+        decoder.generate(prompt, 8, eos=[])
+        rates.append(decoder.optimizer.param_groups[0]["lr"])
+    assert rates[: WARMUP + 1] == pytest.approx([0.5 * min(1, n / WARMUP) for n in range(1, WARMUP + 2)])
 
 
 class Shuffled(OnlineDecoder):

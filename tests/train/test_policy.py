@@ -10,7 +10,7 @@ from ctcdraft.data.batches import Sampler
 from ctcdraft.launch.cli import _quoted, compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.heads import CtcConfig, EagleConfig, MedusaConfig, ParallelConfig
+from ctcdraft.model.heads import CtcConfig, EagleConfig, GlideConfig, MedusaConfig, ParallelConfig
 from ctcdraft.model.replay import Transcript, drafts_along
 from ctcdraft.train.policy import on_policy, states_behind
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
@@ -19,6 +19,7 @@ HEADS = [
     CtcConfig(slots=5, layers=1, rank=8),
     MedusaConfig(slots=5, layers=2),
     EagleConfig(slots=5, width=32, beam=3),
+    GlideConfig(slots=5, width=32, beam=3),
 ]
 U = 4
 
@@ -61,9 +62,10 @@ def test_the_states_are_those_of_reading_each_text_alone(exact_base, corpus, pac
         assert torch.allclose(said_NUD[n], alone, atol=1e-9)
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
-def test_labels_are_the_chains_that_the_head_drafts_when_it_decodes(exact_base, corpus, config):
-    head, batch = random_head(config, exact_base), a_batch(corpus)
+def test_labels_are_the_chains_that_the_head_drafts_when_it_decodes(exact_base, corpus, config, pack):
+    head, batch = random_head(config, exact_base), a_batch(corpus, pack=pack)
     found = drafted("draft", head, exact_base, batch)
     decoder = Decoder(exact_base, head, DraftConfig("chain", U, prompt_lookup=0, budget="fixed"))
     drafts = 0
@@ -118,6 +120,22 @@ def test_mixed_is_half_of_each_and_what_the_base_said_is_still_said(exact_base, 
     torch.manual_seed(3)
     again = drafted("mixed", head, exact_base, batch)
     assert torch.equal(again.labels_NU, mixed.labels_NU)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_who_has_a_row_changes_none_of_its_labels(exact_base, corpus, pack):
+    """Both rows in one micro-batch, or each in one of its own, on whichever rank."""
+    head = random_head(HEADS[0], exact_base)
+    options = {"batch": 2, "anchors": 5, "labels": U, "max_length": 40, "seed": 0, "pack": pack}
+    found = {}
+    for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+        labels = []
+        for part in parts:
+            torch.manual_seed(7)
+            batch = drafted("mixed", head, exact_base, Sampler(corpus, **options).collate(0, part))
+            labels += [one[:n].tolist() for one, n in zip(batch.labels_NU, batch.lengths_N, strict=True)]
+        found[len(parts)] = labels
+    assert found[1] == found[2]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tokens that a tokenizer has and the base has no embedding for: a row that holds one is rejected, wherever it is."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -54,6 +55,11 @@ def test_in_conversations_and_the_questions_held_out_from_them(base, tmp_path, l
     assert reasons == [REASON] * 20
     for question in load_questions(BenchConfig("heldout", questions=None), base, folder, 0):
         assert Decoder(base).generate(question.prompt_after(base), 2).tokens
+
+
+def test_in_a_prompt_that_is_a_text(base):
+    with pytest.raises(ValueError, match=f"^the prompt cannot be read: {re.escape(REASON)}$"):
+        Decoder(base).generate(f"question {NEW}", 2)
 
 
 def test_in_answers_and_in_later_questions(base, tmp_path):

@@ -96,23 +96,32 @@ class StepwiseHead(Head):
     ) -> list[Lattice | Tree]:
         (B, L, _), tokens, read = hidden_BLX.shape, vocabulary.tokens, self.keys_and_values(hidden_BLX, cache)
         root_BLF = self.embedded(tokens, root_BL, hidden_BLX.dtype)
-        if own is None:
-            assert anchors.mask is None, "drafts at known anchors are made in rows of one document"
-            own = self.new_cache(B, L)
-        mask = own.causal_mask(L, hidden_BLX.device)
+        documents = anchors.mask if own is None else None
+        own = self.new_cache(B, L) if own is None else own
+        mask = documents or own.causal_mask(L, hidden_BLX.device)
         state_NE = self.begin(hidden_BLX, root_BLF, mask, own, read, at=anchors)
         before, drafted = own.lengths.copy(), dict[int, Tree]()
         for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
             own.lengths[b] = end = before[b] + position + 1
             seen = {layer: (k[b : b + 1, :, :end], v[b : b + 1, :, :end]) for layer, (k, v) in read.items()}
-            drafted[n] = self._beam(state_NE[n], b, own, seen, tokens)
+            at = AttentionMask(mask.positions_BL.expand(B, -1)[b : b + 1, position : position + 1])
+            if documents is not None and documents.allowed_BLS is not None:
+                at = at._replace(allowed_BLS=documents.allowed_BLS[b : b + 1, :, position : position + 1, :end])
+            drafted[n] = self._beam(state_NE[n], b, own, seen, tokens, at)
         return [drafted[n] for n in range(len(drafted))]
 
     def _beam(
-        self, state_E: Tensor, sequence: int, cache: TreeCache, read: KeysAndValues, tokens: DraftVocabulary
+        self,
+        state_E: Tensor,
+        sequence: int,
+        cache: TreeCache,
+        read: KeysAndValues,
+        tokens: DraftVocabulary,
+        at: AttentionMask,
     ) -> Tree:
-        """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth."""
+        """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth. at: where the
+        anchor stands and what it sees, None: all that the cache holds."""
         beam, children = self.config.beam, min(CHILDREN, len(tokens))
         length = int(cache.lengths[sequence])
         device = state_E.device
@@ -121,12 +130,14 @@ class StepwiseHead(Head):
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
         state_QE = state_E.unsqueeze(0)
         sees_QS = torch.ones(1, length, dtype=torch.bool, device=device)
+        if at.allowed_BLS is not None:
+            sees_QS = at.allowed_BLS[0, 0]
         for depth in range(1, self.config.slots):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
             token_QF = self.embedded(tokens, token_X[best_Q], state_E.dtype)
-            mask = AttentionMask(torch.full((1, Q), length + depth - 1, device=device), sees_QS[None, None])
+            mask = AttentionMask((at.positions_BL + depth).expand(1, Q), sees_QS[None, None])
             with cache.only(sequence):
                 state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache, read)[0]
             cache.lengths[sequence] += Q

@@ -432,6 +432,17 @@ def test_a_budget_chosen_per_step_changes_no_token(base):
     assert auto.budget is measured
 
 
+def test_a_context_that_holds_no_whole_draft_is_decoded_all_the_same(tmp_path):
+    """Of a base with learned positions, which has none for the chains whose time a budget would go by."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 33}
+    base = load_base(str(write_base(tmp_path / "b", "gpt2", context=33, **sizes)), dtype="fp64")
+    head = random_head(HEADS[4], base)
+    for nodes, measures in ((31, True), (32, False)):
+        decoder = Decoder(base, head, DraftConfig(nodes=nodes, budget="measured"))
+        assert decoder.measures == measures
+        assert decoder.generate([5, 6, 7], 40).tokens == Decoder(base).generate([5, 6, 7], 40).tokens
+
+
 def test_nodes_that_cost_nothing_are_all_drafted_and_dear_ones_are_not(base):
     head, prompt = random_head(HEADS[0], base), prompts(1, seed=72)[0]
     decoder = Decoder(base, head, DraftConfig("tree", 24))

@@ -123,6 +123,18 @@ def test_siblings_copy_what_follows_the_same_two_tokens(seed):
         assert np.isclose(psi[path], 0.5 ** len(path))  # psi(leaf) psi(sub) / psi(node), by construction
 
 
+def test_no_tree_is_deeper_than_its_drafter_says():
+    """What follows one copy is hung below the end of another: deeper than any copy is long."""
+    rng, longest = np.random.default_rng(0), 0
+    for graft in (["siblings"], ["phrases"], ["phrases", "siblings"]):
+        for _ in range(60):
+            drafter = Drafter(DraftConfig(nodes=128, prompt_lookup=8, graft=graft))
+            tree = drafter.tree(EMPTY, Frontier(rng.integers(5, 8, 60), (), owner=Owner()))
+            assert tree.depths.max(initial=0) <= drafter.deepest(0)
+            longest = max(longest, tree.depths.max(initial=0))
+    assert longest > 8 + LENGTH
+
+
 def test_requests_that_take_turns_share_what_each_has_written():
     """A shared pool knows how far it has learnt each text, not one of them alone."""
     drafter = Drafter(DraftConfig(prompt_lookup=0, graft=["shared_phrases"]))

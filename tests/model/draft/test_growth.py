@@ -185,6 +185,7 @@ def test_a_scored_tree_grows_as_its_lattice_does():
 
 def test_depth_and_ends_are_kept():
     lattice, _, _ = random_lattice(4, 4, 2)
+    assert len(grown(lattice, DraftConfig(), nodes=50, max_depth=0)) == 0
     assert grown(lattice, DraftConfig(), nodes=50, max_depth=2).depths.max() == 2
     tree = grown(lattice, DraftConfig(), nodes=99, leaves=np.array([1]))
     assert (tree.tokens == 1).any()

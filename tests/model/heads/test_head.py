@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from bases import write_base
+from drafting import difference_from_the_base
 from transformers import DynamicCache
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
@@ -141,21 +142,6 @@ def test_slots_go_through_the_layers_as_new_positions_of_the_base_would(base, la
 def test_a_fresh_body_takes_the_bases_own_state_to_the_bases_hidden_state(base):
     for layers in (1, 2):
         assert difference_from_the_base(base, layers) < 1e-12
-
-
-def difference_from_the_base(base, layers, length=12):
-    """The one slot of a fresh head, entered by what enters the base's own layers a position later, beside what the base
-    makes of it; of the largest number."""
-    head = head_on(base, ParallelConfig(slots=1, layers=layers)).to(base.dtype).eval()
-    D, ids = base.hidden_size, torch.randint(2, 260, (2, length), generator=torch.Generator().manual_seed(0))
-    states = base.hidden(ids, attended=head.attended)
-    entering = states[..., D : 2 * D].roll(-1, 1)  # of the position after each
-    given = torch.cat([states[..., :D], entering, states[..., 2 * D :]], dim=-1)
-    anchors = Anchors.of(torch.arange(2).repeat_interleave(length - 1), torch.arange(length - 1).repeat(2), 2)
-    with torch.no_grad():
-        got = head(given, torch.zeros(2, length, D, dtype=base.dtype), anchors).states_NTD[:, 0]
-    want = states[:, 1:, :D].flatten(0, 1)
-    return float((got - want).abs().max() / want.abs().max())
 
 
 def test_training_moves_copies_and_leaves_the_base_as_it_is(base_folder):
