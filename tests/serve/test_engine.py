@@ -20,6 +20,15 @@ from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 
 ROOT = Path(__file__).parents[2]
 ENV = Path(os.environ.get("CTCDRAFT_ENGINE", ROOT / ".venv-vllm"))
+HELPER = ROOT / "tests" / "helpers" / "engine_run.py"
+ENGINE = [
+    "--dtype=float32",
+    "--max-model-len=512",
+    "--max-num-seqs=16",
+    "--enforce-eager",
+    "--enable-prefix-caching",
+    "--block-size=32",
+]
 NODES, LIMIT = 12, 48
 ASKED = [
     "Pretend that you are a gardener in London. Mia asks you about your day.",
@@ -46,44 +55,67 @@ def served(tmp_path_factory):
     return {"base": base.path, "head": str(work / "head"), "prompts": prompts, "ours": ours}
 
 
-def in_engine(served, batch=8, head=True, **options):
-    asked = {"base": served["base"], "head": served["head"] if head else None, "nodes": NODES, "limit": LIMIT}
-    asked |= {"prompts": served["prompts"], "batch": batch} | options
-    words = [ENV / "bin" / "python", ROOT / "tests" / "helpers" / "engine_run.py", json.dumps(asked)]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def engine(served):
+    """What an engine of these options, with the head or without, makes of the prompts. A start takes most of a test's
+    time, so the one that runs goes on as long as it is asked for, and `cached` is not an option of the engine."""
+    running = []
+
+    def stop():
+        for process, _ in running:
+            process.communicate(timeout=60)
+        running.clear()
+
+    def decoded(*options, head=True, batch=8, cached=False, **sampling):
+        words = [ENV / "bin" / "python", HELPER, f"--model={served['base']}", *ENGINE, *options]
+        if head:
+            drafter = {"method": "custom_class", "model": "ctcdraft.serve.vllm.Proposer"}
+            words += [f"--speculative-config={json.dumps(drafter | {'num_speculative_tokens': NODES})}"]
+            words += [f"--additional-config={json.dumps({'ctcdraft': {'head': served['head'], 'length': 'fixed'}})}"]
+        if not running or running[0][1] != words:
+            stop()
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            running.append((subprocess.Popen(words, **pipes, text=True, env=environment), words))
+            assert running[0][0].stdout.readline(), "the engine did not start: see above"
+        sampling |= {"max_tokens": LIMIT, "skip_reading_prefix_cache": not cached}
+        asked = {"prompts": served["prompts"], "batch": batch, "sampling": sampling}
+        print(json.dumps(asked), file=running[0][0].stdin, flush=True)
+        return json.loads(running[0][0].stdout.readline())
+
+    yield decoded
+    stop()
+
+
+def test_samples_are_as_likely_as_those_without_drafts(engine):
+    """vLLM's CPU build draws at other temperatures with any drafter, unless that is mended."""
+    sampling = {"temperature": 0.7, "seed": 1, "logprobs": 0}
+    plain, drafted = (sum(engine(head=head, **sampling)["log_p"]) for head in (False, True))
+    assert drafted > 1.5 * plain - 10  # -3.4 for -0.3 per token where it is broken
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "asked"),
     [
-        {"batch": 1},
-        {},
-        {"engine": {"max_num_batched_tokens": 8 * (NODES + 1) + 8}},  # less would cut drafts short
-        {"engine": {"enable_prefix_caching": True, "block_size": 32}},
-        {"engine": {"enforce_eager": False}},
+        ([], {"batch": 1}),
+        ([], {}),
+        ([], {"cached": True}),
+        ([f"--max-num-batched-tokens={8 * (NODES + 1) + 8}"], {}),  # less would cut drafts short
+        (["--no-enforce-eager"], {}),
     ],
-    ids=["one", "eight", "chunked", "cached", "compiled"],
+    ids=["one", "eight", "cached", "chunked", "compiled"],
 )
-def test_tokens_and_steps_are_our_chains(served, options):
-    found = in_engine(served, **options)
+def test_tokens_and_steps_are_our_chains(served, engine, options, asked):
+    found = engine(*options, **asked)
     assert found["tokens"] == [out.tokens for out in served["ours"]]
     assert found["steps"] == [out.steps for out in served["ours"]]
-    assert bool(found["cached"]) == options.get("engine", {}).get("enable_prefix_caching", False)
+    assert bool(found["counted"]["prefix_cache_hits"]) == asked.get("cached", False)
 
 
-def test_preempted_requests_get_the_same_tokens(served):
-    found = in_engine(served, engine={"num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 256})
-    assert found["preemptions"] > 0
+def test_preempted_requests_get_the_same_tokens(served, engine):
+    found = engine("--num-gpu-blocks-override=12", "--max-model-len=256")
+    assert found["counted"]["num_preemptions"] > 0
     assert found["tokens"] == [out.tokens for out in served["ours"]]
-
-
-def test_samples_are_as_likely_as_those_without_drafts(served):
-    """vLLM's CPU build draws at other temperatures with any drafter, unless that is mended."""
-    sampling = {"sampling": {"temperature": 0.7, "seed": 1, "logprobs": 0}}
-    plain, drafted = (sum(in_engine(served, head=head, **sampling)["log_p"]) for head in (False, True))
-    assert drafted > 1.5 * plain - 10  # -3.4 for -0.3 per token where it is broken
 
 
 def test_the_command_serves_streams_and_counts(served):
