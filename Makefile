@@ -15,7 +15,7 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval export serve test test-serve check lint bench ablation soak fuzz conventions doctor docs clean
+.PHONY: help setup train eval export serve test engine test-serve check lint bench ablation soak fuzz conventions doctor docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -45,9 +45,11 @@ serve: $(STAMP)  ## vLLM's OpenAI-compatible server with a run's head: ARGS="nam
 test: $(STAMP)  ## run the tests, a process per core and at most four
 	@$(PYTEST) $(ARGS)
 
-test-serve: $(STAMP)  ## the tests of serving in vLLM itself, in an environment of its own (3.4 GB)
+engine: $(STAMP)  ## make .venv-vllm, vLLM's environment (3.4 GB), where it is not there
 	@$(BIN)/python -c "from pathlib import Path; from ctcdraft.launch.serve import engine_python; engine_python(Path('.venv-vllm'))"
-	@$(BIN)/python -m pytest tests/serve tests/launch/test_serve.py $(ARGS)
+
+test-serve: engine  ## the tests of serving in vLLM itself, in an environment of its own
+	@$(BIN)/python -m pytest tests/serve/test_engine.py $(ARGS)
 
 check: $(STAMP)  ## the fast tests: what a minute can tell
 	@$(PYTEST) -m "not slow" $(ARGS)
