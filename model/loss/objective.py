@@ -200,7 +200,8 @@ def anchor_losses(
         index = next_NTW.unsqueeze(2)
     own = index.shape[3]
     if taught_NTWK is not None:
-        index = torch.cat([index, taught_NTWK.reshape(*index.shape[:3], -1)], dim=3)
+        asked = taught_NTWK if states.dim() == 4 else taught_NTWK.flatten(2).unsqueeze(2)
+        index = torch.cat([index, asked], dim=3)
     states_MD = states.flatten(0, -2)
     index_MK = index.flatten(0, -2)
     seen_M = seen.flatten()

@@ -118,3 +118,16 @@ def test_a_teacher_who_is_sure_of_the_labels_teaches_the_objective(objective, ki
     assert torch.equal(got.log_psi_NU, want.log_psi_NU)
     gradients = [torch.autograd.grad(one.loss_N.sum(), states)[0] for one in (want, got)]
     assert torch.allclose(*gradients, atol=1e-9)
+
+
+@pytest.mark.parametrize("objective", ["prefix_ctc", "cross_entropy"])
+def test_a_micro_batch_without_an_anchor_has_nothing_to_learn(objective):
+    """Of none, or of those that nothing can be written for."""
+    states, weight, labels, _ = slots_problem()
+    for count in (0, 4):
+        blank = None if objective == "cross_entropy" else torch.zeros(count, 3, dtype=torch.float64)
+        teacher = Teacher(labels[:count].unsqueeze(2), torch.zeros(count, 3, 1, dtype=torch.float64), "acceptance")
+        lengths = torch.zeros(count, dtype=torch.long)
+        given = states[:count], weight, blank, labels[:count], lengths
+        out = anchor_losses(*given, objective=objective, teacher=teacher)
+        assert out.loss_N.tolist() == [0.0] * count
