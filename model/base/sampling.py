@@ -42,26 +42,34 @@ class Sampling:
         if not 0.0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a positive number")
 
-    def choose(self, logits_RV: Tensor, seen_RV: Tensor | None, noise_RV: Tensor | None) -> Tensor:
+    def choose(
+        self, logits_RV: Tensor, seen_RV: Tensor | None, noise_RV: Tensor | None, *, captured: bool = False
+    ) -> Tensor:
         """The chosen token of each row [R]. `seen` marks the tokens that the penalty is about; `noise` is
-        gumbel(...) of each row's position, and is not looked at when temperature is 0."""
+        gumbel(...) of each row's position, and is not looked at when temperature is 0. captured: by operations of the
+        device alone, the same ones whatever the numbers are."""
+        host = logits_RV.device.type == "cpu" and not captured
         logits_RV = logits_RV.float() if logits_RV.dtype.itemsize < 4 else logits_RV
         if seen_RV is not None:
             logits_RV = self.penalised(logits_RV, seen_RV)
         if self.temperature == 0.0 or noise_RV is None:
-            return _argmax(logits_RV)
-        if self.top_p < 1.0 and logits_RV.device.type == "cpu":
-            return self._chosen_of_nucleus(logits_RV, noise_RV)
-        return _argmax(self.warped(logits_RV), noise_RV)
+            return torch.from_numpy(logits_RV.numpy().argmax(axis=-1)) if host else logits_RV.argmax(dim=-1)
+        if host:
+            return self._chosen_on_host(logits_RV, noise_RV)
+        return (self.warped(logits_RV).double() + noise_RV).argmax(dim=-1)
 
-    def _chosen_of_nucleus(self, logits_RV: Tensor, noise_RV: Tensor) -> Tensor:
-        """The same without sorting a vocabulary, for which a CPU takes a good part of a step per row.
+    def _chosen_on_host(self, logits_RV: Tensor, noise_RV: Tensor) -> Tensor:
+        """The same by numpy, whose argmax is ten times as fast as torch's, and without sorting a vocabulary for top_p,
+        which takes a good part of a step per row.
 
         Who is best among all tokens is within top_p where the likelier ones have less than that together. Where it is
         not, neither is any token less likely.
         """
         warped_RV = replace(self, top_p=1.0).warped(logits_RV)
-        p_RV, allowed_RV, noise = warped_RV.softmax(dim=-1).numpy(), warped_RV.numpy(), noise_RV.numpy()
+        allowed_RV, noise = warped_RV.numpy(), noise_RV.numpy()
+        if self.top_p == 1.0:
+            return torch.from_numpy((allowed_RV + noise).argmax(axis=-1))
+        p_RV = warped_RV.softmax(dim=-1).numpy()
         while True:
             best_R1 = (allowed_RV + noise).argmax(axis=-1, keepdims=True)
             likelier_RV = allowed_RV > np.take_along_axis(allowed_RV, best_R1, axis=-1)
@@ -139,14 +147,6 @@ def _uniform(tokens: NDArray[np.int64], key: np.uint64) -> NDArray[np.float64]:
         x ^= x >> np.uint64(31)
         found[i] = (np.float64(x >> np.uint64(12)) + 0.5) * 2.0**-52
     return found
-
-
-def _argmax(logits_RV: Tensor, noise_RV: Tensor | None = None) -> Tensor:
-    """Of logits and noise in float64. numpy's is ten times as fast on a CPU as torch's."""
-    if logits_RV.device.type == "cpu":
-        score_RV = logits_RV.numpy() if noise_RV is None else logits_RV.numpy() + noise_RV.numpy()
-        return torch.from_numpy(score_RV.argmax(axis=-1))
-    return (logits_RV if noise_RV is None else logits_RV.double() + noise_RV).argmax(dim=-1)
 
 
 def _signed(number: int) -> int:

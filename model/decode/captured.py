@@ -171,7 +171,7 @@ class _Shape:
             ids_1Q = token_Q.clamp(min=0).unsqueeze(0)
             hidden_1QD = base.hidden(ids_1Q, mask, cache=cache, attended=self.step.attended)
         noise_QV = None if not self.sampling.temperature else self.step.noise_PV.index_select(0, depth_Q)
-        targets_Q = self.sampling.choose(base.logits(hidden_1QD[0]), None, noise_QV)
+        targets_Q = self.sampling.choose(base.logits(hidden_1QD[0]), None, noise_QV, captured=True)
         said_Q = (token_Q == targets_Q[parent_Q]) | (row_Q == 0)
         accepted_Q = ~(sees_QQ & ~said_Q).any(dim=1)  # a node is, where it and all its ancestors are what was chosen
         order_P = torch.where(accepted_Q, row_Q, row_Q + Q).sort().values[: self.longest] % Q  # then rejected rows
