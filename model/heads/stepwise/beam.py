@@ -26,7 +26,7 @@ from ...lattice.candidates import Lattice
 from ..head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
 from ..vocabulary import DraftVocabulary
 
-CHILDREN = 8  # of a node that are scored: one that is not expanded itself can still be in a draft
+CHILDREN = 32  # of a node that are scored: one that is not expanded itself can still be in a draft
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
