@@ -31,7 +31,9 @@ def main(config: EvalEntry) -> int:
     base, heads, data_folder = chosen_heads(config)
     learning = {} if config.online.every is None else {"online": asdict(config.online)}
     decoder = partial(decoder_for, online=config.online)
-    measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed, decoder, learning)
+    measurement = Measurement(
+        base, config.draft, config.bench, data_folder, config.seed, decoder=decoder, options=learning
+    )
     first = next(iter(heads.values()))
     run, kind = first.parent, config.bench.kind
     if config.count:
