@@ -146,14 +146,18 @@ def main():
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
     presets, most = options.presets.split(","), max(options.nodes)
+    if min(options.batches, default=1) < 1:
+        parser.error(f"--batches: {min(options.batches)} requests; one at least")
     try:
         base, head, bench, questions = chosen(options)
         decoders = decoders_of(base, head, presets, most, options.budget)
         if options.batches:
             ways = [(str(n), n, "fixed") for n in options.nodes] + [("pays", most, "measured")]
-            several = {way: decoders_of(base, head, presets, n, budget) for way, n, budget in ways}
-            decoders = {("plain", ""): Decoder(base)}
-            decoders |= {(label, way): several[way][label] for label in several["pays"] for way in several}
+            serial = [preset for preset in presets if preset != "pearl"]  # whose parts can be timed
+            kinds = {way: presets if budget == "fixed" else serial for way, _, budget in ways}
+            several = {way: decoders_of(base, head, kinds[way], n, budget) for way, n, budget in ways}
+            pairs = [(label, way) for label in decoders for way in several if label in several[way]]
+            decoders = {("plain", ""): Decoder(base)} | {(label, way): several[way][label] for label, way in pairs}
     except ValueError as error:
         parser.error(str(error))
     print(f"{machine()}; {options.dtype}, N={most}, budget {options.budget}")

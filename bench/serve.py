@@ -198,9 +198,12 @@ def main():
     parser.add_argument("--logs", type=Path, default=Path(".cache"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    base = load_base(str(options.base))
-    bench = BenchConfig(kind=options.bench, path=options.path, questions=options.questions)
-    prompts = [question.prompt_after(base) for question in load_questions(bench, base, None, 0)]
+    try:
+        base = load_base(str(options.base))
+        bench = BenchConfig(kind=options.bench, path=options.path, questions=options.questions)
+        prompts = [question.prompt_after(base) for question in load_questions(bench, base, None, 0)]
+    except ValueError as error:
+        parser.error(str(error))
     started, up, rows, missing = [], {}, [], ""
     try:
         for number, system in enumerate(options.systems):
