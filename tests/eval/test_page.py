@@ -13,6 +13,7 @@ from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.eval.plots import draw, intervals, svgs
 from ctcdraft.model import DraftConfig, load_base
 
+pytestmark = pytest.mark.slow  # a browser
 HIT = "document.documentElement.dataset.hit = 1"
 EVIL = [
     f"<script>{HIT}</script>",

@@ -30,6 +30,7 @@ def weights_of(decoder):
     return torch.cat([p.flatten() for p in decoder.task.head.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", HEADS, ids=lambda config: f"{config.kind}-{getattr(config, 'transition', '')}")
 def test_a_head_that_learning_destroys_changes_no_token(base, config):
     head, plain = random_head(config, base).for_drafting(base, torch.float64), Decoder(base)
@@ -57,6 +58,7 @@ def test_what_it_learnt_is_what_it_drafts_with(base):
         assert (got == one).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, DiffusionConfig(slots=4, layers=1, fills=2)], ids=lambda config: config.kind)
 def test_the_same_stream_twice_gives_the_same_weights(base, config):
     """Whatever torch's own generator is at, and it is left there."""

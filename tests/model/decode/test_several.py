@@ -13,6 +13,7 @@ from ctcdraft.model.decode.request import requests_of
 from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft.budget import chain_of
 
+pytestmark = pytest.mark.slow
 KINDS = pytest.mark.parametrize("config", [*HEADS, None], ids=lambda config: "none" if config is None else config.kind)
 SETTINGS = [{}, {"temperature": 0.8, "repetition_penalty": 1.2}]
 

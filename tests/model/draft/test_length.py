@@ -187,6 +187,7 @@ def test_one_step_that_the_machine_slowed_down_changes_little():
     assert line.at(4) < 1.1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 7))
 def test_drafts_that_are_padded_have_as_many_nodes_each_as_bring_most_tokens_per_second(seed, requests):
