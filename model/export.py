@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import shutil
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -70,13 +69,12 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         **{key: identity[key] for key in ("config", "tokenizer", "lm_head")},
         **{key: training[key] for key in ("objective", "step", "tokens", "tokens_per_step")},
     )
-    with new_folder(folder) as fresh:
+    with new_folder(folder, replaces=True) as fresh:
         (fresh / "model.safetensors").write_bytes(blob)
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (fresh / "README.md").write_text(card)
         (fresh / "custom_generate").mkdir()
         (fresh / "custom_generate" / "generate.py").write_text(SHIM)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_head(folder: str | Path, base: Base) -> Head:

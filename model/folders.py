@@ -18,23 +18,30 @@ Piece = TypeVar("Piece")
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     """A folder to fill that becomes `folder` in one rename when the block ends well, and is gone if not.
 
-    A process that is killed leaves nothing of that name; of two at once, the first to end stays.
+    A process that is killed leaves nothing of that name; of two at once, the first to end stays. replaces: the last
+    one does, and what was there before stays whole until then.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
+    before = unfinished.with_name(f"{unfinished.name}.old")
     try:
         yield unfinished
         unfinished.chmod(0o755)  # a temporary folder is made for its owner alone
+        if replaces and folder.exists():
+            folder.rename(before)
         try:
             unfinished.rename(folder)
         except OSError:
             if not folder.exists():
                 raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if before.exists() and not folder.exists():
+            before.rename(folder)
+        for left in (unfinished, before):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager

@@ -5,7 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from ctcdraft.model.folders import claimed
+from ctcdraft.model.folders import claimed, new_folder
+
+
+def test_what_a_folder_replaces_stays_whole_until_then_and_where_it_fails(tmp_path, monkeypatch):
+    folder = tmp_path / "head.v1"
+    for content in ("first", "second"):
+        with new_folder(folder, replaces=True) as fresh:
+            (fresh / "a").write_text(content)
+            assert not folder.exists() or (folder / "a").read_text() == "first"
+        assert (folder / "a").read_text() == content
+    really = Path.rename
+
+    def fails_once_made(path, target):
+        if path.name.startswith("unfinished") and not path.name.endswith(".old"):
+            raise OSError("no room")
+        return really(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_once_made)
+    with pytest.raises(OSError, match="no room"), new_folder(folder, replaces=True) as fresh:
+        (fresh / "a").write_text("third")
+    assert (folder / "a").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["head.v1"]
 
 
 def test_a_claim_outlives_the_folder_of_its_lock(tmp_path, monkeypatch):
