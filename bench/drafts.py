@@ -150,14 +150,15 @@ def main():
         parser.error(f"--batches: {min(options.batches)} requests; one at least")
     try:
         base, head, bench, questions = chosen(options)
-        decoders = decoders_of(base, head, presets, most, options.budget)
         if options.batches:
             ways = [(str(n), n, "fixed") for n in options.nodes] + [("pays", most, "measured")]
             serial = [preset for preset in presets if preset != "pearl"]  # whose parts can be timed
             kinds = {way: presets if budget == "fixed" else serial for way, _, budget in ways}
             several = {way: decoders_of(base, head, kinds[way], n, budget) for way, n, budget in ways}
-            pairs = [(label, way) for label in decoders for way in several if label in several[way]]
+            pairs = [(label, way) for label in several[ways[0][0]] for way in several if label in several[way]]
             decoders = {("plain", ""): Decoder(base)} | {(label, way): several[way][label] for label, way in pairs}
+        else:
+            decoders = decoders_of(base, head, presets, most, options.budget)
     except ValueError as error:
         parser.error(str(error))
     print(f"{machine()}; {options.dtype}, N={most}, budget {options.budget}")

@@ -59,8 +59,8 @@ class Process:
             for name, value in zip(("speculative", "additional"), speculation(system, options), strict=True):
                 words += [f"--{name}-config={json.dumps(value)}"] if value else []
         self.log = options.logs / f"{system}.log"
-        out = self.log.open("wb")
-        self.engine = subprocess.Popen(words, start_new_session=True, **{"stdout": out, "stderr": out} | pipes)
+        with self.log.open("wb") as out:
+            self.engine = subprocess.Popen(words, start_new_session=True, **{"stdout": out, "stderr": out} | pipes)
 
 
 class Engine(Process):

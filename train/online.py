@@ -109,8 +109,8 @@ class OnlineDecoder(Decoder):
         own = next(self.task.parameters()).dtype
         kept = [chosen[number][1] for number in sampler.sequences(self.steps)]
         hidden_BLX, root_BLD = pad_sequence(kept, batch_first=True), self.base.embed(roots_of(batch))
-        every = corpus_of([example for example, _ in self.finished])
-        self.task.negatives = negatives_for(self.task.objective, self.task.head, self.base, every)
+        corpus = corpus_of([example for example, _ in self.finished])
+        self.task.negatives = negatives_for(self.task.objective, self.task.head, self.base, corpus)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.steps + 1) / WARMUP)
         torch.manual_seed(self.steps)  # for heads that draw

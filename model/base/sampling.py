@@ -123,6 +123,7 @@ def gumbel(seed: int, position: int, vocab: int, device: torch.device, stream: i
 
 
 def _gumbel_on(device: torch.device, key: int, vocab: int) -> Tensor:
+    """`gumbel_of` all tokens, by operations of a device that has no unsigned numbers."""
     x_V = torch.arange(1, vocab + 1, device=device) * _signed(GOLDEN) + _signed(key)
     for shift, factor in MIX:
         x_V = (x_V ^ _shifted(x_V, shift)) * _signed(factor)
@@ -142,8 +143,8 @@ def _uniform(tokens: NDArray[np.int64], key: np.uint64) -> NDArray[np.float64]:
     found = np.empty(len(tokens))
     for i, token in enumerate(tokens):
         x = (np.uint64(token) + np.uint64(1)) * np.uint64(GOLDEN) + key
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX[0][1])
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX[1][1])
+        x = (x ^ (x >> np.uint64(MIX[0][0]))) * np.uint64(MIX[0][1])
+        x = (x ^ (x >> np.uint64(MIX[1][0]))) * np.uint64(MIX[1][1])
         x ^= x >> np.uint64(31)
         found[i] = (np.float64(x >> np.uint64(12)) + 0.5) * 2.0**-52
     return found

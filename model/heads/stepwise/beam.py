@@ -121,7 +121,7 @@ class StepwiseHead(Head):
         at: AttentionMask,
     ) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth. at: where the
-        anchor stands and what it sees, None: all that the cache holds."""
+        anchor stands, and what it sees where that is not all that the cache holds."""
         beam, children = self.config.beam, min(CHILDREN, len(tokens))
         length = int(cache.lengths[sequence])
         device = state_E.device
@@ -129,9 +129,8 @@ class StepwiseHead(Head):
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
         state_QE = state_E.unsqueeze(0)
-        sees_QS = torch.ones(1, length, dtype=torch.bool, device=device)
-        if at.allowed_BLS is not None:
-            sees_QS = at.allowed_BLS[0, 0]
+        own_1S = torch.ones(1, length, dtype=torch.bool, device=device)
+        sees_QS = own_1S if at.allowed_BLS is None else at.allowed_BLS[0, 0]
         for depth in range(1, self.config.slots):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
