@@ -2,16 +2,13 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from cycler import cycler
 
 from .results import Block, columns, figure_of, heads_at
@@ -88,7 +85,7 @@ def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: st
 def draw(pictures: Mapping[str, Sequence[Panel]], folder: Path) -> None:
     """Write each picture as <name>.png, its panels side by side."""
     for name, panels in pictures.items():
-        with plt.style.context(["seaborn-v0_8-whitegrid", STYLE]):
+        with _styled() as plt:
             size = 6.4 * len(panels), max(3.6, *(panel.height for panel in panels))
             figure, (several,) = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
             for axes, panel in zip(several, panels, strict=True):
@@ -103,7 +100,7 @@ def svgs(panels: Iterable[Panel]) -> list[tuple[str, str]]:
     """(title, SVG element) of each panel: text stays text, colours are the page's, nothing is loaded or run."""
     found = []
     for panel in panels:
-        with plt.style.context(["seaborn-v0_8-whitegrid", STYLE, PAGE_STYLE]):
+        with _styled(PAGE_STYLE) as plt:
             figure, axes = plt.subplots(figsize=(INCHES, panel.height), layout="constrained")
             panel.paint(axes)
             count = len(axes.get_legend_handles_labels()[1])
@@ -115,6 +112,18 @@ def svgs(panels: Iterable[Panel]) -> list[tuple[str, str]]:
             plt.close(figure)
         found.append((panel.title, _themed(text.getvalue())))
     return found
+
+
+@contextmanager
+def _styled(*styles: Mapping[str, Any]) -> Iterator[Any]:
+    """matplotlib's pyplot, in these styles; imported here, since it is half a second of every command's start."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.style.context(["seaborn-v0_8-whitegrid", STYLE, *styles]):
+        yield plt
 
 
 def _short(name: str) -> str:
