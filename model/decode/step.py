@@ -85,8 +85,8 @@ class EagerStep:
         """Read a prompt and choose its first token; row: of an active request, whose place it takes. `Request.fit` came
         before.
 
-        Without a head, what the prompt has in common with one of the rows is copied from there: a system prompt,
-        earlier turns.
+        What the prompt has in common with one of the rows is copied from there: a system prompt, earlier turns. Not for a
+        head with a cache of its own, which has to see every state.
         """
         base, cache = self.base, self.cache
         request.out.seconds = self.clock.seconds
@@ -95,7 +95,7 @@ class EagerStep:
                 row = len(self.active)
                 for each in self.caches:
                     each.add()
-            source, shared = self._longest_shared(request) if self.head is None else (row, 0)
+            source, shared = self._longest_shared(request) if self.own_cache is None else (row, 0)
             for each in self.caches:
                 each.begin(row, source, shared)
             self.active[row : row + 1] = [request]

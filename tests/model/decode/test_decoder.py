@@ -313,6 +313,25 @@ def test_a_batch_yields_what_each_prompt_yields_alone(base, settings):
             assert [out.tokens for out in outs] == [alone[i].tokens for i in order]
 
 
+@pytest.mark.parametrize("config", [HEADS[0], HEADS[6]], ids=lambda config: config.kind)
+def test_a_common_beginning_is_read_once_where_the_head_need_not_see_it(base, config, monkeypatch):
+    system = prompts(1, seed=44)[0][:9] * 4
+    asked = [[*system, 5 + i] for i in range(4)]
+    alone = [Decoder(base).generate(p, 30).tokens for p in asked]
+    read, hidden = [], Base.hidden
+
+    def reading(self, ids_BL, *arguments, **named):
+        read.append(ids_BL.shape[1])
+        return hidden(self, ids_BL, *arguments, **named)
+
+    monkeypatch.setattr(Base, "hidden", reading)
+    decoder = Decoder(base, random_head(config, base), DraftConfig("tree", 9, budget="fixed"))
+    read.clear()
+    assert [out.tokens for out in decoder.generate(asked, 30)] == alone
+    whole = len(asked[0])
+    assert read[:4] == ([whole] * 4 if config.kind == "eagle" else [whole, 1, 1, 1])
+
+
 def test_requests_of_a_batch_end_when_they_end(base):
     asked = prompts(5, seed=40)
     long = [Decoder(base).generate(p, 40).tokens for p in asked]
