@@ -115,7 +115,7 @@ def svgs(panels: Iterable[Panel]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _styled(*styles: Mapping[str, Any]) -> Iterator[Any]:
+def _styled(*styles: dict[str, Any]) -> Iterator[Any]:
     """matplotlib's pyplot, in these styles; imported here, since it is half a second of every command's start."""
     import matplotlib
 

@@ -140,13 +140,12 @@ class Proposer:
     def attach(self, runner: Any) -> None:
         """To the runner that has made it, whose model is loaded and not compiled yet."""
         own: Callable[..., Any] = getattr(runner, CALL)
-        signature = inspect.signature(own)
         if self.attention:
             runner.use_aux_hidden_state_outputs = True
             runner.model.set_aux_hidden_state_layers((min(self.attention),))  # the state that enters that layer
 
         def call(*arguments: Any, **named: Any) -> Any:
-            given = signature.bind(*arguments, **named).arguments
+            given = dict(zip(TAKEN[CALL], arguments, strict=False)) | named
             states = [given["hidden_states"], *(given["aux_hidden_states"] or [])]
             self.step = Step(runner, given["scheduler_output"], states, given["common_attn_metadata"])
             return own(*arguments, **named)
@@ -176,6 +175,13 @@ class Proposer:
         begins = step.attention.query_start_loc_cpu.tolist()
         requests = step.runner.input_batch.req_ids[: len(sampled_token_ids)]
         drafted = [len(step.scheduled.scheduled_spec_decode_tokens.get(request, ())) for request in requests]
+        lengths = self.lengths
+        if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
+            accepted = sum(map(len, sampled_token_ids)) - len(requests)
+            lengths.observe(len(requests), begins[len(requests)], came - left, accepted)
+        if lengths and lengths.sleeps(len(requests)):
+            self.left = time.perf_counter()
+            return [[] for _ in requests]
         asked, rows, read, rooms = [], [], [], []
         for i, sampled in enumerate(sampled_token_ids):
             total = int(num_tokens_no_spec[i])
@@ -188,10 +194,6 @@ class Proposer:
         chains: list[list[int]] = [[] for _ in requests]
         if not asked:
             return chains
-        lengths = self.lengths
-        if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
-            accepted = sum(map(len, sampled_token_ids)) - len(requests)
-            lengths.observe(len(requests), begins[len(requests)], came - left, accepted)
         by_head = lengths is None or not lengths.rests(len(asked))
         hidden_BX = torch.cat([state[rows] for state in step.states], dim=-1) if by_head else None
         table_BM = step.attention.block_table_tensor[asked]
@@ -202,7 +204,7 @@ class Proposer:
         if lengths:
             if by_head:
                 lengths.drafts.observe(len(asked), time.perf_counter() - came)
-            trees = lengths.cut(trees, by_head)
+            trees = lengths.cut(trees, by_head, time.perf_counter() - came)
         for i, tree in zip(asked, trees, strict=True):
             chains[i] = tree.tokens.tolist()
         self.left = time.perf_counter()

@@ -226,12 +226,15 @@ class Decoder:
 
         several, size = self.measures and step.several, len(drafts).bit_length()
         lengths = self.lengths[size] if several and not self.cold else None
+        if lengths is not None and lengths.sleeps(len(drafts)):
+            return drafts
         rests = lengths is not None and lengths.rests(len(drafts))  # the head; copies go on
         drafted: Sequence[Drafted] = drafts if self.head is None or rests else step.draft(noise)
         with step.clock("tree"):
+            began = time.perf_counter()
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if lengths is not None:
-                drafts = lengths.cut(drafts, not rests)
+                drafts = lengths.cut(drafts, not rests, time.perf_counter() - began)
             elif several:  # with a node and without, whatever pays
                 drafts = [draft.first(self.cold - 1) for draft in drafts]
             elif self.budget is not None and not step.several:

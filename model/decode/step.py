@@ -85,8 +85,8 @@ class EagerStep:
         """Read a prompt and choose its first token; row: of an active request, whose place it takes. `Request.fit` came
         before.
 
-        What the prompt has in common with one of the rows is copied from there: a system prompt, earlier turns. Not for a
-        head with a cache of its own, which has to see every state.
+        What the prompt has in common with one of the rows is copied from there: a system prompt, earlier turns. A head
+        with a cache of its own has to see every state, so for it all is read.
         """
         base, cache = self.base, self.cache
         request.out.seconds = self.clock.seconds

@@ -101,7 +101,7 @@ class Drafter:
             least = self.stop.least if config.stop == "adaedl" else None
             rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
-        if self.calibration is not None and not drawn:
+        if self.calibration is not None and not drawn and len(tree):
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
             tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))

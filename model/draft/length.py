@@ -5,7 +5,8 @@ grows along a draft, so the likeliest n tokens of all of them are beginnings of 
 second is the best. psi counts as much as it was seen to be worth, from the head and from copies alone. Time is a line
 through rows for steps with drafts, and another for those without, which run in other ways. So what one batch size shows
 is known of the next, and in large batches, whose rows are dear, drafts get short. A head rests where its latest drafts
-would not have paid for drafting them; copies, which cost nothing, go on.
+would not have paid for drafting them; copies, which cost little, go on. Where none of them has paid in many looks, most
+steps go without a look: a small base in a large batch is done in the time of a few of them.
 
 In our own decoder rows are padded to the longest draft, so that another row of one request is one of each: all have
 their first n nodes, and a step takes time(B + B n). Requests cost more than their rows there, so batches of another
@@ -28,6 +29,8 @@ PLAIN = 64  # steps from one that goes without drafts to the next
 LATEST = 32  # chains of a head by which it is judged
 MARGIN = 1.05  # that drafts must be worth: the likeliest look better than they are
 TRYING = 0.01  # of the time goes into drafts of a head that rests
+LOOKING = 0.005  # of the time, at least, goes into looks for drafts while none pays
+FRUITLESS = 8  # looks in a row, before which every step has one
 
 
 class Line:
@@ -66,6 +69,7 @@ class Lengths:
         self._hope, self._by_head = 0.0, False  # psi of the drafts under way, and who made them
         self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
+        self._fruitless, self._asleep, self._requests = 0, 0, 0  # looks, steps without one to come, requests
 
     def observe(self, requests: int, rows: int, seconds: float, accepted: float) -> None:
         """The step of the drafts that `cut` has returned last."""
@@ -76,6 +80,15 @@ class Lengths:
         if rows > requests and self.drafted is self.plain:
             self.drafted = Line(1.0)
         (self.drafted if rows > requests else self.plain).observe(rows, seconds)
+
+    def sleeps(self, requests: int) -> bool:
+        """Is this a step without a look? Then `rests` and `cut` are not asked. Half as many requests wake it."""
+        self._asleep = self._asleep - 1 if 2 * requests > self._requests else 0
+        if self._asleep <= 0:
+            return False
+        self._saved += TRYING * self.plain.at(requests)
+        self._hope, self.count = 0.0, self.count + 1
+        return True
 
     def rests(self, requests: int) -> bool:
         """Is the head left out of this step?"""
@@ -94,12 +107,19 @@ class Lengths:
         self._saved *= rests
         return rests
 
-    def cut(self, chains: Sequence[Tree], by_head: bool) -> list[Tree]:
-        """The beginnings that pay. by_head: the head has drafted."""
+    def cut(self, chains: Sequence[Tree], by_head: bool, look: float = 0.0) -> list[Tree]:
+        """The beginnings that pay. by_head: the head has drafted; look: seconds that it took to find these, without
+        it."""
         if by_head:
             self._latest.extend((chain.psi, _copied(chain)) for chain in chains)
         psi = [chain.psi for chain in chains]
-        count = 0 if self.count % PLAIN == 0 else self._best(len(chains), psi, by_head, by_head and self._trying)[0]
+        plain = self.count % PLAIN == 0
+        count = 0 if plain else self._best(len(chains), psi, by_head, by_head and self._trying)[0]
+        tried = plain or (by_head and self._trying)
+        self._fruitless = min(self._fruitless + 1, 2 * FRUITLESS) * (not count) if not tried else self._fruitless
+        if self._fruitless >= FRUITLESS:  # twice as long from one to the next, until they cost LOOKING
+            most = look / (LOOKING * self.plain.at(len(chains)))
+            self._asleep, self._requests = 1 + int(min(2 ** (self._fruitless - FRUITLESS), most)), len(chains)
         self.count += 1
         (psi_N, rank_N), chain_N = self._ranked(psi), np.repeat(np.arange(len(chains)), list(map(len, psi)))
         self._hope, self._by_head = float(psi_N[rank_N < count].sum()), by_head

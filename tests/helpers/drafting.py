@@ -159,10 +159,13 @@ class Whims:
     def __getitem__(self, size):  # of every size of a batch
         return self
 
+    def sleeps(self, requests):
+        return self.rng.random() < self.share / 4
+
     def rests(self, requests):
         return self.rng.random() < self.share
 
-    def cut(self, trees, by_head):
+    def cut(self, trees, by_head, look=0.0):
         count = int(self.rng.integers(0, 10))
         return [tree.first(count) for tree in trees]
 

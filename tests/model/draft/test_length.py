@@ -103,6 +103,43 @@ def test_an_engine_that_is_slow_with_any_drafts_gets_none(requests, copied):
     assert speedup > 0.98
 
 
+def looked(lengths, requests, look, steps):
+    """Steps of a batch for which nobody has a draft: those that looked for one, and the seconds that it cost."""
+    looks, lost = [], 0.0
+    for step in range(steps):
+        if not lengths.sleeps(requests):
+            by_head = not lengths.rests(requests)
+            if by_head:
+                lengths.drafts.observe(requests, 1.5)
+            assert not any(map(len, lengths.cut([EMPTY] * requests, by_head, look)))
+            looks.append(step)
+            lost += look + by_head * 1.5
+        lengths.observe(requests, requests, 1.0, 0.0)
+    return looks, lost
+
+
+def test_looks_that_find_nothing_become_few_where_they_cost_much():
+    looks, lost = looked(Lengths(), 16, 0.25, 1000)
+    assert 8 < len(looks) < 60
+    assert lost < 0.025 * 1000
+
+
+def test_looks_that_cost_nothing_go_on():
+    looks, _ = looked(Lengths(), 16, 0.0, 300)
+    assert looks == list(range(300))
+
+
+def test_a_batch_that_shrinks_is_looked_at_and_so_is_one_whose_looks_find_something():
+    lengths = Lengths()
+    looks, _ = looked(lengths, 16, 0.25, 301)
+    assert looks[-1] < 300
+    assert not lengths.sleeps(4)
+    lengths.rests(4)
+    kept = lengths.cut([chain_of(range(MOST), 0.9)] * 4, False, 0.25)
+    assert max(map(len, kept)) > 0
+    assert not any(lengths.sleeps(4) for _ in range(3))
+
+
 def test_one_request_for_which_whole_chains_pay_gets_them_after_three_steps():
     chosen, speedup = serve(Lengths(), 1, 0.9, lambda rows: 1.0 + 0.02 * rows, 0.2, steps=200)
     assert all(lengths == [MOST] for step, (lengths, _) in enumerate(chosen) if step % PLAIN and step > 3)
