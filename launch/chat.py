@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from ctcdraft.data.template import answer_message, prompt_ids
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
@@ -61,4 +61,4 @@ def _turns(prompt: str | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    enter("chat", ChatEntry, main)
+    run("chat", ChatEntry, main)

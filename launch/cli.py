@@ -4,17 +4,20 @@ Whatever a user got wrong ends here as one sentence and a non-zero exit; CTCDRAF
 it was raised. Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere.
 """
 
+import atexit
 import difflib
+import gc
 import io
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -32,6 +35,25 @@ CONF = "ctcdraft.conf"
 RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
+
+
+def run(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> NoReturn:
+    """`enter`, and the end of the process as `multiprocessing` ends its own: what was registered for it is done, but
+    torch's objects are not taken apart one by one, which would take another second."""
+    gc.freeze()  # nor is garbage looked for among them
+    code: Any = 0
+    try:
+        enter(config_name, schema, task)
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code if isinstance(code, int) else code is not None)
 
 
 def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.launch import plan
 from ctcdraft.launch.checks import Report, examine
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.schema import TrainEntry
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
@@ -66,5 +66,5 @@ if __name__ == "__main__":
                 raise ValueError(f"gpus={gpus}: a whole number, 0 for this CPU")
         except ValueError as error:
             sys.exit(f"error: {error}")
-        enter("train", TrainEntry, partial(show_plan, path=path, gpus=int(gpus), as_json=flags["--json"]))
-    enter("train", TrainEntry, partial(main, as_json=flags["--json"]))
+        run("train", TrainEntry, partial(show_plan, path=path, gpus=int(gpus), as_json=flags["--json"]))
+    run("train", TrainEntry, partial(main, as_json=flags["--json"]))

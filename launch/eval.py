@@ -18,7 +18,7 @@ from pathlib import Path
 from ctcdraft.data.sources import check_source
 from ctcdraft.eval.count import count
 from ctcdraft.eval.evaluate import Measurement, evaluate
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.media import media_of
 from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import EvalEntry
@@ -52,4 +52,4 @@ def main(config: EvalEntry) -> int:
 
 
 if __name__ == "__main__":
-    enter("eval", EvalEntry, main)
+    run("eval", EvalEntry, main)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ctcdraft.launch import runs
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.schema import ExportEntry
 
 
@@ -16,4 +16,4 @@ def main(config: ExportEntry) -> int:
 
 
 if __name__ == "__main__":
-    enter("export", ExportEntry, main)
+    run("export", ExportEntry, main)

@@ -6,7 +6,7 @@ the processes share the work.
 """
 
 from ctcdraft.launch import pipeline, runs
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
 
@@ -21,4 +21,4 @@ def main(config: TrainEntry) -> int:
 
 
 if __name__ == "__main__":
-    enter("prepare", TrainEntry, main)
+    run("prepare", TrainEntry, main)

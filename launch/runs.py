@@ -19,7 +19,7 @@ from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import read_object
 from ctcdraft.data.template import with_template_args
 from ctcdraft.eval.report import markdown_table
-from ctcdraft.launch.cli import enter, options_in
+from ctcdraft.launch.cli import options_in, run
 from ctcdraft.launch.pipeline import load
 from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry, defaults_of
 from ctcdraft.model.base.llm import Base
@@ -297,4 +297,4 @@ def _begun(record: Path) -> float:
 
 
 if __name__ == "__main__":
-    enter("runs", RunsEntry, main)
+    run("runs", RunsEntry, main)

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ctcdraft.launch import runs
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.schema import ServeEntry
 from ctcdraft.model.export import head_folder, read_config
 from ctcdraft.model.folders import claimed
@@ -206,4 +206,4 @@ def end(engine: "subprocess.Popen[bytes]") -> None:
 
 
 if __name__ == "__main__":
-    enter("serve", ServeEntry, main)
+    run("serve", ServeEntry, main)

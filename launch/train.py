@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.launch import pipeline, runs
-from ctcdraft.launch.cli import enter
+from ctcdraft.launch.cli import run
 from ctcdraft.launch.media import media_of
 from ctcdraft.launch.pipeline import say
 from ctcdraft.launch.schema import TrainEntry
@@ -67,4 +67,4 @@ def main(config: TrainEntry) -> int:
 
 
 if __name__ == "__main__":
-    enter("train", TrainEntry, main)
+    run("train", TrainEntry, main)

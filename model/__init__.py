@@ -1,5 +1,10 @@
 """The frozen base, the heads, the CTC lattice, the draft tree, the decoder and the export."""
 
+import gc
+
+COLLECTS = gc.isenabled()
+gc.disable()  # torch and transformers make a million objects and no garbage: looking for it takes half a second
+
 from .base.llm import Base
 from .decode.decoder import Decoder, Generation
 from .draft.config import DraftConfig
@@ -17,6 +22,9 @@ from .heads import (
 )
 from .load.pretrained import load_base
 from .loss.objective import fused_ctc_loss
+
+if COLLECTS:
+    gc.enable()
 
 __all__ = [
     "Base",

@@ -1,4 +1,5 @@
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -231,6 +232,28 @@ def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys, tmp
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, lambda config: int(config.head.slots == 9))
     assert end.value.code == 1
+
+
+ENDS = """
+import atexit, sys, threading, time
+from ctcdraft.launch.cli import run
+from ctcdraft.launch.schema import TrainEntry
+
+def task(config):
+    threading.Thread(target=lambda: (time.sleep(0.3), print("waited for"))).start()
+    if config.seed == 5:
+        sys.exit("said")
+    return config.seed
+
+atexit.register(print, "registered", end="")
+run("train", TrainEntry, task)
+"""
+
+
+@pytest.mark.parametrize(("seed", "code", "error"), [(0, 0, ""), (3, 3, ""), (5, 1, "said\n")])
+def test_a_command_ends_with_its_code_once_all_is_done_that_waits_for_its_end(seed, code, error):
+    done = subprocess.run([sys.executable, "-c", ENDS, f"seed={seed}"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "waited for\nregistered", error)
 
 
 def entry(tmp_path, *words):
