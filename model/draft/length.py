@@ -115,8 +115,8 @@ class Lengths:
         psi = [chain.psi for chain in chains]
         plain = self.count % PLAIN == 0
         count = 0 if plain else self._best(len(chains), psi, by_head, by_head and self._trying)[0]
-        tried = plain or (by_head and self._trying)
-        self._fruitless = min(self._fruitless + 1, 2 * FRUITLESS) * (not count) if not tried else self._fruitless
+        if not plain and not (by_head and self._trying):
+            self._fruitless = 0 if count else min(self._fruitless + 1, 2 * FRUITLESS)
         if self._fruitless >= FRUITLESS:  # twice as long from one to the next, until they cost LOOKING
             most = look / (LOOKING * self.plain.at(len(chains)))
             self._asleep, self._requests = 1 + int(min(2 ** (self._fruitless - FRUITLESS), most)), len(chains)
