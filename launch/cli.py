@@ -6,7 +6,6 @@ it was raised. Hydra's own flags (--help, --cfg job, --multirun ...) work as eve
 
 import atexit
 import difflib
-import gc
 import io
 import os
 import re
@@ -40,7 +39,6 @@ Entry = TypeVar("Entry")
 def run(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> NoReturn:
     """`enter`, and the end of the process as `multiprocessing` ends its own: what was registered for it is done, but
     torch's objects are not taken apart one by one, which would take another second."""
-    gc.freeze()  # nor is garbage looked for among them
     code: Any = 0
     try:
         enter(config_name, schema, task)
