@@ -10,7 +10,7 @@ import pytest
 import torch
 from bases import write_base
 
-from ctcdraft.launch import plan
+from ctcdraft.launch import cli, plan
 from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
@@ -72,6 +72,7 @@ def test_ranks_share_what_zero_shares_and_experts_count_as_they_are_used(tmp_pat
 def told(monkeypatch, capsys, *words):
     """What the entry prints and says, and its exit code."""
     monkeypatch.setattr(sys, "argv", ["doctor.py", *map(str, words)])
+    monkeypatch.setattr(cli, "run", cli.enter)  # which would end this process
     with pytest.raises(SystemExit) as end:
         runpy.run_module("ctcdraft.launch.doctor", run_name="__main__")
     out = capsys.readouterr()
