@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import psutil
 import pytest
 
@@ -9,3 +12,11 @@ def test_an_engine_reserves_no_more_than_a_small_head_needs(small, tmp_path, zer
     trainer = small(tmp_path / "again", *zero)
     trainer._one_step()
     assert psutil.Process().memory_info().vms - before < 200e6  # DeepSpeed's own bucket is 2 GB
+
+
+def test_peak_memory_is_that_of_this_process_and_not_of_the_one_that_started_it():
+    held = bytearray(2 << 30)  # of this one, which starts the other
+    held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
+    script = "from ctcdraft.train.engine import peak_memory; print(peak_memory())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 1 << 27 < int(done.stdout) < 1 << 31
