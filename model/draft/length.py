@@ -93,8 +93,8 @@ class Lengths:
     def rests(self, requests: int) -> bool:
         """Is the head left out of this step?"""
         self._trying = not self._latest
-        if self._trying or self.count % PLAIN == 0:
-            return self.count % PLAIN == 0
+        if self._trying or self._timed_plainly:
+            return self._timed_plainly
         chains, copies = zip(*self._latest, strict=True)
         _, copied, without = self._best(requests, copies, False)
         for self._trying in (False, True):
@@ -113,9 +113,9 @@ class Lengths:
         if by_head:
             self._latest.extend((chain.psi, _copied(chain)) for chain in chains)
         psi = [chain.psi for chain in chains]
-        plain = self.count % PLAIN == 0
-        count = 0 if plain else self._best(len(chains), psi, by_head, by_head and self._trying)[0]
-        if not plain and not (by_head and self._trying):
+        tried = by_head and self._trying
+        count = 0 if self._timed_plainly else self._best(len(chains), psi, by_head, tried)[0]
+        if not self._timed_plainly and not tried:
             self._fruitless = 0 if count else min(self._fruitless + 1, 2 * FRUITLESS)
         if self._fruitless >= FRUITLESS:  # twice as long from one to the next, until they cost LOOKING
             most = look / (LOOKING * self.plain.at(len(chains)))
@@ -125,6 +125,11 @@ class Lengths:
         self._hope, self._by_head = float(psi_N[rank_N < count].sum()), by_head
         counts = np.bincount(chain_N[rank_N < count], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
+
+    @property
+    def _timed_plainly(self) -> bool:
+        """Does this step go without drafts, whatever pays?"""
+        return self.count % PLAIN == 0
 
     def _ranked(self, psi: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """psi of all tokens, and how many are taken before each: the likelier ones, or where padded its place."""
