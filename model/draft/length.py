@@ -1,12 +1,13 @@
 """How long the drafts of a batch should be: what each node is worth against the time of the steps as they come.
 
-A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes time(B + n). psi never
-grows along a draft, so the likeliest n tokens of all of them are beginnings of them, and the n with the most tokens per
-second is the best. psi counts as much as it was seen to be worth, from the head and from copies alone. Time is a line
-through rows for steps with drafts, and another for those without, which run in other ways. So what one batch size shows
-is known of the next, and in large batches, whose rows are dear, drafts get short. A head rests where its latest drafts
-would not have paid for drafting them; copies, which cost little, go on. Where none of them has paid in many looks, most
-steps go without a look: a small base in a large batch is done in the time of a few of them.
+A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes the time of drafting
+and time(B + n). psi never grows along a draft, so the likeliest n tokens of all of them are beginnings of them, and the
+n with the most tokens per second is the best. psi counts as much as it was seen to be worth, from the head and from
+copies alone. Time is a line through rows for steps with drafts, and another for those without, which run in other ways.
+So what one batch size shows is known of the next, and in large batches, whose rows are dear, drafts get short. A head
+rests where its latest drafts would not have paid for drafting them; copies, which cost little, go on. Where none of
+them has paid in many looks, most steps go without a look: a small base in a large batch is done in the time of a few of
+them.
 
 In our own decoder rows are padded to the longest draft, so that another row of one request is one of each: all have
 their first n nodes, and a step takes time(B + B n). Requests cost more than their rows there, so batches of another
@@ -99,7 +100,7 @@ class Lengths:
         _, copied, without = self._best(requests, copies, False)
         for self._trying in (False, True):
             count, tokens, seconds = self._best(requests, chains, True, self._trying)
-            lost = self.drafts.at(requests) + seconds - tokens * without / copied
+            lost = seconds - tokens * without / copied
             if count and lost <= 0:
                 return False
         self._saved += TRYING * without
@@ -154,6 +155,7 @@ class Lengths:
         rows = requests + (requests if self.padded else each) * np.arange(len(gain) + 1)
         seconds = MARGIN * self.drafted.at(rows, self.plain)
         seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts
+        seconds += self.drafts.at(requests) if by_head else 0.0  # each step has one: the dearer, the more tokens of it
         first = min(1 if self.padded else len(psi), len(gain)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]

@@ -55,8 +55,8 @@ def linear(cost):
     return lambda rows: 1.0 + cost * rows
 
 
-def best_length(psi, seconds):
-    gains = [(1 + sum(psi**d for d in range(1, n + 1))) / seconds(1 + n) for n in range(MOST + 1)]
+def best_length(psi, seconds, draft=0.0):
+    gains = [(1 + sum(psi**d for d in range(1, n + 1))) / (seconds(1 + n) + draft) for n in range(MOST + 1)]
     return int(np.argmax(gains))
 
 
@@ -70,6 +70,14 @@ def test_chains_end_where_a_row_costs_more_than_it_brings(cost):
     psi, seconds = 0.6, linear(cost)
     chosen, _ = serve(Lengths(), 1, psi, seconds)
     assert chosen[-1][0] == [best_length(psi, seconds)]
+
+
+@pytest.mark.parametrize("draft", [0.3, 0.6, 1.2])
+def test_the_dearer_a_draft_is_the_more_of_it_is_verified(draft):
+    psi, seconds = 0.8, linear(0.2)
+    chosen, _ = serve(Lengths(), 1, psi, seconds, draft)
+    assert best_length(psi, seconds) < best_length(psi, seconds, draft)
+    assert chosen[-1][0] == [best_length(psi, seconds, draft)]
 
 
 def test_likely_chains_of_a_batch_are_longer_than_unlikely_ones():
