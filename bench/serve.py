@@ -31,7 +31,8 @@ from ctcdraft.launch import serve
 from ctcdraft.model import load_base
 
 COUNTED = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
-ARGS = "--max-model-len=2048 --max-num-seqs=16 --no-enable-prefix-caching"  # else a second round has less to read
+ARGS = "--max-num-seqs=16 --no-enable-prefix-caching"  # else a second round has less to read
+LENGTH = 2048  # of contexts, where the base has as many
 HELPER = serve.ROOT / "tests" / "helpers" / "engine_run.py"
 
 
@@ -54,6 +55,7 @@ class Process:
 
     def __init__(self, system, options, words, **pipes):
         words = [serve.engine_python(options.env), *words, f"--model={options.base}", f"--dtype={options.dtype}"]
+        words += [f"--max-model-len={options.length}"]
         words += options.args.split()
         if system != "plain":
             for name, value in zip(("speculative", "additional"), speculation(system, options), strict=True):
@@ -202,6 +204,7 @@ def main():
         base = load_base(str(options.base))
         bench = BenchConfig(kind=options.bench, path=options.path, questions=options.questions)
         prompts = [question.prompt_after(base) for question in load_questions(bench, base, None, 0)]
+        options.length = min(LENGTH, base.context_length)
     except ValueError as error:
         parser.error(str(error))
     started, up, rows, missing = [], {}, [], ""
@@ -213,6 +216,8 @@ def main():
                 up[system] = started[-1]
             except ValueError as error:  # a control whose package is not there
                 missing += f"\n{system}: {error}"
+        if "plain" not in up:
+            parser.error(f"the plain engine is what all are measured beside, and it is not there{missing}")
         for batch in options.batch:
             rows += measured(up, prompts, batch, options)
             keep(rows, options.out)
