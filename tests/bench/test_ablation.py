@@ -1,10 +1,10 @@
 """`make ablation`, and the page that it ends with."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import ablation
@@ -29,12 +29,13 @@ def test_variants_stand_side_by_side_on_a_page():
 
 
 @pytest.mark.slow
-def test_ways_of_drafting_run_by_name_with_the_defaults_head(tmp_path):
+def test_ways_of_drafting_run_by_name_with_the_defaults_head(tmp_path, monkeypatch):
     only = "adaedl,mcsd"
     words = ["--hours", "0.001", "--questions", "2", "--only", only, "--out", tmp_path, "experiment=smoke"]
     folders = [f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache"]
-    done = subprocess.run([sys.executable, ablation.__file__, *words, *folders], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [ablation.__file__, *map(str, words), *folders])
+    monkeypatch.setattr(ablation.subprocess, "run", lambda words, **_: run(words[1:], cwd=tmp_path))
+    ablation.main()
     report = (tmp_path / "ablation.md").read_text()
     heads = {line.split("|")[1].strip() for line in report.splitlines() if line.startswith("|")}
     assert {"default", "tree", "adaedl", "mcsd", "prompt lookup"} <= heads

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu
@@ -26,8 +27,7 @@ child.wait()
 
 
 def start(options):
-    environment, command = {**os.environ, "PYTHON": sys.executable}, [gpu.ROOT / "bench" / "gpu.sh", *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    return run([gpu.__file__, *options], cwd=gpu.ROOT, PYTHONPATH=str(gpu.ROOT))
 
 
 def parts_of(folder):
@@ -35,7 +35,8 @@ def parts_of(folder):
 
 
 def test_a_dry_run_does_every_part(tmp_path):
-    done = start(["--dry", "--out", tmp_path])
+    environment, command = {**os.environ, "PYTHON": sys.executable}, [gpu.ROOT / "bench" / "gpu.sh", "--dry"]
+    done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=400)
     without = "done" if importlib.util.find_spec("vllm") else "skipped: vllm is not installed"
     wanted = {part.name: without if "vllm" in part.modules else "done" for part in gpu.PARTS}
     assert {row["part"]: row["outcome"] for row in parts_of(tmp_path)} == wanted

@@ -1,11 +1,9 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from bases import TEMPLATE, tiny_tokenizer, write_base
+from commands import run
 from templates import CHATML
 
 from ctcdraft.launch.checks import Report, _template, _tokenizer
@@ -19,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def doctor(folder, *words, **env):
-    words = [sys.executable, str(ROOT / "launch" / "doctor.py"), *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return run([ROOT / "launch" / "doctor.py", *words], cwd=folder, **env)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,9 @@
 """What others give us runs no code, becomes no path, and what is secret is written nowhere. Each with its control."""
 
 import json
-import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import torch
 from bases import write_base
 from chat_server import Server
+from commands import run
 
 from ctcdraft.data.secrets import masked
 from ctcdraft.launch import runs
@@ -156,7 +154,6 @@ def secret_run(tmp_path_factory):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     options = ["experiment=smoke", "base=local", "base.path=base", "data=sharegpt", "data.path=rows.json"]
     options += ["bench.questions=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": KEY, "WANDB_MODE": "offline"}
     said = []
     for name, url, retries in (("r", server.url, 2), ("dead", "http://127.0.0.1:9/v1", 0)):
         url = url.replace("://", f"://me:{PASSWORD}@")
@@ -166,8 +163,8 @@ def secret_run(tmp_path_factory):
             f"name={name}",
             f"cache_dir={name}",
         ]
-        words = [sys.executable, str(ROOT / "launch" / "train.py"), *options, *asked]
-        done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=100)
+        words = [ROOT / "launch" / "train.py", *options, *asked]
+        done = run(words, cwd=work, OPENAI_API_KEY=KEY, WANDB_MODE="offline")
         said.append((done.returncode, done.stdout + done.stderr))
     server.shutdown()
     return work, said, server

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from bases import write_base
+from commands import run
 from safetensors.torch import load_file
 from wandb_file import history
 
@@ -38,17 +39,21 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def command(workplace, *options, launcher=(sys.executable,)):
+def command(workplace, *options):
     paths = [f"base.path={workplace}/base", "data=sharegpt", f"data.path={workplace}/rows.json"]
-    return [*launcher, str(ROOT / "launch" / "train.py"), *SMALL, *paths, *options]
+    return [str(ROOT / "launch" / "train.py"), *SMALL, *paths, *options]
 
 
-def start(workplace, *options, launcher=(sys.executable,), env=None):
-    words = command(workplace, *options, launcher=launcher)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | (
-        env or {}
-    )
-    done = subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=300)
+def start(workplace, *options, launcher=None, **env):
+    """launcher: the words before the script, of a process as users start it; None: of helpers/commands.py."""
+    words = command(workplace, *options)
+    if launcher is None:
+        done = run(words, cwd=workplace, **env)
+    else:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **env}
+        words = [*launcher, *words]
+        done = subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -64,7 +69,7 @@ def weights(workplace, name):
 
 @pytest.fixture(scope="module")
 def one_process(workplace):
-    out = start(workplace, "name=one")
+    out = start(workplace, "name=one", launcher=[sys.executable])
     return out, losses(workplace, "one")
 
 
@@ -124,7 +129,7 @@ def test_bf16_follows_fp32(workplace, one_process, stage):
 
 
 def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(workplace, one_process):
-    words = command(workplace, "name=killed", "train.steps=6")
+    words = [sys.executable, *command(workplace, "name=killed", "train.steps=6")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, cwd=workplace, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = workplace / "runs" / "killed" / "metrics.jsonl"
@@ -144,7 +149,8 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(workplace, one_pro
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(workplace):
-    words = command(workplace, "name=asked", "train.steps=400", "train.eval_every=400", "train.save_every=400")
+    often = ["train.eval_every=400", "train.save_every=400"]
+    words = [sys.executable, *command(workplace, "name=asked", "train.steps=400", *often)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, cwd=workplace, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = workplace / "runs" / "asked" / "metrics.jsonl"
@@ -175,8 +181,7 @@ def test_the_deepspeed_launcher_starts_it(workplace, one_process):
 
 
 def test_wandb_offline_holds_the_same_rows(workplace):
-    env = dict.fromkeys(("WANDB_API_KEY",), "") | {"WANDB_MODE": "offline"}
-    out = start(workplace, "name=logged", "logger=wandb", env=env)
+    out = start(workplace, "name=logged", "logger=wandb", WANDB_API_KEY="", WANDB_MODE="offline")
     assert "logging offline" in out
     (file,) = (workplace / "runs" / "logged" / "wandb").glob("offline-run-*/run-*.wandb")
     rows = [row for row in history(file) if "train/loss" in row]
@@ -191,17 +196,14 @@ def test_wandb_offline_holds_the_same_rows(workplace):
 
 
 def test_another_configuration_under_the_same_name_is_refused(workplace, one_process):
-    words = command(workplace, "name=one", "optim.lr=0.5")
-    done = subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=120)
+    done = refused(workplace, "name=one", "optim.lr=0.5")
     assert done.returncode != 0
     assert "runs/one is a run with optim.lr=0.001, this one is with optim.lr=0.5" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
 def entry(workplace, script, options):
-    words = [sys.executable, str(ROOT / "launch" / script), *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=120)
+    return run([ROOT / "launch" / script, *options], cwd=workplace)
 
 
 def test_a_run_is_evaluated_by_name_on_other_questions(workplace, one_process):
@@ -238,17 +240,14 @@ def test_a_truncated_head_is_one_sentence_and_writes_nothing(workplace, one_proc
 
 def test_bad_data_leaves_no_run_behind(workplace):
     (workplace / "bad.json").write_text('[{"conversations": [{"from": "gpt", "value": "me first"}]}]')
-    done = subprocess.run(
-        command(workplace, "name=bad", "data.path=bad.json"), cwd=workplace, capture_output=True, text=True, timeout=120
-    )
+    done = refused(workplace, "name=bad", "data.path=bad.json")
     assert done.returncode == 1
     assert "of 1 rows none gave a train sequence; 1 rejected (the first: starts with the assistant" in done.stderr
     assert not (workplace / "runs" / "bad").exists()
 
 
 def refused(workplace, *options):
-    words = command(workplace, *options)
-    return subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=120)
+    return run(command(workplace, *options), cwd=workplace)
 
 
 def test_a_base_whose_content_changed_is_refused(workplace, tmp_path):
