@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
 from ctcdraft.model.draft.length import Lengths
+from ctcdraft.model.draft.tree import EMPTY
 
 from .base import base_of
 from .state import Pages, ServedHead
@@ -202,9 +203,12 @@ class Proposer:
             self.compiled, came = True, time.perf_counter()
         trees = self.drafter.drafts(hidden_BX, read, table_BM, rooms)
         if lengths:
+            look, alone = time.perf_counter() - came, EMPTY
             if by_head:
-                lengths.drafts.observe(len(asked), time.perf_counter() - came)
-            trees = lengths.cut(trees, by_head, time.perf_counter() - came)
+                lengths.drafts.observe(len(asked), look)
+                one = lengths.count % len(asked)
+                (alone,) = self.drafter.drafts(None, read[one : one + 1], table_BM, rooms[one : one + 1])
+            trees = lengths.cut(trees, by_head, look, alone)
         for i, tree in zip(asked, trees, strict=True):
             chains[i] = tree.tokens.tolist()
         self.left = time.perf_counter()

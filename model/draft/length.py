@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .tree import LOOKUP, Tree
+from .tree import EMPTY, Tree
 
 KEEP = 0.97  # of what was seen, from one step to the next
 OUTLIER = 3.0  # times what was expected: what the machine does besides
@@ -66,7 +66,8 @@ class Lengths:
         self.plain, self.drafts = Line(1.0), Line(0.0)
         self.drafted = self.plain  # until there is one
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
-        self._latest: deque[tuple[NDArray[np.float32], NDArray[np.float32]]] = deque(maxlen=LATEST)
+        self._latest: deque[NDArray[np.float32]] = deque(maxlen=LATEST)  # psi of chains of the head and copies
+        self._alone: deque[NDArray[np.float32]] = deque(maxlen=LATEST)  # and of copies alone
         self._hope, self._by_head = 0.0, False  # psi of the drafts under way, and who made them
         self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
@@ -96,10 +97,9 @@ class Lengths:
         self._trying = not self._latest
         if self._trying or self._timed_plainly:
             return self._timed_plainly
-        chains, copies = zip(*self._latest, strict=True)
-        _, copied, without = self._best(requests, copies, False)
+        _, copied, without = self._best(requests, self._alone or [EMPTY.psi], False)
         for self._trying in (False, True):
-            count, tokens, seconds = self._best(requests, chains, True, self._trying)
+            count, tokens, seconds = self._best(requests, self._latest, True, self._trying)
             lost = seconds - tokens * without / copied
             if count and lost <= 0:
                 return False
@@ -108,12 +108,13 @@ class Lengths:
         self._saved *= rests
         return rests
 
-    def cut(self, chains: Sequence[Tree], by_head: bool, look: float = 0.0) -> list[Tree]:
+    def cut(self, chains: Sequence[Tree], by_head: bool, look: float = 0.0, alone: Tree = EMPTY) -> list[Tree]:
         """The beginnings that pay. by_head: the head has drafted; look: seconds that it took to find these, without
-        it."""
-        if by_head:
-            self._latest.extend((chain.psi, _copied(chain)) for chain in chains)
+        it; alone: what one of the requests would have without the head, where it has drafted."""
         psi = [chain.psi for chain in chains]
+        self._alone.extend([alone.psi] if by_head else psi)
+        if by_head:
+            self._latest.extend(psi)
         tried = by_head and self._trying
         count = 0 if self._timed_plainly else self._best(len(chains), psi, by_head, tried)[0]
         if not self._timed_plainly and not tried:
@@ -159,10 +160,3 @@ class Lengths:
         first = min(1 if self.padded else len(psi), len(gain)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]
-
-
-def _copied(chain: Tree) -> NDArray[np.float32]:
-    """psi of the tokens that would be there without the head."""
-    if chain.source is None:
-        return chain.psi[:0]
-    return chain.psi[chain.source & LOOKUP > 0]

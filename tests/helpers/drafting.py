@@ -165,7 +165,7 @@ class Whims:
     def rests(self, requests):
         return self.rng.random() < self.share
 
-    def cut(self, trees, by_head, look=0.0):
+    def cut(self, trees, by_head, look=0.0, alone=None):
         count = int(self.rng.integers(0, 10))
         return [tree.first(count) for tree in trees]
 
