@@ -15,6 +15,7 @@ Shape suffixes: B requests, N rows of a forward, X numbers of a hidden state.
 import inspect
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, Literal, NamedTuple
@@ -114,7 +115,9 @@ class Proposer:
 
         self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
         self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
-        self.lengths = Lengths() if self.options.length == "measured" else None
+        self.measured = self.options.length == "measured"
+        self.lengths: dict[int, Lengths] = defaultdict(Lengths)  # by powers of two of the requests
+        self.cutter: Lengths | None = None  # of the drafts under way
         self.step: Step | None = None
         self.left: float | None = None  # when it got its last drafts
         self.compiled = False  # by a first draft, whose time tells nothing
@@ -167,7 +170,7 @@ class Proposer:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """A chain for each request whose prompt is read."""
-        came, left, self.left = time.perf_counter(), self.left, None
+        came = time.perf_counter()
         step, self.step = self.step, None
         if step is None:
             raise RuntimeError("vLLM asked ctcdraft for drafts and showed it no hidden states: its runner has changed")
@@ -176,10 +179,7 @@ class Proposer:
         begins = step.attention.query_start_loc_cpu.tolist()
         requests = step.runner.input_batch.req_ids[: len(sampled_token_ids)]
         drafted = [len(step.scheduled.scheduled_spec_decode_tokens.get(request, ())) for request in requests]
-        lengths = self.lengths
-        if lengths and left and begins[len(requests)] == len(requests) + sum(drafted):  # no prompt was read besides
-            accepted = sum(map(len, sampled_token_ids)) - len(requests)
-            lengths.observe(len(requests), begins[len(requests)], came - left, accepted)
+        lengths = self._observed(begins[: len(requests) + 1], sum(drafted), sum(map(len, sampled_token_ids)), came)
         if lengths and lengths.sleeps(len(requests)):
             self.left = time.perf_counter()
             return [[] for _ in requests]
@@ -213,6 +213,16 @@ class Proposer:
             chains[i] = tree.tokens.tolist()
         self.left = time.perf_counter()
         return chains
+
+    def _observed(self, begins: Sequence[int], drafted: int, said: int, came: float) -> Lengths | None:
+        """What says how long the drafts of this batch may be, where that is measured, once it knows of the step behind
+        us. begins: the rows of the requests; said: tokens."""
+        requests, rows, left, cutter = len(begins) - 1, begins[-1], self.left, self.cutter
+        self.left = None
+        self.cutter = lengths = self.lengths[requests.bit_length()] if self.measured else None
+        if lengths and lengths is cutter and left and rows == requests + drafted:  # no prompt was read besides
+            lengths.observe(requests, rows, came - left, said - requests)
+        return lengths
 
     def _mirror(self, layer: int, impl: Any) -> None:
         """Write to pages of our own whatever is written to this layer's."""

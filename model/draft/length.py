@@ -4,14 +4,14 @@ A step of B requests with n drafted tokens in all yields B + (sum of their psi) 
 and time(B + n). psi never grows along a draft, so the likeliest n tokens of all of them are beginnings of them, and the
 n with the most tokens per second is the best. psi counts as much as it was seen to be worth, from the head and from
 copies alone. Time is a line through rows for steps with drafts, and another for those without, which run in other ways.
-So what one batch size shows is known of the next, and in large batches, whose rows are dear, drafts get short. A head
-rests where its latest drafts would not have paid for drafting them; copies, which cost little, go on. Where none of
-them has paid in many looks, most steps go without a look: a small base in a large batch is done in the time of a few of
-them.
+In large batches, whose rows are dear, drafts get short. A head rests where its latest drafts would not have paid for
+drafting them, beside what copies alone would have brought; those, which cost little, go on. Where none of them has paid
+in many looks, most steps go without a look: a small base in a large batch is done in the time of a few of them.
 
-In our own decoder rows are padded to the longest draft, so that another row of one request is one of each: all have
-their first n nodes, and a step takes time(B + B n). Requests cost more than their rows there, so batches of another
-size have lines of their own. For a sequence alone, whose steps are timed beforehand: `budget.Budget`.
+Requests cost more than their rows, so batches of another size have lines of their own: who asks keeps a `Lengths` for
+each power of two of the requests. In our own decoder rows are padded to the longest draft, so that another row of one
+request is one of each: all have their first n nodes, and a step takes time(B + B n). For a sequence alone, whose steps
+are timed beforehand: `budget.Budget`.
 """
 
 from collections import deque
