@@ -27,7 +27,7 @@ KEEP = 0.97  # of what was seen, from one step to the next
 OUTLIER = 3.0  # times what was expected: what the machine does besides
 SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
 PLAIN = 64  # steps from one that goes without drafts to the next
-LATEST = 32  # chains of a head by which it is judged
+LATEST = 32  # steps by whose chains a head is judged
 MARGIN = 1.05  # that drafts must be worth: the likeliest look better than they are
 TRYING = 0.01  # of the time goes into drafts of a head that rests
 LOOKING = 0.005  # of the time, at least, goes into looks for drafts while none pays
@@ -111,11 +111,13 @@ class Lengths:
     def cut(self, chains: Sequence[Tree], by_head: bool, look: float = 0.0, alone: Tree = EMPTY) -> list[Tree]:
         """The beginnings that pay. by_head: the head has drafted; look: seconds that it took to find these, without
         it; alone: what one of the requests would have without the head, where it has drafted."""
-        psi = [chain.psi for chain in chains]
-        self._alone.extend([alone.psi] if by_head else psi)
+        psi, tried = [chain.psi for chain in chains], by_head and self._trying
+        one = psi[self.count % len(psi)]  # of each step, that many steps are remembered whatever the batch
+        self._alone.append(alone.psi if by_head else one)
+        if tried:  # what it was worth before it rested says little
+            self._latest.clear()
         if by_head:
-            self._latest.extend(psi)
-        tried = by_head and self._trying
+            self._latest.extend(psi if tried else [one])
         count = 0 if self._timed_plainly else self._best(len(chains), psi, by_head, tried)[0]
         if not self._timed_plainly and not tried:
             self._fruitless = 0 if count else min(self._fruitless + 1, 2 * FRUITLESS)
