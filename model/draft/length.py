@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from .tree import EMPTY, Tree
 
 KEEP = 0.97  # of what was seen, from one step to the next
+NEW = 0.1  # of an observation: a step of as many rows as none before
 OUTLIER = 3.0  # times what was expected: what the machine does besides
 SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
 PLAIN = 64  # steps from one that goes without drafts to the next
@@ -34,16 +35,23 @@ LOOKING = 0.005  # of the time, at least, goes into looks for drafts while none 
 FRUITLESS = 8  # looks in a row, before which every step has one
 
 
+def whole(rows: int) -> int:
+    """The next of the few numbers of rows that steps have. A CPU's GEMMs (oneDNN) get kernels of their own for each,
+    half a millisecond per product of a layer: a whole step of a small base. CUDA graphs are padded to a few anyway."""
+    every = 1 if rows <= 16 else 4 if rows <= 64 else 8
+    return -(-rows // every) * every
+
+
 class Line:
     """Seconds by size, as lately seen: weighted least squares, of a slope between nothing and proportional."""
 
     def __init__(self, seconds: float) -> None:
         self.sums = 1e-6 * np.array([1.0, 1.0, 1.0, seconds, seconds])  # a guess that one observation outweighs
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: int, seconds: float, weight: float = 1.0) -> None:
         if self.sums[0] > 1:
             seconds = min(seconds, OUTLIER * self.at(size))
-        self.sums += np.array([1.0, size, size * size, seconds, size * seconds])
+        self.sums += weight * np.array([1.0, size, size * size, seconds, size * seconds])
 
     def at(self, size: Any, other: "Line | None" = None) -> Any:
         """size: a number or an array of them; other: a line of smaller sizes from which this one rises, as far as its
@@ -72,6 +80,7 @@ class Lengths:
         self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
         self._fruitless, self._asleep, self._requests = 0, 0, 0  # looks, steps without one to come, requests
+        self._known: set[int] = set()  # rows of steps: the first of so many makes kernels
 
     def observe(self, requests: int, rows: int, seconds: float, accepted: float) -> None:
         """The step of the drafts that `cut` has returned last."""
@@ -81,7 +90,8 @@ class Lengths:
             line.sums *= KEEP if line.sums[0] > 0.01 else 1.0
         if rows > requests and self.drafted is self.plain:
             self.drafted = Line(1.0)
-        (self.drafted if rows > requests else self.plain).observe(rows, seconds)
+        (self.drafted if rows > requests else self.plain).observe(rows, seconds, 1.0 if rows in self._known else NEW)
+        self._known.add(rows)
 
     def sleeps(self, requests: int) -> bool:
         """Is this a step without a look? Then `rests` and `cut` are not asked. Half as many requests wake it."""
@@ -124,6 +134,8 @@ class Lengths:
         if self._fruitless >= FRUITLESS:  # twice as long from one to the next, until they cost LOOKING
             most = look / (LOOKING * self.plain.at(len(chains)))
             self._asleep, self._requests = 1 + int(min(2 ** (self._fruitless - FRUITLESS), most)), len(chains)
+        if count and not self.padded:
+            count = min(whole(len(chains) + count) - len(chains), sum(map(len, psi)))
         self.count += 1
         (psi_N, rank_N), chain_N = self._ranked(psi), np.repeat(np.arange(len(chains)), list(map(len, psi)))
         self._hope, self._by_head = float(psi_N[rank_N < count].sum()), by_head

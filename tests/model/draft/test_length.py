@@ -71,6 +71,26 @@ def test_chains_end_where_a_row_costs_more_than_it_brings(cost):
     assert chosen[-1][0] == [best_length(psi, seconds)]
 
 
+def test_steps_come_in_few_numbers_of_rows_each_of_which_needs_kernels_of_its_own():
+    rng, lengths, kernels, rows_seen = np.random.default_rng(0), Lengths(), set(), []
+    for _ in range(400):
+        chains = [chain_of(range(20), float(p)) for p in rng.uniform(0.5, 0.98, 8)]
+        by_head = not lengths.rests(8)
+        if by_head:
+            lengths.drafts.observe(8, 0.5)
+        kept = lengths.cut(chains, by_head)
+        rows = 8 + sum(map(len, kept))
+        seconds = 1 + 0.01 * rows + 3.0 * (rows not in kernels)
+        kernels.add(rows)
+        lengths.observe(8, rows, seconds, sum(chain.psi.sum() for chain in kept))
+        rows_seen.append(rows)
+    drafted = [rows for rows in rows_seen if 16 < rows < 8 * 21]
+    assert len(drafted) > 300
+    assert all(rows % (4 if rows <= 64 else 8) == 0 for rows in drafted)
+    assert len(kernels) < 30
+    assert lengths.drafted.at(100) == pytest.approx(2.0, rel=0.1)
+
+
 @pytest.mark.parametrize("draft", [0.3, 0.6, 1.2])
 def test_the_dearer_a_draft_is_the_more_of_it_is_verified(draft):
     psi, seconds = 0.8, linear(0.2)
