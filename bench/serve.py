@@ -121,7 +121,7 @@ def measured(systems, prompts, batch, options):
     seconds, tokens, counts = defaultdict(list), defaultdict(list), defaultdict(float)
     orders = balanced_orders([*systems])
     for process in systems.values():  # compiles, and fills the head's step times
-        process.answers(prompts[: 2 * batch], batch, options.tokens)
+        process.answers(prompts[: max(32, 2 * batch)], batch, options.tokens)
     for number, group in enumerate(tqdm(groups * options.rounds, f"batch {batch}", leave=False)):
         for system in orders[number % len(orders)]:
             said, taken, counted = systems[system].answers([prompts[i] for i in group], batch, options.tokens)
