@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from .tree import EMPTY, Tree
 
 KEEP = 0.97  # of what was seen, from one step to the next
-NEW = 0.1  # of an observation: a step of as many rows as none before
+NEW = 0.1  # of an observation: the first of its size
 OUTLIER = 3.0  # times what was expected: what the machine does besides
 SHARE = 0.3  # of the mean time of a row is what one more is taken to cost, until steps of several sizes were seen
 PLAIN = 64  # steps from one that goes without drafts to the next
@@ -47,11 +47,14 @@ class Line:
 
     def __init__(self, seconds: float) -> None:
         self.sums = 1e-6 * np.array([1.0, 1.0, 1.0, seconds, seconds])  # a guess that one observation outweighs
+        self.known: set[int] = set()  # sizes that have kernels: the first of each makes them
 
-    def observe(self, size: int, seconds: float, weight: float = 1.0) -> None:
+    def observe(self, size: int, seconds: float) -> None:
         if self.sums[0] > 1:
             seconds = min(seconds, OUTLIER * self.at(size))
+        weight = 1.0 if size in self.known else NEW
         self.sums += weight * np.array([1.0, size, size * size, seconds, size * seconds])
+        self.known.add(size)
 
     def at(self, size: Any, other: "Line | None" = None) -> Any:
         """size: a number or an array of them; other: a line of smaller sizes from which this one rises, as far as its
@@ -62,6 +65,25 @@ class Line:
             guess = (seconds - other.at(smaller)) / (mean - smaller)
         slope = (products - mean * seconds + doubt * guess) / (squares - mean * mean + doubt)
         return seconds + min(max(slope, 0.0), seconds / mean) * (size - mean)
+
+
+class Looks:
+    """Looks for drafts, which become few where many in a row have found none that pays. in_vain: these; left_out: steps
+    without one, from now on; requests: of the last one."""
+
+    def __init__(self) -> None:
+        self.in_vain, self.left_out, self.requests = 0, 0, 0
+
+    def next_is_left_out(self, requests: int) -> bool:
+        self.left_out = self.left_out - 1 if 2 * requests > self.requests else 0
+        return self.left_out > 0
+
+    def observe(self, requests: int, found: bool, cost: float) -> None:
+        """cost: of the look, in steps without drafts. Twice as many steps from one to the next, until it is LOOKING."""
+        self.in_vain = 0 if found else min(self.in_vain + 1, 2 * FRUITLESS)
+        if self.in_vain >= FRUITLESS:
+            self.left_out = 1 + int(min(2 ** (self.in_vain - FRUITLESS), cost / LOOKING))
+            self.requests = requests
 
 
 class Lengths:
@@ -76,30 +98,28 @@ class Lengths:
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
         self._latest: deque[NDArray[np.float32]] = deque(maxlen=LATEST)  # psi of chains of the head and copies
         self._alone: deque[NDArray[np.float32]] = deque(maxlen=LATEST)  # and of copies alone
-        self._hope, self._by_head = 0.0, False  # psi of the drafts under way, and who made them
+        self._hope = 0.0, False  # psi of the drafts under way, and whether the head made them
         self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
-        self._fruitless, self._asleep, self._requests = 0, 0, 0  # looks, steps without one to come, requests
-        self._known: set[int] = set()  # rows of steps: the first of so many makes kernels
+        self._looks = Looks()
 
     def observe(self, requests: int, rows: int, seconds: float, accepted: float) -> None:
         """The step of the drafts that `cut` has returned last."""
-        if self._hope:
-            self._seen[self._by_head] = KEEP * self._seen[self._by_head] + (self._hope, accepted)
+        hope, by_head = self._hope
+        if hope:
+            self._seen[by_head] = KEEP * self._seen[by_head] + (hope, accepted)
         for line in {self.plain, self.drafted, self.drafts}:
             line.sums *= KEEP if line.sums[0] > 0.01 else 1.0
         if rows > requests and self.drafted is self.plain:
             self.drafted = Line(1.0)
-        (self.drafted if rows > requests else self.plain).observe(rows, seconds, 1.0 if rows in self._known else NEW)
-        self._known.add(rows)
+        (self.drafted if rows > requests else self.plain).observe(rows, seconds)
 
     def sleeps(self, requests: int) -> bool:
         """Is this a step without a look? Then `rests` and `cut` are not asked. Half as many requests wake it."""
-        self._asleep = self._asleep - 1 if 2 * requests > self._requests else 0
-        if self._asleep <= 0:
+        if not self._looks.next_is_left_out(requests):
             return False
         self._saved += TRYING * self.plain.at(requests)
-        self._hope, self.count = 0.0, self.count + 1
+        self._hope, self.count = (0.0, False), self.count + 1
         return True
 
     def rests(self, requests: int) -> bool:
@@ -130,15 +150,12 @@ class Lengths:
             self._latest.extend(psi if tried else [one])
         count = 0 if self._timed_plainly else self._best(len(chains), psi, by_head, tried)[0]
         if not self._timed_plainly and not tried:
-            self._fruitless = 0 if count else min(self._fruitless + 1, 2 * FRUITLESS)
-        if self._fruitless >= FRUITLESS:  # twice as long from one to the next, until they cost LOOKING
-            most = look / (LOOKING * self.plain.at(len(chains)))
-            self._asleep, self._requests = 1 + int(min(2 ** (self._fruitless - FRUITLESS), most)), len(chains)
+            self._looks.observe(len(chains), count > 0, look / self.plain.at(len(chains)))
         if count and not self.padded:
             count = min(whole(len(chains) + count) - len(chains), sum(map(len, psi)))
         self.count += 1
         (psi_N, rank_N), chain_N = self._ranked(psi), np.repeat(np.arange(len(chains)), list(map(len, psi)))
-        self._hope, self._by_head = float(psi_N[rank_N < count].sum()), by_head
+        self._hope = float(psi_N[rank_N < count].sum()), by_head
         counts = np.bincount(chain_N[rank_N < count], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
 
