@@ -250,6 +250,7 @@ run("train", TrainEntry, task)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "code", "error"), [(0, 0, ""), (3, 3, ""), (5, 1, "said\n")])
 def test_a_command_ends_with_its_code_once_all_is_done_that_waits_for_its_end(seed, code, error):
     done = subprocess.run([sys.executable, "-c", ENDS, f"seed={seed}"], capture_output=True, text=True)

@@ -14,6 +14,7 @@ def test_an_engine_reserves_no_more_than_a_small_head_needs(small, tmp_path, zer
     assert psutil.Process().memory_info().vms - before < 200e6  # DeepSpeed's own bucket is 2 GB
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_this_process_and_not_of_the_one_that_started_it():
     held = bytearray(2 << 30)  # of this one, which starts the other
     held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
