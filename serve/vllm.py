@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
 from ctcdraft.model.draft.length import Lengths
-from ctcdraft.model.draft.tree import EMPTY
 
 from .base import base_of
 from .state import Pages, ServedHead
@@ -115,9 +114,8 @@ class Proposer:
 
         self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
         self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
-        self.measured = self.options.length == "measured"
         self.lengths: dict[int, Lengths] = defaultdict(Lengths)  # by powers of two of the requests
-        self.cutter: Lengths | None = None  # of the drafts under way
+        self.cut_by: Lengths | None = None  # of these who cut the drafts under way
         self.step: Step | None = None
         self.left: float | None = None  # when it got its last drafts
         self.compiled = False  # by a first draft, whose time tells nothing
@@ -203,12 +201,12 @@ class Proposer:
             self.compiled, came = True, time.perf_counter()
         trees = self.drafter.drafts(hidden_BX, read, table_BM, rooms)
         if lengths:
-            look, alone = time.perf_counter() - came, EMPTY
+            look = time.perf_counter() - came
             if by_head:
                 lengths.drafts.observe(len(asked), look)
-                one = lengths.count % len(asked)
-                (alone,) = self.drafter.drafts(None, read[one : one + 1], table_BM, rooms[one : one + 1])
-            trees = lengths.cut(trees, by_head, look, alone)
+            trees = lengths.cut(
+                trees, by_head, look, lambda i: self.drafter.drafts(None, [read[i]], table_BM, [rooms[i]])[0]
+            )
         for i, tree in zip(asked, trees, strict=True):
             chains[i] = tree.tokens.tolist()
         self.left = time.perf_counter()
@@ -217,10 +215,10 @@ class Proposer:
     def _observed(self, begins: Sequence[int], drafted: int, said: int, came: float) -> Lengths | None:
         """What says how long the drafts of this batch may be, where that is measured, once it knows of the step behind
         us. begins: the rows of the requests; said: tokens."""
-        requests, rows, left, cutter = len(begins) - 1, begins[-1], self.left, self.cutter
+        requests, rows, left, cut_by = len(begins) - 1, begins[-1], self.left, self.cut_by
         self.left = None
-        self.cutter = lengths = self.lengths[requests.bit_length()] if self.measured else None
-        if lengths and lengths is cutter and left and rows == requests + drafted:  # no prompt was read besides
+        self.cut_by = lengths = self.lengths[requests.bit_length()] if self.options.length == "measured" else None
+        if lengths and lengths is cut_by and left and rows == requests + drafted:  # no prompt was read besides
             lengths.observe(requests, rows, came - left, said - requests)
         return lengths
 

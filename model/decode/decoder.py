@@ -234,9 +234,8 @@ class Decoder:
             began = time.perf_counter()
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if lengths is not None:
-                look, one = time.perf_counter() - began, step.active[lengths.count % len(drafts)]
-                alone = trees.EMPTY if rests else self._propose(one, trees.EMPTY)
-                drafts = lengths.cut(drafts, not rests, look, alone)
+                look = time.perf_counter() - began
+                drafts = lengths.cut(drafts, not rests, look, lambda i: self._propose(step.active[i], trees.EMPTY))
             elif several:  # with a node and without, whatever pays
                 drafts = [draft.first(self.cold - 1) for draft in drafts]
             elif self.budget is not None and not step.several:

@@ -15,8 +15,8 @@ are timed beforehand: `budget.Budget`.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,15 @@ class Line:
             guess = (seconds - other.at(smaller)) / (mean - smaller)
         slope = (products - mean * seconds + doubt * guess) / (squares - mean * mean + doubt)
         return seconds + min(max(slope, 0.0), seconds / mean) * (size - mean)
+
+
+class Ranked(NamedTuple):
+    """psi of all tokens of so many chains, and how many are taken before each: the likelier ones, or where drafts are
+    padded its place."""
+
+    chains: int
+    psi_N: NDArray[np.float32]
+    rank_N: NDArray[np.int64]
 
 
 class Looks:
@@ -127,9 +136,10 @@ class Lengths:
         self._trying = not self._latest
         if self._trying or self._timed_plainly:
             return self._timed_plainly
-        _, copied, without = self._best(requests, self._alone or [EMPTY.psi], False)
+        _, copied, without = self._best(requests, self._ranked(self._alone), False)
+        latest = self._ranked(self._latest)
         for self._trying in (False, True):
-            count, tokens, seconds = self._best(requests, self._latest, True, self._trying)
+            count, tokens, seconds = self._best(requests, latest, True, self._trying)
             lost = seconds - tokens * without / copied
             if count and lost <= 0:
                 return False
@@ -138,25 +148,33 @@ class Lengths:
         self._saved *= rests
         return rests
 
-    def cut(self, chains: Sequence[Tree], by_head: bool, look: float = 0.0, alone: Tree = EMPTY) -> list[Tree]:
+    def cut(
+        self,
+        chains: Sequence[Tree],
+        by_head: bool,
+        look: float = 0.0,
+        alone: Callable[[int], Tree] = lambda request: EMPTY,
+    ) -> list[Tree]:
         """The beginnings that pay. by_head: the head has drafted; look: seconds that it took to find these, without
-        it; alone: what one of the requests would have without the head, where it has drafted."""
+        it; alone: what one of the requests would have without the head, asked of one where it has drafted."""
         psi, tried = [chain.psi for chain in chains], by_head and self._trying
-        one = psi[self.count % len(psi)]  # of each step, that many steps are remembered whatever the batch
-        self._alone.append(alone.psi if by_head else one)
+        request = self.count % len(psi)  # one of each step: that many steps are remembered, whatever the batch
+        self._alone.append(alone(request).psi if by_head else psi[request])
         if tried:  # what it was worth before it rested says little
             self._latest.clear()
         if by_head:
-            self._latest.extend(psi if tried else [one])
-        count = 0 if self._timed_plainly else self._best(len(chains), psi, by_head, tried)[0]
+            self._latest.extend(psi if tried else [psi[request]])
+        ranked = self._ranked(psi)
+        count = 0 if self._timed_plainly else self._best(len(chains), ranked, by_head, tried)[0]
         if not self._timed_plainly and not tried:
             self._looks.observe(len(chains), count > 0, look / self.plain.at(len(chains)))
         if count and not self.padded:
-            count = min(whole(len(chains) + count) - len(chains), sum(map(len, psi)))
+            count = min(whole(len(chains) + count) - len(chains), len(ranked.psi_N))
         self.count += 1
-        (psi_N, rank_N), chain_N = self._ranked(psi), np.repeat(np.arange(len(chains)), list(map(len, psi)))
-        self._hope = float(psi_N[rank_N < count].sum()), by_head
-        counts = np.bincount(chain_N[rank_N < count], minlength=len(chains))
+        taken_N = ranked.rank_N < count
+        self._hope = float(ranked.psi_N[taken_N].sum()), by_head
+        chain_N = np.repeat(np.arange(len(chains)), list(map(len, psi)))
+        counts = np.bincount(chain_N[taken_N], minlength=len(chains))
         return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
 
     @property
@@ -164,23 +182,19 @@ class Lengths:
         """Does this step go without drafts, whatever pays?"""
         return self.count % PLAIN == 0
 
-    def _ranked(self, psi: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """psi of all tokens, and how many are taken before each: the likelier ones, or where padded its place."""
+    def _ranked(self, psi: Sequence[NDArray[np.float32]]) -> Ranked:
         psi_N = np.concatenate(psi)
         if self.padded:
-            return psi_N, np.concatenate([np.arange(len(own)) for own in psi])
+            return Ranked(len(psi), psi_N, np.concatenate([np.arange(len(own)) for own in psi]))
         rank_N = np.empty(len(psi_N), np.int64)
         rank_N[np.argsort(-psi_N, kind="stable")] = np.arange(len(psi_N))
-        return psi_N, rank_N
+        return Ranked(len(psi), psi_N, rank_N)
 
-    def _best(
-        self, requests: int, psi: Sequence[NDArray[np.float32]], by_head: bool, some: bool = False
-    ) -> tuple[int, float, float]:
+    def _best(self, requests: int, ranked: Ranked, by_head: bool, some: bool = False) -> tuple[int, float, float]:
         """How many of the likeliest tokens of these chains pay most (of each, where padded), where `requests` have such
         chains; tokens and seconds of that step. some: as many as there are chains at least, so that their time is
         seen."""
-        psi_N, rank_N = self._ranked(psi)
-        gain, each = np.bincount(rank_N, psi_N), requests / len(psi)  # of each rank
+        gain, each = np.bincount(ranked.rank_N, ranked.psi_N), requests / ranked.chains  # of each rank
         hoped, accepted = self._seen[by_head]
         worth = (accepted + 1) / (hoped + 1)
         tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(gain)])
@@ -188,6 +202,6 @@ class Lengths:
         seconds = MARGIN * self.drafted.at(rows, self.plain)
         seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts
         seconds += self.drafts.at(requests) if by_head else 0.0  # each step has one: the dearer, the more tokens of it
-        first = min(1 if self.padded else len(psi), len(gain)) if some else 0
+        first = min(1 if self.padded else ranked.chains, len(gain)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]

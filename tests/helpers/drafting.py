@@ -154,7 +154,7 @@ class Whims:
     """In the place of a decoder's `Lengths`: the head rests, and drafts of several requests are cut, as dice say."""
 
     def __init__(self, seed=0, rests=0.6):
-        self.rng, self.share, self.drafts, self.count = np.random.default_rng(seed), rests, Mock(), 0
+        self.rng, self.share, self.drafts = np.random.default_rng(seed), rests, Mock()
 
     def __getitem__(self, size):  # of every size of a batch
         return self

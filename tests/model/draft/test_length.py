@@ -19,12 +19,12 @@ def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth
     more of a step with drafts."""
     chosen, tokens, taken = [], 0.0, 0.0
     chain = chain_of(list(range(MOST)), psi)
+    without = chain if copied else EMPTY
     for _ in range(steps):
         by_head = not lengths.rests(requests)
         if by_head:
             lengths.drafts.observe(requests, draft)
-        drafted = chain if by_head or copied else EMPTY
-        chains = lengths.cut([drafted] * requests, by_head, alone=chain if copied else EMPTY)
+        chains = lengths.cut([chain if by_head else without] * requests, by_head, alone=lambda _: without)
         rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
         step = seconds(rows) + (rows > requests) * kink
         lengths.observe(requests, rows, step, accepted)
@@ -231,7 +231,7 @@ def test_what_only_copies_and_head_together_are_sure_of_speaks_for_the_head():
         by_head = not lengths.rests(4)
         if by_head:
             lengths.drafts.observe(4, 3.0)
-        chains = lengths.cut([merged if by_head else alone] * 4, by_head, alone=alone)
+        chains = lengths.cut([merged if by_head else alone] * 4, by_head, alone=lambda _: alone)
         rows = 4 + sum(map(len, chains))
         lengths.observe(4, rows, 1 + 0.01 * rows, sum(chain.psi.sum() for chain in chains))
     assert not lengths.rests(4)
