@@ -69,9 +69,9 @@ def test_ranks_share_what_zero_shares_and_experts_count_as_they_are_used(tmp_pat
     assert one.seconds == 8 * eight.seconds
 
 
-def told(monkeypatch, capsys, *words):
+def told(monkeypatch, capsys, words):
     """What the entry prints and says, and its exit code."""
-    monkeypatch.setattr(sys, "argv", ["doctor.py", *map(str, words)])
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--plan", *words])
     monkeypatch.setattr(cli, "run", cli.enter)  # which would end this process
     with pytest.raises(SystemExit) as end:
         runpy.run_module("ctcdraft.launch.doctor", run_name="__main__")
@@ -83,12 +83,12 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
     folder = write_base(tmp_path / "b")
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    words = ("--plan", f"base={folder}/config.json", "zero=2", "head.slots=4")
-    out, err = told(monkeypatch, capsys, "gpus=2", *words)
+    words = [f"base={folder}/config.json", "zero=2", "head.slots=4"]
+    out, err = told(monkeypatch, capsys, ["gpus=2", *words])
     assert err.endswith("0")
     assert "| memory of each of 2 GPUs" in out
-    assert "| 6 (train.batch)" in told(monkeypatch, capsys, "gpus=3", *words)[0]  # of 4 rows, and 3 ranks
-    as_json = json.loads(told(monkeypatch, capsys, "--json", "gpus=0", *words)[0])
+    assert "| 6 (train.batch)" in told(monkeypatch, capsys, ["gpus=3", *words])[0]  # of 4 rows, and 3 ranks
+    as_json = json.loads(told(monkeypatch, capsys, ["--json", "gpus=0", *words])[0])
     assert as_json["total"] == pytest.approx(sum(as_json["parts"].values()))
 
 
@@ -102,7 +102,7 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(base_folder, monkeypatch, capsys, words, sentence):
-    out, err = told(monkeypatch, capsys, "--plan", *(word.format(folder=base_folder) for word in words))
+    out, err = told(monkeypatch, capsys, [word.format(folder=base_folder) for word in words])
     assert out == ""
     assert err.count("error: ") == 1
     assert sentence in err

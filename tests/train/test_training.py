@@ -149,8 +149,8 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(workplace, one_pro
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(workplace):
-    often = ["train.eval_every=400", "train.save_every=400"]
-    words = [sys.executable, *command(workplace, "name=asked", "train.steps=400", *often)]
+    words = command(workplace, "name=asked", "train.steps=400", "train.eval_every=400", "train.save_every=400")
+    words.insert(0, sys.executable)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, cwd=workplace, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = workplace / "runs" / "asked" / "metrics.jsonl"
