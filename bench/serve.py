@@ -33,6 +33,7 @@ from ctcdraft.model import load_base
 COUNTED = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 ARGS = "--max-num-seqs=16 --no-enable-prefix-caching"  # else a second round has less to read
 LENGTH = 2048  # of contexts, where the base has as many
+WARM_UP = 32  # questions before the first round, at least: each number of rows needs kernels of its own
 HELPER = serve.ROOT / "tests" / "helpers" / "engine_run.py"
 
 
@@ -121,7 +122,7 @@ def measured(systems, prompts, batch, options):
     seconds, tokens, counts = defaultdict(list), defaultdict(list), defaultdict(float)
     orders = balanced_orders([*systems])
     for process in systems.values():  # compiles, and fills the head's step times
-        process.answers(prompts[: max(32, 2 * batch)], batch, options.tokens)
+        process.answers(prompts[: max(WARM_UP, 2 * batch)], batch, options.tokens)
     for number, group in enumerate(tqdm(groups * options.rounds, f"batch {batch}", leave=False)):
         for system in orders[number % len(orders)]:
             said, taken, counted = systems[system].answers([prompts[i] for i in group], batch, options.tokens)
