@@ -79,7 +79,7 @@ def own_answers(
 ) -> list[list[Transcript]]:
     """The base's answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn whose prompt fills the context, and those behind it, have none."""
-    digest = hashlib.sha256(json.dumps([base.identity, str(base.dtype), most]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([base.identity, base.weights, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
     read: list[list[Transcript]] = [[] for _ in questions]
     work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()

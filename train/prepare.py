@@ -71,7 +71,7 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
     template = None if config.kind == "text" else [base.tokenizer.chat_template, dict(base.template_args)]
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
-    key = [FORMAT, options, sources or GENERATED[config.kind].fingerprint, template, identity, seed]
+    key = [FORMAT, options, sources or GENERATED[config.kind].fingerprint, template, identity, base.weights, seed]
     return cache / f"data-{config.kind}-{digest_of(key)[:12]}"
 
 

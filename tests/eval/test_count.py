@@ -78,6 +78,15 @@ def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_pa
     assert [[k.tokens.tolist() for k in turns] for turns in again] == [[k.tokens.tolist() for k in t] for t in told]
 
 
+@torch.no_grad()
+def test_a_fine_tune_with_the_same_lm_head_and_tokenizer_has_answers_of_its_own(base, tmp_path):
+    tuned = load_base(base.path, dtype="fp64")
+    tuned.decoder.layers[0].mlp.up_proj.weight[0, 0] += 1
+    for number, asked in enumerate((base, load_base(base.path, dtype="fp64"), tuned)):
+        own_answers(asked, [Question("1", "x", prompt=(5, 6))], 3, tmp_path)
+        assert len([*tmp_path.glob("answers-*")]) == (2 if number == 2 else 1)
+
+
 def test_an_answer_ends_where_decoding_ends_it(base, tmp_path):
     """At a stop string, as those of humaneval on a base without a chat template."""
     prompt, plain = (5, 6, 7), Decoder(base)

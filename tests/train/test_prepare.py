@@ -4,6 +4,7 @@ from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
+import torch
 from bases import tiny_tokenizer, write_base
 from pydantic import TypeAdapter
 from templates import QWEN_3, SWITCHED, SWITCHED_SPECIALS
@@ -14,7 +15,7 @@ from ctcdraft.eval.bench import BenchConfig, load_questions
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import examples
 from ctcdraft.train import prepare as stage
-from ctcdraft.train.prepare import DataConfig, prepare
+from ctcdraft.train.prepare import DataConfig, prepare, prepared_folder
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,17 @@ def test_prepared_data_is_reused_and_keyed_by_base_and_options(chat_base, base_f
     monkeypatch.undo()
     assert prepared(chat_base, tmp_path, conversations(8), max_new_tokens=5) != folder
     assert prepared(load_base(str(base_folder)), tmp_path, conversations(8)) != folder
+
+
+@torch.no_grad()
+def test_a_fine_tune_with_the_same_lm_head_and_tokenizer_has_data_of_its_own(chat_base, tmp_path):
+    tuned = load_base(chat_base.path)
+    tuned.decoder.layers[0].mlp.up_proj.weight[0, 0] += 1
+    assert tuned.identity == chat_base.identity
+    folder, same, other = (
+        prepared_folder(base, DataConfig(), 0, tmp_path) for base in (chat_base, load_base(chat_base.path), tuned)
+    )
+    assert folder == same != other
 
 
 def test_an_interrupted_preparation_is_not_taken_for_one(chat_base, tmp_path, monkeypatch):
