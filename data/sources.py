@@ -36,6 +36,8 @@ PACKED: dict[bytes, Callable[[Path], Any]] = {  # how a compressed file begins, 
     b"\xfd7zXZ\x00": lzma.open,
     b"\x28\xb5\x2f\xfd": partial(pyarrow.input_stream, compression="zstd"),
 }
+# what no name on the Hub ends in, though it may have a dot: teknium/OpenHermes-2.5
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".csv", ".gz", ".bz2", ".xz", ".zst")
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 ROWS_AT_ONCE = 64  # of a table's columns made into rows
 MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*+")\s*:\s*')
@@ -252,7 +254,7 @@ def _in_utf8(value: Any, text: str) -> Any:
 
 
 def _looks_like_hub(path: str) -> bool:
-    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and Path(path).suffix.lower() not in SUFFIXES
 
 
 def _read_hub(option: str, name: str) -> Iterator[Any]:

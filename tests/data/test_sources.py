@@ -241,6 +241,14 @@ def test_a_file_with_nothing_is_refused_before_any_work(tmp_path):
     check_source("data.path", None)
 
 
+@pytest.mark.parametrize("name", ["teknium/OpenHermes-2.5", "Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "a/b"])
+def test_a_name_on_the_hub_may_have_a_dot(name):
+    check_source("data.path", name)
+    for suffix in (".json", ".jsonl", ".JSONL", ".jsonl.gz", ".parquet", ".arrow", ".zst", ".json*"):
+        with pytest.raises(ValueError, match="no such file"):
+            check_source("data.path", f"{name}{suffix}")
+
+
 def test_a_mixture_keeps_its_shares_until_a_source_ends(tmp_path):
     a = written(tmp_path, json.dumps([f"a{i}" for i in range(100)]).encode(), "a.json")
     b = written(tmp_path, json.dumps([f"b{i}" for i in range(10)]).encode(), "b.json")
