@@ -129,7 +129,7 @@ def read_object(path: Path, *keys: str) -> dict[str, Any]:
             return found
     except (OSError, ValueError, RecursionError):
         pass
-    raise ValueError(f"{path} is damaged: delete it and run the command again")
+    raise ValueError(f"{path} is damaged: delete {path.parent} and run the command again")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

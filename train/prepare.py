@@ -165,7 +165,7 @@ class _Preparation:
             total.turns.update(account.turns)
             total.unread.update(account.unread)
             rejected += len({row["row"] for row in account.rejects})
-        with new_folder(self.folder) as fresh:
+        with new_folder(self.folder, replaces=True) as fresh:  # one without a manifest is not prepared
             write_jsonl(fresh / "rejects.jsonl", (row for account in self._accounts() for row in account.rejects))
             for split in LEARNT:
                 name = f"{split}.safetensors"

@@ -1,5 +1,6 @@
 import gzip
 import json
+import shutil
 from itertools import pairwise
 from unittest.mock import Mock
 
@@ -108,6 +109,33 @@ def test_an_interrupted_preparation_is_not_taken_for_one(chat_base, tmp_path, mo
     folder = prepared(chat_base, tmp_path, conversations(8))
     assert read_manifest(folder)["read"] == 8
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [folder]
+
+
+def test_what_a_damaged_manifest_says_to_do_helps_and_so_does_its_removal_alone(chat_base, tmp_path):
+    folder = prepared(chat_base, tmp_path, conversations(8))
+    manifest, files = (folder / "manifest.json").read_text(), sorted(path.name for path in folder.iterdir())
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"manifest.json is damaged: delete {folder} and run the command again"):
+        prepared(chat_base, tmp_path, conversations(8))
+    (folder / "manifest.json").unlink()
+    (folder / "left").touch()
+    assert prepared(chat_base, tmp_path, conversations(8)) == folder
+    assert (folder / "manifest.json").read_text() == manifest
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [folder]
+
+
+def test_a_damaged_account_of_a_shard_names_the_shard(chat_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "join_corpora", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepared(chat_base, tmp_path, conversations(8))
+    monkeypatch.undo()
+    (account,) = (tmp_path / "cache").glob("data-*.work/00000/account.json")
+    account.write_text("{")
+    with pytest.raises(ValueError, match=rf"account.json is damaged: delete {account.parent} and run"):
+        prepared(chat_base, tmp_path, conversations(8))
+    shutil.rmtree(account.parent)
+    assert read_manifest(prepared(chat_base, tmp_path, conversations(8)))["read"] == 8
 
 
 def test_texts_are_cut_and_continued(chat_base, tmp_path):
