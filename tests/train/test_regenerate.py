@@ -14,6 +14,7 @@ from regeneration import all_equal, config_of, files
 from workers import logged_answers, preparing, wait_for
 
 from ctcdraft.data.records import conversation_of
+from ctcdraft.data.server import ChatServer, Refusal
 from ctcdraft.data.store import Journal, load_corpus
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.decode import generate
@@ -110,6 +111,20 @@ def test_a_long_prompt_cuts_no_answer_but_its_own(base, tmp_path):
     for number, prompt in enumerate(prompts):
         room = min(most, base.context_length - len(prompt))
         assert together[number] == Decoder(base).generate(prompt, room).tokens
+
+
+def test_a_few_refusals_of_a_server_are_rejects_and_many_end_the_work(base, tmp_path, monkeypatch):
+    async def refuses(*_, **__):
+        raise Refusal("400 too long for me")
+
+    monkeypatch.setattr(ChatServer, "answer", refuses)
+    journal, config = Journal(tmp_path / "journal"), config_of(tmp_path, regenerate={"url": "http://host/v1"})
+    asked = [conversation_of({"turns": [f"ask {i}"]}, i) for i in range(5)]
+    dialogues, turns = rewrite(base, asked[:4], config, journal, seed=0, title="")
+    assert {dialogue.reason for dialogue in dialogues} == {"400 too long for me"}
+    assert turns["refused"] == turns["asked"] == 4
+    with pytest.raises(ValueError, match=r"5 of 5 requests were refused \(400 too long for me"):
+        rewrite(base, asked, config, journal, seed=0, title="")
 
 
 def test_a_journal_forgets_the_half_line_of_a_killed_process(tmp_path):
