@@ -60,7 +60,7 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     if word.lower() in CALLING_ROLES and isinstance(content, str) and content.lstrip().startswith(("{", "[")):
         left["function_call"], content = content, None
     if role == "tool":
-        content = _result_text(content)
+        content = _result_text(content, where)
     found: dict[str, list[Any]] = {kind: [] for kind in PARTS.values()}
     for kind, value in _parts(content, where, unread):
         found[kind].append(value)
@@ -83,7 +83,7 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     if found["result"] and not message["content"]:  # a turn of tools' results alone
         unread += [f"turn.{key}" for key in messages.pop() if key not in ("role", "content")]
     for each in messages:
-        encodable(each["content"] if len(each) == 2 else json.dumps(each, ensure_ascii=False), where)
+        encodable(each["content"] if len(each) == 2 else to_json(each, where), where)
     return messages
 
 
@@ -96,7 +96,7 @@ def read_tools(tools: Any) -> list[Any] | None:
     tools = [from_json(tool, "'tools'") if isinstance(tool, str) else tool for tool in listed]
     if not all(isinstance(tool, dict) for tool in tools):
         raise RowError("'tools' is no list of objects")
-    encodable(json.dumps(tools, ensure_ascii=False), "'tools'")
+    encodable(to_json(tools, "'tools'"), "'tools'")
     return [
         {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
         if "name" in tool and "function" not in tool
@@ -148,6 +148,14 @@ def from_json(text: str, where: str) -> Any:
         raise RowError(f"{where} is no JSON") from None
 
 
+def to_json(found: Any, where: str) -> str:
+    """Raises RowError where JSON has no such value: a table may hold dates, decimals and bytes."""
+    try:
+        return json.dumps(found, ensure_ascii=False)
+    except TypeError as error:
+        raise RowError(f"{where} is no JSON ({error})") from None
+
+
 def encodable(text: str, where: str) -> str:
     if text.isascii():
         return text
@@ -175,7 +183,7 @@ def _parts(content: Any, where: str, unread: list[str]) -> Iterator[tuple[str, A
         value = taken(left, PART_KEYS)
         if kind == "result":
             identity = taken(left, ("tool_use_id", "tool_call_id"))
-            result = {"role": "tool", "content": _text(_result_text(value), where, unread)}
+            result = {"role": "tool", "content": _text(_result_text(value, where), where, unread)}
             yield kind, result | ({"tool_call_id": identity} if identity else {})
         elif kind is None or value is None:
             raise RowError(f"{where} holds a part that is no text ({name if 'type' in part else 'no text'})")
@@ -190,14 +198,15 @@ def _text(content: Any, where: str, unread: list[str]) -> str:
     return "".join(value for kind, value in _parts(content, where, unread) if kind == "text")
 
 
-def _result_text(content: Any) -> Any:
+def _result_text(content: Any, where: str) -> Any:
     """What a tool gave, where that is no text and no parts, as JSON text."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    if parts and all(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
+    known = [*PARTS]  # the type of a JSON schema may be a list, which no dict can be asked for
+    if parts and all(isinstance(part, dict) and part.get("type") in known for part in parts):
         return content
-    return json.dumps(content, ensure_ascii=False)
+    return to_json(content, where)
 
 
 def _read_calls(calls: Any, where: str, unread: list[str]) -> list[Any]:

@@ -119,7 +119,7 @@ def conversation_of(row: Any, name: str | int) -> Conversation:
             where = f"turn {i} is from" if before else "starts with"
             raise RowError(f"{where} the {role} where the {due[0]} is due")
         before = role
-    if not before and not questions_alone:
+    if not before and not (questions_alone and messages):
         raise RowError("no user turn")
     system = taken(left, SYSTEM)
     if system is not None and messages[0]["role"] != "system":

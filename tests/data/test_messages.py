@@ -1,10 +1,12 @@
 """One internal form of messages, whatever a file or a server calls their parts."""
 
 import json
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
-from ctcdraft.data.messages import for_server, read_turn
+from ctcdraft.data.messages import for_server, read_tools, read_turn
 from ctcdraft.data.sources import RowError
 
 ARGUMENTS = {"zone": "UTC", "n": 2}
@@ -74,6 +76,21 @@ def test_what_cannot_be_read_says_what_it_is(said, reason):
         read(said)
 
 
+@pytest.mark.parametrize("value", [datetime(2024, 7, 26), Decimal("1.5"), b"x"])
+def test_a_value_of_a_table_that_json_has_not_is_a_reject(value):
+    held = {"x": [value]}
+    for said, role in (
+        ({"tool_calls": [{"name": "f", "arguments": held}]}, "assistant"),
+        ({"content": held}, "tool"),
+        ({"content": [{"type": "tool_result", "content": held}]}, "user"),
+        ({"content": [{"type": "tool_result", "tool_use_id": value, "content": "a"}]}, "user"),
+    ):
+        with pytest.raises(RowError, match=rf"turn 3 is no JSON \(Object of type {type(value).__name__}"):
+            read(said, role)
+    with pytest.raises(RowError, match=rf"'tools' is no JSON \(Object of type {type(value).__name__}"):
+        read_tools([{"name": "f", "parameters": held}])
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -115,6 +132,8 @@ def test_results_of_tools_are_text():
     assert read({"content": {"t": 20, "wind": None}, "tool_call_id": "x"}, "tool") == ([want], [])
     assert read({"content": '{"t": 20}', "tool_call_id": "x"}, "tool") == ([want], [])
     assert read({"content": [{"type": "text", "text": '{"t": 20}'}], "tool_call_id": "x"}, "tool") == ([want], [])
+    for schema in ({"type": ["string", "null"]}, {"type": {"a": 1}}):
+        assert read({"content": schema}, "tool")[0] == [{"role": "tool", "content": json.dumps(schema)}]
     assert read({"content": [1, 2]}, "observation") == ([{"role": "tool", "content": "[1, 2]"}], [])
     assert read({"content": "20", "name": "clock"}, "function") == (
         [{"role": "tool", "content": "20", "name": "clock"}],

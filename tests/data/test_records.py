@@ -34,6 +34,8 @@ def test_both_conversation_forms_give_the_same_messages():
         ({"conversations": []}, "no list under"),
         ({"conversations": ["hi"]}, "turn 0 is no object"),
         ({"conversations": [{"from": "system", "value": "x"}]}, "no user turn"),
+        ({"turns": "[]"}, "no user turn"),
+        ({"turns": "[]", "system": "be kind"}, "no user turn"),
         ({"text": "x"}, "no list under"),
         (["a"], "an object is needed, this is a list"),
         (None, "an object is needed"),
