@@ -1,9 +1,12 @@
+import resource
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from workers import NO_DISK, joining
 
 from ctcdraft.data.batches import Sampler, anchor_positions, first_fit
 from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
@@ -71,6 +74,34 @@ def test_joined_parts_are_what_one_file_would_be(tmp_path):
         assert getattr(whole, name).tolist() == getattr(joined, name).tolist()
     published = load_file(tmp_path / "joined.safetensors")  # the format is the library's own
     assert published["ids"].tolist() == whole.ids.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kilobytes", "fits"), [(64, False), (128, False), (512, True)])
+def test_a_disk_that_fills_up_is_one_sentence_and_no_signal(tmp_path, kilobytes, fits):
+    """Where the columns alone do not fit, where they do and their file does not, and where all does."""
+    parts, disk = [tmp_path / f"{i}.safetensors" for i in range(3)], tmp_path / "disk"
+    disk.mkdir()
+    for part in parts:
+        save_corpus(part, [Example([1] * 3000, [1] * 3000, [1] * 3000)])
+    child = joining(parts, disk, kilobytes)
+    child.start()
+    child.join()
+    if child.exitcode == NO_DISK:
+        pytest.skip("no disk can be mounted here")
+    assert child.exitcode == 0
+    said = (tmp_path / "said").read_text()
+    assert (said == "") if fits else ("train.safetensors could not be written (" in said)
+
+
+def test_a_disk_that_fills_up_while_a_shard_is_saved_is_one_sentence(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"train.safetensors could not be written \(.*: make room"):
+            save_corpus(tmp_path / "train.safetensors", random_examples(50))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def sampler_of(tmp_path, batch=4, anchors=3, count=37, seed=5, max_length=64):

@@ -1,18 +1,24 @@
 """Processes that prepare data or store states, to be killed. They come from a server that has no threads: a copy of the
 tests' own process could wait for ever for a lock that one of its threads had."""
 
+import ctypes
 import json
 import multiprocessing
+import os
 import time
+from pathlib import Path
 
 import torch
 
 from ctcdraft.data import server as http
 from ctcdraft.data.features import FeatureStore
+from ctcdraft.data.store import join_corpora
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import generate
 from ctcdraft.train.prepare import prepare
 
+NO_DISK = 77
+NAMESPACES = 0x10020000  # of users and of mounts, in unshare(2)
 POSITIONS = 120  # per shard of stored states: a dozen shards
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "ctcdraft.data.features", "ctcdraft.train.prepare"])
@@ -26,6 +32,12 @@ def preparing(base, config, cache, log=None):
 def storing(base, data, cache, log=None):
     """A process that stores states, slowly; `log` gets a character per batch."""
     return CONTEXT.Process(target=_store, args=(base, data, cache, log), daemon=True)
+
+
+def joining(parts, disk, kilobytes):
+    """A process that joins corpora into a folder that is a disk of so few kilobytes, and writes what went wrong into
+    `said` beside it. Its exit code is NO_DISK where none can be mounted."""
+    return CONTEXT.Process(target=_join, args=(parts, disk, kilobytes), daemon=True)
 
 
 def store_of(base, data, cache, kind="bf16", layers=0, positions=POSITIONS):
@@ -78,3 +90,20 @@ def _store(base, data, cache, log):
     torch.set_num_threads(1)
     Base.hidden = logged_batches(log)
     store_of(base, data, cache).fill()
+
+
+def _join(parts, disk, kilobytes):
+    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+    if libc.unshare(NAMESPACES):
+        os._exit(NO_DISK)
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, content in maps.items():
+        Path(f"/proc/self/{name}").write_text(content)
+    if libc.mount(b"tmpfs", bytes(disk), b"tmpfs", 0, f"size={kilobytes}k".encode()):
+        os._exit(NO_DISK)
+    said = ""
+    try:
+        join_corpora(disk / "train.safetensors", parts)
+    except OSError as error:
+        said = str(error)
+    disk.with_name("said").write_text(said)
