@@ -11,7 +11,6 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-DTYPES = (torch.float32, torch.bfloat16)
 LEAST = 1 << 16  # numbers of a weight: below that a call costs more than is saved
 SHARE = 0.5  # of the free memory that the packed weights may take, beside the others
 
@@ -38,17 +37,21 @@ class PackedLinear(nn.Linear):
 
 @torch.no_grad()
 def pack(module: nn.Module) -> None:
-    """Pack the linear layers of a module that lie on a CPU, in place, where memory and the build of torch allow it."""
+    """Pack the linear layers of a module that lie on a CPU, in place, where memory and the build of torch allow it, and
+    the CPU: oneDNN lays out no bfloat16 without AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    dtypes = {torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])}
     linears = [
         one
         for one in module.modules()
         if type(one) is nn.Linear
         and one.weight.device.type == "cpu"
-        and one.weight.dtype in DTYPES
+        and one.weight.dtype in dtypes
         and one.weight.numel() >= LEAST
     ]
     size = sum(one.weight.nbytes for one in linears)
-    if not torch.backends.mkldnn.is_available() or size > SHARE * psutil.virtual_memory().available:
+    if size > SHARE * psutil.virtual_memory().available:
         return
     for one in linears:
         one.__class__ = PackedLinear

@@ -24,9 +24,17 @@ def test_the_product_is_the_plain_layers(dtype, shape, bias):
     layer, x = linear(dtype, bias), torch.randn(shape, dtype=dtype)
     want = layer(x)
     pack(layer)
-    assert type(layer) is PackedLinear
+    takes_it = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert type(layer) is (PackedLinear if takes_it else nn.Linear)
     assert layer(x).shape == want.shape
     torch.testing.assert_close(layer(x), want, atol=TOLERANCE[dtype], rtol=1e-2)
+
+
+def test_a_cpu_that_packs_no_bfloat16_keeps_plain_layers(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    layers = nn.ModuleList([linear(torch.bfloat16), linear()])
+    pack(layers)
+    assert [type(layer) for layer in layers] == [nn.Linear, PackedLinear]
 
 
 def _rewritten(layer):
