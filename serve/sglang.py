@@ -128,9 +128,11 @@ class TreeDrafts:
 
 
 def padded(tree: Tree, nodes: int) -> Tree:
-    """With copies of token 0 behind the root, up to so many nodes. Where the base says 0, they are right."""
-    spare = np.zeros(nodes - len(tree), np.int64)
-    tokens, depths = np.concatenate([tree.tokens, spare]), np.concatenate([tree.depths, spare + 1])
+    """With the first tokens of the vocabulary behind the root, up to so many nodes, none that is drafted there: SGLang
+    accepts a token of a sample as often as the tree has it."""
+    others = np.setdiff1d(np.arange(nodes), tree.tokens[tree.depths == 1])[: nodes - len(tree)]
+    spare = np.zeros_like(others)
+    tokens, depths = np.concatenate([tree.tokens, others]), np.concatenate([tree.depths, spare + 1])
     psi = np.concatenate([tree.psi, spare.astype(np.float32)])
     return Tree(tokens, np.concatenate([tree.parents, spare - 1]), depths, psi)
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from drafting import prompts, served_head
+from hypothesis import given
+from hypothesis import strategies as st
 from overfitted import overfit_head
 from torch import nn
 
@@ -278,12 +280,22 @@ def test_what_is_left_over_of_a_tree_hangs_behind_the_root():
     tree = Tree(np.array([7, 8]), np.array([-1, 0]), np.array([1, 2]), np.array([0.5, 0.2], np.float32))
     full = serving.padded(tree, 4)
     assert (full.tokens.tolist(), full.parents.tolist(), full.depths.tolist()) == (
-        [7, 8, 0, 0],
+        [7, 8, 0, 1],
         [-1, 0, -1, -1],
         [1, 2, 1, 1],
     )
     assert full.path_of([7, 8, 0]) == [0, 1]
     assert serving.padded(EMPTY, 3).path_of([0, 0]) == [0]
+
+
+@given(st.sets(st.integers(0, 9), max_size=6), st.integers(6, 12))
+def test_no_token_hangs_behind_the_root_twice(children, nodes):
+    """SGLang accepts a token of a sample as often as the tree has it."""
+    n = len(children)
+    tree = Tree(np.array([*children], int), np.full(n, -1), np.ones(n, int), np.full(n, 0.1, np.float32))
+    full = serving.padded(tree, nodes)
+    assert len({*full.tokens.tolist()}) == len(full) == nodes
+    assert full.tokens[:n].tolist() == tree.tokens.tolist()
 
 
 def test_the_algorithm_is_the_n_gram_one_for_the_scheduler(engine):
