@@ -28,8 +28,10 @@ class _Decoded:
 
     def finish(self) -> None:
         """No token follows: the rest is text too."""
+        if self.rest:  # a token without text is no context: the next one would be decoded as a text's first
+            self._before = self._read
         self.text, self.rest = self.text + self.rest, ""
-        self._before, self._read = self._read, len(self._tokens)
+        self._read = len(self._tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, **self.options) if tokens else ""
@@ -113,9 +115,11 @@ class TextStream:
         after = bisect_right(self._marks, place, key=itemgetter(0))
         if after == 0:  # in the prompt
             return 0
-        start, shown = self._marks[after - 1]
-        most = self._marks[after][1] if after < len(self._marks) else shown
-        return min(shown + place - start, most)
+        _, shown = self._marks[after - 1]
+        if after == len(self._marks):
+            return shown
+        end, most = self._marks[after]
+        return max(shown, most - (end - place))  # from its end: of a first token the space before it may not be shown
 
     def _held_back(self) -> int:
         text = self._all.text

@@ -40,7 +40,7 @@ def byte_fallback():
         models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
     )
     backend.normalizer = normalizers.Replace(" ", "▁")
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", additional_special_tokens=list(SPECIALS)
@@ -118,3 +118,22 @@ def test_the_text_ends_before_the_stop_string_without_special_tokens(stop, shown
     text.finish()
     assert text.ended == (stop != "bc")
     assert text.text == (shown if text.ended else "abcab")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_word_behind_a_special_token_keeps_its_space(kind):
+    tokenizer = TOKENIZERS[kind]
+    tokens = tokens_of(tokenizer, [" a", "<|channel|>", " a", "b"])
+    text = TextStream(tokenizer)
+    for token in tokens:
+        text.push(token)
+    assert text.text == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text.text.endswith(" ab")
+
+
+def test_a_stop_string_in_the_first_word_cuts_where_it_begins():
+    """The space before that word is in the text with the prompt, and not in what is shown."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    text = TextStream(tokenizer, ["c"], tokens_of(tokenizer, ["a"]))
+    assert text.push(tokenizer.convert_tokens_to_ids("▁bc"))
+    assert text.text == "b"
