@@ -76,17 +76,17 @@ def generate_with(
     length = input_ids.shape[1]
     limit = config.max_new_tokens or (DEFAULT_LENGTH if asked is None else asked - length)
     first = int(torch.randint(2**62, ())) if seed is None else seed
-    eos = config.eos_token_id
+    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
     settings: Settings = {
         "repetition_penalty": config.repetition_penalty,
         "seed": [first + number for number in range(len(prompts))],
-        "stop": config.stop_strings or (),
-        "eos": None if eos is None else [eos] if isinstance(eos, int) else list(eos),
+        "stop": [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or (),
+        "eos": ends,
     }
     if config.do_sample:
         settings |= {"temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p}
     outs = decoder.generate(prompts, limit, **settings)
-    pad = config.pad_token_id if config.pad_token_id is not None else (*decoder.base.eos_ids, 0)[0]
+    pad = config.pad_token_id if config.pad_token_id is not None else (*ends, 0)[0]
     answers = input_ids.new_full((len(outs), max(len(out.tokens) for out in outs)), pad)
     for row, out in zip(answers, outs, strict=True):
         row[: len(out.tokens)] = torch.tensor(out.tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bases import tiny_tokenizer, write_base
 from drafting import TRAINING, random_head
-from transformers import AutoModelForCausalLM, WatermarkingConfig, set_seed
+from transformers import AutoModelForCausalLM, GenerationConfig, WatermarkingConfig, set_seed
 
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.custom_generate import _decoder
@@ -69,10 +69,25 @@ def test_stop_strings_are_those_of_generate(stock):
     lengths = set()
     for stop in stops:
         want = model.generate(**inputs, **call, stop_strings=[stop])
-        got = model.generate(**inputs, **call, stop_strings=[stop], custom_generate=folder, trust_remote_code=True)
-        assert torch.equal(got, want)
+        for said in ([stop], stop):
+            got = model.generate(**inputs, **call, stop_strings=said, custom_generate=folder, trust_remote_code=True)
+            assert torch.equal(got, want)
         lengths.add(want.shape[1])
     assert len(lengths) > 2
+
+
+def test_what_ends_and_pads_answers_is_what_the_call_says(stock):
+    """Not what the base's folder or its tokenizer say."""
+    model, folder, base = stock
+    whole = Decoder(base).generate(PROMPTS[0], 24, eos=[]).tokens
+    last = next(token for token in whole[4:] if whole.index(token) > 2 and token not in PROMPTS[0])
+    for eos in (last, None):
+        call = {**padded(PROMPTS), "max_new_tokens": 24, "do_sample": False, "eos_token_id": eos}
+        if eos is None:
+            call["generation_config"] = GenerationConfig()
+        want = model.generate(**call)
+        assert torch.equal(model.generate(**call, custom_generate=folder, trust_remote_code=True), want)
+        assert (want[0, -1] == last) == (eos is not None)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 31}])
