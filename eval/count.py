@@ -41,7 +41,8 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     without it; and prompt lookup alone. results.json, report.md and report.html go into `folder`; `cache` keeps the
     base's answers.
 
-    Raises ValueError as loading heads and questions does, and where a benchmark samples; nothing is written then.
+    Raises ValueError as loading heads and questions does, where a benchmark samples, and where no question fits the
+    context; nothing is written then.
     """
     draft = replace(measurement.draft, budget="fixed")
     measurement = replace(measurement, draft=draft)
@@ -64,6 +65,8 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     decoders[LOOKUP_ALONE] = measurement.lookup_alone()
     questions = measurement.questions()
     answers = own_answers(base, questions, bench.max_new_tokens, cache, bench.temperatures[0])
+    if not any(answers):
+        raise ValueError("no question could be counted: each fills the context before it is answered")
     replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
     owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
     found = {label: figures_of(several, owners, seed) for label, several in replayed.items()}

@@ -106,6 +106,15 @@ def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
     assert np.flatnonzero(short[0].answered)[0] == 2
 
 
+def test_where_no_prompt_fits_nothing_is_counted(base, heads, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question_id": 1, "category": "x", "turns": ["ab" * base.context_length]}))
+    measurement = Measurement(base, DRAFT, BenchConfig("mt_bench", str(questions), max_new_tokens=8))
+    with pytest.raises(ValueError, match="no question could be counted"):
+        count(measurement, heads, tmp_path / "count", tmp_path / "cache")
+    assert not (tmp_path / "count").exists()
+
+
 @pytest.mark.parametrize(
     ("temperatures", "draft", "words"),
     [
