@@ -152,9 +152,10 @@ class Request:
             self.out.drafted.append(i < len(accepted))
             if self.seen_V is not None:
                 self.seen_V[token] = True
+            stopped = self.text is not None and self.text.push(token, i < len(accepted))
             if token in (self.eos or ()):
                 self.out.finish = "eos"
-            elif self.text is not None and self.text.push(token, i < len(accepted)):
+            elif stopped:
                 self.out.finish = "stop"
             elif len(self.tokens) == self.max_new_tokens:
                 self.out.finish = self.at_limit

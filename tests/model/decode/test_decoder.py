@@ -405,6 +405,20 @@ def test_a_stream_adds_up_to_the_generation(base, stop):
         assert 0 < len(tinted) <= sum(last.drafted)
 
 
+def test_a_last_token_that_is_a_word_is_text_through_every_door(base):
+    prompt = prompts(1, seed=5)[0]
+    tokens = Decoder(base).generate(prompt, 40, eos=[]).tokens
+    end = next(token for n, token in enumerate(tokens) if n > 8 and token not in tokens[:n])
+    whole, *others = (
+        Decoder(base).generate(prompt, 40, eos=[end]),
+        Decoder(base).generate(prompt, 40, eos=[end], stop=["never there"]),
+        [*Decoder(base).stream(prompt, 40, eos=[end])][-1],
+    )
+    assert whole.tokens[-1] == end
+    for other in others:
+        assert (other.tokens, other.text, other.finish) == (whole.tokens, whole.text, "eos")
+
+
 def test_what_cannot_be_asked_for_is_refused(base):
     decoder = Decoder(base)
     for settings, message in (
