@@ -111,7 +111,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) -> None:
-    """Write down what the run is and where its base and data lie.
+    """Write down what the run is and where its base and data lie, unless both are there: a start may have been cut off.
 
     Raises ValueError when the folder's run had another base or other data under the same names.
     """
@@ -122,7 +122,7 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
                 f"{folder} is a run on {before['base']} and {before['data']}, whose content has changed since: give it "
                 "another name=, or delete that folder"
             )
-    elif ds.rank() == 0:
+    if ds.rank() == 0 and not all((folder / name).is_file() for name in ("paths.json", "config.yaml")):
         folder.mkdir(parents=True, exist_ok=True)
         record = {"run": _settings(config), "all": masked(asdict(config))}
         paths = {"base": base.path, "data": str(data_folder), "identity": base.identity}

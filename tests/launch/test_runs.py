@@ -85,3 +85,11 @@ def test_an_option_of_the_run_that_is_no_more_makes_another_run(tmp_path):
     (folder / "config.yaml").write_text(yaml.safe_dump(record))
     with pytest.raises(ValueError, match=r"is a run with objective.follow=0.5, this one is without objective.follow"):
         runs.check_inputs(config)
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "paths.json"])
+def test_a_start_that_was_cut_off_is_written_down_by_the_next(tmp_path, missing):
+    _, folder, _ = begun(tmp_path, "base.dtype=bf16")
+    (folder / missing).unlink()
+    _, _, record = begun(tmp_path)
+    assert record["run"]["base"]["dtype"] == runs.run_paths(folder)["dtype"] == "fp32"
