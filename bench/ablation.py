@@ -80,6 +80,8 @@ class Study:
             self.variants.insert(0, "default")
         self.minutes = 60 * given.hours / len(self.variants)
         self.runs = Path(self.config("default").runs_dir)
+        for variant in self.variants:  # now, not behind hours of training
+            self.kept_steps(variant)
 
     def words(self, variant):
         """What makes a variant; the user's options come last."""
@@ -99,13 +101,28 @@ class Study:
 
     def steps(self, variant):
         """As many as take the minutes; kept, so that an interrupted command goes on with the same."""
-        kept = self.runs / f"{self.name(variant)}-steps.json"
-        if not kept.is_file():
+        if (steps := self.kept_steps(variant)) is None:
             probe = f"{self.name(variant)}-probe"
             self.run(variant, [f"name={probe}", f"train.steps={2 * SETTLED}"])
             seconds = [row["perf/step_seconds"] for row in self.rows(probe) if row["step"] > SETTLED]
-            kept.write_text(json.dumps(max(1, round(60 * self.minutes / (sum(seconds) / len(seconds))))))
-        return json.loads(kept.read_text())
+            steps = max(1, round(60 * self.minutes / (sum(seconds) / len(seconds))))
+            self.kept(variant).write_text(json.dumps({"minutes": self.minutes, "steps": steps}))
+        return steps
+
+    def kept_steps(self, variant):
+        """Those of a command before this one; None where there are none. Ends where it gave them other minutes."""
+        if not self.kept(variant).is_file():
+            return None
+        found = json.loads(self.kept(variant).read_text())
+        if found["minutes"] != self.minutes:
+            sys.exit(
+                f"{self.name(variant)} was given {found['minutes']:g} minutes, and would be given {self.minutes:g} now "
+                "(--hours over all variants): give another --name, or the --hours and variants of before"
+            )
+        return found["steps"]
+
+    def kept(self, variant):
+        return self.runs / f"{self.name(variant)}-timed.json"
 
     def rows(self, name):
         return [row for row in read_jsonl(self.runs / name / "metrics.jsonl") if "perf/step_seconds" in row]

@@ -1,7 +1,9 @@
 """`make ablation`, and the page that it ends with."""
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import run
@@ -48,3 +50,21 @@ def test_a_name_that_is_none_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ablation.py", "--only", "medusa,madusa", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"madusa.*choose of .*coupled"):
         ablation.main()
+
+
+def test_steps_are_kept_with_the_minutes_that_they_take(tmp_path, monkeypatch):
+    def study(hours, only="default,medusa"):
+        given = SimpleNamespace(name="study", only=only, hours=hours)
+        return ablation.Study(given, [f"runs_dir={tmp_path}"])
+
+    def probed(study, variant, options):
+        (tmp_path / f"{study.name(variant)}-probe").mkdir()
+        rows = [json.dumps({"step": step, "perf/step_seconds": 0.5}) for step in (1, 60)]
+        (tmp_path / f"{study.name(variant)}-probe" / "metrics.jsonl").write_text("\n".join(rows))
+
+    monkeypatch.setattr(ablation.Study, "run", probed)
+    assert study(2).steps("medusa") == 7200
+    assert study(2).steps("medusa") == 7200  # not timed again: the folder is there
+    for hours, only in ((1, "default,medusa"), (2, "medusa")):
+        with pytest.raises(SystemExit, match=r"study-medusa was given 60 minutes, .*give another --name"):
+            study(hours, only)
