@@ -182,7 +182,7 @@ def _steps(report: Report, config: TrainEntry, base: Base) -> None:
         report.add("time to finish", "not probed: the data is not prepared yet (`python launch/prepare.py` does it)")
         return
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, base, data, Path(folder))
+        trainer = Trainer(config, base, data, Path(folder), runs_dir=Path(config.runs_dir))
         seconds = trainer.probe(PROBE_STEPS)
     report.add(
         "time to finish",

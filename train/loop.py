@@ -28,7 +28,8 @@ from .watchdog import Watchdog
 
 
 class Trainer:
-    """One run: resumes where the run folder left off, trains, keeps the best head."""
+    """One run: resumes where the run folder left off, trains, keeps the best head. runs_dir: where the run lies that
+    train.start_from names; None: beside this one."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Trainer:
         data_folder: Path,
         run_folder: Path,
         *,
+        runs_dir: Path | None = None,
         features: Features | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
@@ -44,7 +46,7 @@ class Trainer:
         self.checkpoints = run_folder / "checkpoints"
         self.seconds: dict[str, float] = defaultdict(float)  # since the last row, by part
         corpus, before = load_corpus(data_folder, "train"), plan.train.start_from
-        start = None if before is None else run_folder.parent / before / "head"
+        start = None if before is None else (runs_dir or run_folder.parent) / before / "head"
         self.step = Stepper(plan, base, corpus, features, self._timed, start=start)
         self.dev = dev_sequences(data_folder, plan.train.max_length, plan.train.eval_anchors)
         self.state, self.best = load_checkpoint(self.step.engine, self.checkpoints)

@@ -6,10 +6,12 @@ from bases import TEMPLATE, tiny_tokenizer, write_base
 from commands import run
 from templates import CHATML
 
+from ctcdraft.launch import checks
 from ctcdraft.launch.checks import Report, _template, _tokenizer
 from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
+from ctcdraft.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +99,22 @@ def test_bad_options_are_one_sentence(folder):
     done = doctor(folder, "optim.lrr=1")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: optim.lrr: there is no such option")
+
+
+def test_a_run_that_begins_as_another_runs_head_is_probed_from_that_head(tmp_path, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def stepper(*_, start):
+        raise Started(start)
+
+    monkeypatch.setattr(checks, "prepared_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(checks, "read_manifest", lambda _: {})
+    monkeypatch.setattr("ctcdraft.train.loop.load_corpus", lambda *_: None)
+    monkeypatch.setattr("ctcdraft.train.loop.Stepper", stepper)
+    config = typed(compose("train", ["train.start_from=first", f"runs_dir={tmp_path}/runs"]), TrainEntry)
+    with pytest.raises(Started) as probed:
+        checks._steps(Report(), config, None)
+    with pytest.raises(Started) as trained:
+        Trainer(config, None, tmp_path, tmp_path / "runs" / "second")
+    assert probed.value.args == trained.value.args == (tmp_path / "runs" / "first" / "head",)
