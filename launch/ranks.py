@@ -5,6 +5,7 @@ python launch/ranks.py <ranks> launch/train.py <options>
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,13 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from ctcdraft.train.watchdog import LAST_SECONDS
+
 
 def main(words: Sequence[str]) -> int:
     """What the first rank to fail ended with, in a shell's terms; 0 where none did."""
     logging.disable()  # of this process, which has nothing to say but what its ranks said
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{LAST_SECONDS:.0f}")  # for them to save, after SIGTERM
     try:
         run.main(["--standalone", "--nproc-per-node", *words])
     except ChildFailedError as error:

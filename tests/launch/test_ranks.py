@@ -1,10 +1,16 @@
 """The launcher of several ranks: what a rank says is all that is said."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed import run
+
+from ctcdraft.launch import ranks
+from ctcdraft.train.watchdog import LAST_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +55,18 @@ def test_what_all_ranks_find_is_said_once(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "error: head.slotz: there is no such option; did you mean head.slots?\n"
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, LAST_SECONDS), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7)])
+def test_ranks_have_as_long_to_save_as_without_a_launcher(monkeypatch, given, seconds):
+    found = []
+    monkeypatch.setattr(run, "run", lambda args: found.append(run.config_from_args(args)[0].shutdown_timeout))
+    monkeypatch.setattr(ranks.logging, "disable", lambda: None)
+    with mock.patch.dict(os.environ, given):
+        assert ranks.main(["2", "script.py"]) == 0
+    assert found == [seconds]
+
+
+def test_the_slurm_script_leaves_them_as_long():
+    script = RANKS.with_name("slurm.sbatch").read_text()
+    assert f"export HEAD_NODE OMP_NUM_THREADS=8 TORCH_ELASTIC_SHUTDOWN_TIMEOUT={LAST_SECONDS:.0f}\n" in script
