@@ -18,6 +18,7 @@ from ctcdraft.model.replay import Transcript, drafts_along, replay
 
 from . import engine as ds
 
+DRAFT = DraftConfig(budget="fixed")  # that heads are scored with: `draft` may differ from sitting to sitting
 NODES = 64  # of the trees that psi is calibrated on
 SEQUENCES, ROOTS = 64, 16  # that it is calibrated on, and of each
 
@@ -36,14 +37,13 @@ def dev_sequences(data_folder: Path, max_length: int, drafts: int | None = None)
     return found
 
 
-def count_dev(
-    base: Base, config: HeadConfig, weights: dict[str, Tensor], draft: DraftConfig, dev: Sequence[Transcript]
-) -> float:
-    """Tokens per step of a head of these weights along the answers, shared out over ranks: what greedy decoding would
-    count (`replay`). 1.0 where there are none. It drafts as inference does, with a second head. Collective."""
+def count_dev(base: Base, config: HeadConfig, weights: dict[str, Tensor], dev: Sequence[Transcript]) -> float:
+    """Tokens per step of a head of these weights along the answers, shared out over ranks: what greedy decoding with
+    `DRAFT` would count (`replay`). 1.0 where there are none. It drafts as inference does, with a second head.
+    Collective."""
     head = head_on(base, config)
     head.load_state_dict(weights)
-    decoder = Decoder(base, head.for_drafting(base), draft)
+    decoder = Decoder(base, head.for_drafting(base), DRAFT)
     replayed = replay(base, {"": decoder}, dev[ds.rank() :: ds.world_size()], progress=False)[""]
     outs = [answer.generation() for answers in replayed for answer in answers]
     totals = torch.tensor([sum(len(out.tokens) - 1 for out in outs), sum(out.steps for out in outs)])

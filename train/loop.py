@@ -160,7 +160,7 @@ class Trainer:
         """Tokens per step counted on development sequences; the best head is kept. Collective."""
         weights = ds.head_state(self.step.engine, self.step.task.head)
         with self._timed("evaluate"):
-            tau = count_dev(self.base, self.plan.head, weights, self.plan.draft, self.dev)
+            tau = count_dev(self.base, self.plan.head, weights, self.dev)
         if tau > self.state.best:
             self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}
             self.state.best, self.state.best_step = tau, self.state.step

@@ -8,9 +8,7 @@ from drafting import HEADS, prompts, random_head
 
 from ctcdraft.data.store import Example, save_corpus
 from ctcdraft.model import Decoder, DraftConfig
-from ctcdraft.train.dev import count_dev, dev_sequences, fit_to_dev
-
-DRAFT = DraftConfig(nodes=9, prompt_lookup=7, budget="fixed")
+from ctcdraft.train.dev import DRAFT, count_dev, dev_sequences, fit_to_dev
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def test_the_score_is_what_decoding_counts(talking, answered, config):
     head = random_head(config, talking)
     outs = Decoder(talking, head, DRAFT).generate(asked, 25)
     want = sum(len(out.tokens) - 1 for out in outs) / sum(out.steps for out in outs)
-    got = count_dev(talking, config, head.state_dict(), DRAFT, dev_sequences(folder, 200))
+    got = count_dev(talking, config, head.state_dict(), dev_sequences(folder, 200))
     assert got == pytest.approx(want, abs=1e-12)
     assert got > 1.02
 
@@ -42,7 +40,14 @@ def test_the_score_is_what_decoding_counts(talking, answered, config):
 def test_without_development_sequences_the_score_is_that_of_plain_decoding(talking, tmp_path):
     save_corpus(tmp_path / "dev.safetensors", [])
     head = random_head(HEADS[0], talking)
-    assert count_dev(talking, HEADS[0], head.state_dict(), DRAFT, dev_sequences(tmp_path, 200)) == 1.0
+    assert count_dev(talking, HEADS[0], head.state_dict(), dev_sequences(tmp_path, 200)) == 1.0
+
+
+def test_scores_compare_whatever_a_sitting_drafts_with(small, tmp_path):
+    drafts = ("draft.nodes=8", "draft.nodes=1", "draft.prompt_lookup=0")
+    scores = [small(tmp_path / str(number), draft)._evaluate() for number, draft in enumerate(drafts)]
+    assert scores[0] > 1.0
+    assert scores == [scores[0]] * 3
 
 
 def test_sequences_are_drawn_of_all_lengths_and_as_many_as_hold_the_drafts(tmp_path):
