@@ -94,7 +94,8 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
         "loss: the base's distribution": 2.0 * min(N * T, B * L) * drawn * 4,
     }
     active = _active(base.model, base)
-    tokens, rows = config.train.batch * L, config.train.batch * config.train.anchors * T
+    batch = config.train.rows_over(ranks)
+    tokens, rows = batch * L, batch * config.train.anchors * T
     flops = 2 * active * tokens + 6 * _active(head, base) * rows + 3 * 2 * (2 * rows) * drawn * D
     seconds = flops / (gpus * GPU_FLOPS) if gpus else None
     return Estimate(parts, seconds, parameters_of(base.model), active, features * W)
@@ -103,7 +104,7 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
 def rows_of(config: TrainEntry, found: Estimate, gpus: int) -> list[tuple[str, str]]:
     """What is printed."""
     where = f"each of {gpus} GPUs" if gpus else "a process on this CPU"
-    rows = [("rows of a step", f"{config.train.batch} (train.batch)")]
+    rows = [("rows of a step", f"{config.train.rows_over(max(1, gpus))} (train.batch)")]
     rows += [("base", f"{found.parameters:,} parameters, {found.active:,} of them meet a token")]
     rows += [(name, f"{size / GB:.2f} GB") for name, size in found.parts.items() if size]
     rows.append((f"memory of {where}", f"{found.total / GB:.1f} GB"))
@@ -121,11 +122,8 @@ def rows_of(config: TrainEntry, found: Estimate, gpus: int) -> list[tuple[str, s
 
 
 def planned(config: TrainEntry, gpus: int) -> TrainEntry:
-    """On GPUs what `auto` comes to there, and a row at least for each."""
-    if not gpus:
-        return config
-    batch = -(-config.train.batch // gpus) * gpus
-    return replace(config, train=replace(config.train, precision="bf16", batch=batch))
+    """On GPUs what `auto` comes to there."""
+    return replace(config, train=replace(config.train, precision="bf16")) if gpus else config
 
 
 def _active(module: nn.Module, base: Base) -> int:

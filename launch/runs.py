@@ -71,11 +71,29 @@ def check_inputs(config: TrainEntry) -> Path:
     for key in before | now:
         values = before.get(key, defaults.get(key)), now.get(key)
         if values[0] != values[1] and not all(isinstance(value, dict) for value in values):
+            if key == "train.batch" and values[1] is None and isinstance(values[0], int) and values[0] > 0:
+                continue  # `with_batch` takes it
             was, would = (f"without {key}" if value is None else f"with {key}={value}" for value in values)
             raise ValueError(
                 f"{folder} is a run {was}, this one is {would}: give it another name=, or delete that folder"
             )
     return folder
+
+
+def with_batch(config: TrainEntry, folder: Path) -> TrainEntry:
+    """train.batch=null as what it comes to: the batch of the run in that folder, or of a new one on these ranks.
+    Collective; rank 0 alone reads.
+
+    Raises ValueError where the run's batch does not split over these ranks.
+    """
+
+    def batch() -> int:
+        begun = settings_of(folder)["train"] if (folder / "config.yaml").is_file() else {}
+        return config.train.batch or begun.get("batch") or config.train.rows_over(ds.world_size())
+
+    train = replace(config.train, batch=ds.from_rank_zero(batch))
+    train.split(ds.world_size())
+    return replace(config, train=train)
 
 
 def find_run(name: str | None, runs_dir: str) -> Path:

@@ -28,6 +28,7 @@ def main(config: TrainEntry) -> int:
         ds.make_deterministic(config.seed)
     with ExitStack() as held:
         with ds.together() as watchdog:
+            config = runs.with_batch(config, folder)
             base = pipeline.get_base(config)
             say(pipeline.describe_head(config.head, base))
             data_folder = pipeline.get_data(config, base)

@@ -26,12 +26,16 @@ from .options import MayDiffer
 from .policy import on_policy
 from .task import DraftTask, ObjectiveConfig, StepMetrics, base_features, head_for, negatives_for
 
+ROWS = 4  # of a step at least, where no batch is said
+
 
 @dataclass(frozen=True)
 class BatchConfig:
     """What a step sees. A run keeps its batch whatever the ranks."""
 
-    batch: PositiveInt = 4  # rows (sequences, unless packed) per optimizer step, over all ranks
+    # rows (sequences, unless packed) per optimizer step, over all ranks; null: the run's own, of a new run 4, or the
+    # next multiple of the ranks
+    batch: PositiveInt | None = None
     # at most so many of them per forward and rank; null: all of a rank's share
     micro_batch: MayDiffer[PositiveInt | None] = None
     # at most so many drafts per sequence and step; more steps of fewer are worth more per minute
@@ -40,9 +44,13 @@ class BatchConfig:
     # true: as many sequences per row as fit into max_length (first-fit), for long rows on GPUs
     pack: bool = False
 
+    def rows_over(self, world: int) -> int:
+        """Of a step on so many ranks: the batch, or what a new run has where none is said."""
+        return self.batch or -(-ROWS // world) * world
+
     def split(self, world: int) -> tuple[int, int]:
         """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
-        share, rest = divmod(self.batch, world)
+        share, rest = divmod(self.rows_over(world), world)
         if rest:
             raise ValueError(
                 f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
@@ -140,7 +148,7 @@ class Stepper:
         )
         self.sampler = Sampler(
             corpus,
-            batch=plan.train.batch,
+            batch=plan.train.rows_over(ds.world_size()),
             anchors=plan.train.anchors,
             labels=plan.objective.labels,
             max_length=plan.train.max_length,

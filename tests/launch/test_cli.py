@@ -289,6 +289,13 @@ def test_a_batch_is_kept_whatever_the_ranks(options, world, split):
     assert split[0] * split[1] * world == train.batch
 
 
+@pytest.mark.parametrize(("world", "rows"), [(1, 4), (2, 4), (3, 6), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (24, 24)])
+def test_a_batch_that_is_not_said_splits_over_any_ranks(world, rows):
+    train = typed(compose("train", []), TrainEntry).train
+    micro, accumulation = train.split(world)
+    assert micro * accumulation * world == train.rows_over(world) == rows
+
+
 def test_a_batch_that_does_not_split_is_one_sentence():
     with pytest.raises(ValueError, match=r"train\.batch=4 does not split over 3 ranks: take a number of ranks"):
         typed(compose("train", ["train.batch=4"]), TrainEntry).train.split(3)

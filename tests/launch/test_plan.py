@@ -99,6 +99,7 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
         (["gpus=2", "base=none.json"], "base=none.json: no such file"),
         (["gpus=2", "base={folder}/tokenizer.json"], "tokenizer.json: no causal LM"),
         (["gpus=many", "base={folder}/config.json"], "gpus=many: a whole number"),
+        (["gpus=3", "base={folder}/config.json", "train.batch=4"], "train.batch=4 does not split over 3 ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(base_folder, monkeypatch, capsys, words, sentence):

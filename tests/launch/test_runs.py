@@ -87,6 +87,53 @@ def test_an_option_of_the_run_that_is_no_more_makes_another_run(tmp_path):
         runs.check_inputs(config)
 
 
+@pytest.fixture
+def sitting(tmp_path, monkeypatch):
+    """sitting(ranks, *options) -> (folder, rows of a step) of a run, as rank 0 of so many begins it or goes on."""
+    monkeypatch.setattr(runs.ds, "from_rank_zero", lambda make: make())
+    monkeypatch.setattr(runs.ds, "barrier", lambda: None)
+
+    def begin(ranks, *options):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        words = ["experiment=smoke", "base=toy", f"runs_dir={tmp_path}", *options]
+        config = typed(compose("train", words), TrainEntry)
+        folder = runs.check_inputs(config)
+        config = runs.with_batch(config, folder)
+        runs.open_run(folder, config, SimpleNamespace(path="base", identity={}), tmp_path / "data")
+        return folder, config.train.batch
+
+    return begin
+
+
+def test_a_batch_that_is_not_said_is_the_runs_own_whatever_the_ranks(sitting):
+    first, rows = sitting(8)
+    assert rows == 8
+    assert sitting(2) == sitting(1) == (first, 8)
+    assert sitting(2, f"name={first.name}", "train.batch=8") == (first, 8)
+    with pytest.raises(ValueError, match=r"train\.batch=8 does not split over 3 ranks: take a number of ranks"):
+        sitting(3)
+    with pytest.raises(ValueError, match=r"is a run with train.batch=8, this one is with train.batch=4"):
+        sitting(2, f"name={first.name}", "train.batch=4")
+
+
+def test_a_run_of_four_rows_is_not_begun_anew_on_ranks_that_do_not_divide_them(sitting):
+    first, rows = sitting(1)
+    assert rows == 4
+    assert sitting(4) == (first, 4)
+    with pytest.raises(ValueError, match=r"train\.batch=4 does not split over 8 ranks"):
+        sitting(8)
+
+
+@pytest.mark.parametrize("damage", ["x", -4])
+def test_a_damaged_batch_is_one_sentence(sitting, damage):
+    folder, _ = sitting(1)
+    record = yaml.safe_load((folder / "config.yaml").read_text())
+    record["run"]["train"]["batch"] = damage
+    (folder / "config.yaml").write_text(yaml.safe_dump(record))
+    with pytest.raises(ValueError, match=f"is a run with train.batch={damage}, this one is without train.batch"):
+        sitting(1)
+
+
 @pytest.mark.parametrize("missing", ["config.yaml", "paths.json"])
 def test_a_start_that_was_cut_off_is_written_down_by_the_next(tmp_path, missing):
     _, folder, _ = begun(tmp_path, "base.dtype=bf16")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from bases import write_base
 from commands import run
 from safetensors.torch import load_file
@@ -87,6 +88,7 @@ def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
     for path in ("results.json", "report.md", "answers.jsonl", "accepted_by_depth.png", "calibration.png"):
         assert (run / "eval" / "heldout" / path).is_file()
     assert list(found) == [1, 2, 3, 4, 5, 6]
+    assert yaml.safe_load((run / "config.yaml").read_text())["run"]["train"]["batch"] == 4
     assert "identical to plain decoding" in out
     assert "parameters; a draft costs" in out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
