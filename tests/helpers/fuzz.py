@@ -265,7 +265,7 @@ class Edges:
         run, config = folder / "runs" / "r", typed(compose("train", [f"runs_dir={folder}/runs", "name=r"]), TrainEntry)
         run.mkdir(parents=True)
         data = self.work / "cache"
-        runs.open_run(run, config, self.base, next(data.glob("data-*")))
+        runs.open_run(run, runs.with_batch(config, run), self.base, next(data.glob("data-*")))
         shutil.copytree(self.work / "checkpoints", run / "checkpoints")
         (run / "metrics.jsonl").write_text(
             "".join(json.dumps({"step": i, "train/loss": 1.0 / i}) + "\n" for i in range(1, 9))
@@ -274,6 +274,7 @@ class Edges:
         names = ["config.yaml", "paths.json", "metrics.jsonl", f"{newest}/manifest.json", f"{newest}/state.safetensors"]
         break_file(run / rng.choice(names), rng)
         runs.check_inputs(config)
+        config = runs.with_batch(config, run)
         runs.run_paths(run)
         runs.already_trained(run, config)
         runs.open_run(run, config, self.base, next(data.glob("data-*")))
