@@ -235,7 +235,8 @@ class Decoder:
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if lengths is not None:
                 look = time.perf_counter() - began
-                drafts = lengths.cut(drafts, not rests, look, lambda i: self._propose(step.active[i], trees.EMPTY))
+                by_head = self.head is not None and not rests
+                drafts = lengths.cut(drafts, by_head, look, lambda i: self._propose(step.active[i], trees.EMPTY))
             elif several:  # with a node and without, whatever pays
                 drafts = [draft.first(self.cold - 1) for draft in drafts]
             elif self.budget is not None and not step.several:
