@@ -116,7 +116,7 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
         head.load_state_dict(state, assign=any(p.is_meta for p in head.parameters()))
         head.draft_vocabulary(base)  # whose ids are checked
         if config.get("calibration") is not None:
-            head.calibration = Calibration.from_dict(config["calibration"])
+            head.calibration = Calibration(**config["calibration"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error

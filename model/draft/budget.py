@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pydantic
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from .tree import Tree
 
@@ -24,30 +24,23 @@ ENOUGH = 2.0  # seconds of measuring, and how often each size is timed in them
 ROUNDS, MOST_ROUNDS = 3, 9
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Calibration:
-    """P(a node is accepted) as a rising piecewise linear function of its psi, through these knots."""
+    """P(a node is accepted) as a rising piecewise linear function of its psi, through these knots. Raises ValueError
+    where it is none."""
 
     psi: list[float]
     rate: list[float]
+
+    def __post_init__(self) -> None:
+        rises = sorted(self.psi) == self.psi and sorted(self.rate) == self.rate
+        if not rises or not len(self.psi) == len(self.rate) > 0:
+            raise ValueError("the calibration is damaged")
 
     def applied(self, tree: Tree) -> Tree:
         """The tree with that for psi, its nodes in the same order."""
         p = np.interp(tree.psi, self.psi, self.rate)
         return replace(tree, psi=np.maximum(p, FAINT * tree.psi).astype(np.float32))  # a node of 0 would be left out
-
-    @staticmethod
-    def from_dict(found: dict[str, Any]) -> "Calibration":
-        """Raises ValueError where that is no calibration. Of one from before, which has knots per depth, the first."""
-        try:
-            knots = {key: found[key][0] if isinstance(found["psi"][0], list) else found[key] for key in ("psi", "rate")}
-            made = TypeAdapter(Calibration).validate_python(knots)
-            rises = sorted(made.psi) == made.psi and sorted(made.rate) == made.rate
-        except (ValueError, LookupError, TypeError):
-            rises = False
-        if not rises or not len(made.psi) == len(made.rate) > 0:
-            raise ValueError("the calibration is damaged")
-        return made
 
 
 def fit_calibration(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> Calibration | None:

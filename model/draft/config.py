@@ -1,20 +1,15 @@
 """What the draft of a step may be."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from operator import mul
+from typing import Annotated, Literal
 
-CHOICES = {
-    "kind": ("tree", "chain", "cape", "ranked"),
-    "budget": ("auto", "fixed", "measured"),
-    "proposal": ("best", "shared", "sampled"),
-    "stop": ("none", "adaedl"),
-    "schedule": ("serial", "pearl"),
-}
-GRAFTS = ("phrases", "shared_phrases", "siblings")
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class DraftConfig:
     """kind `cape`: Du et al. 2024, arXiv 2402.02082; `ranked`: the layouts of Yang et al. 2024, arXiv 2401.06706.
 
@@ -31,34 +26,25 @@ class DraftConfig:
     """
 
     # tree: nodes that are worth most | chain | cape: a chain, more beside it where the head is less sure | ranked: by k
-    kind: str = "tree"
-    nodes: int = 32  # tokens of a draft, at most
-    top_k: int = 512  # tokens that a draft may hold, the likeliest in any slot
+    kind: Literal["tree", "chain", "cape", "ranked"] = "tree"
+    nodes: PositiveInt = 32  # tokens of a draft, at most
+    top_k: PositiveInt = 512  # tokens that a draft may hold, the likeliest in any slot
     # auto: measured on a CPU, fixed on a GPU | fixed: `nodes` | measured: at most so many, as pay
-    budget: str = "auto"
-    prompt_lookup: int = 32  # copied tokens, where the last ones were read before; 0: none
-    k: list[int] = field(default_factory=lambda: [4, 2, 2, 1, 1, 1])  # of ranked: children of every node, by depth
+    budget: Literal["auto", "fixed", "measured"] = "auto"
+    prompt_lookup: NonNegativeInt = 32  # copied tokens, where the last ones were read before; 0: none
+    # of ranked: children of every node, by depth
+    k: list[PositiveInt] = field(default_factory=lambda: [4, 2, 2, 1, 1, 1])
     # above temperature 0, best: the likeliest | shared: as the base will draw, by its own noise | sampled: drawn
-    proposal: str = "best"
-    trust: float = 0.8  # of shared noise: the temperature of what it makes the head believe
-    stop: str = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
-    graft: list[str] = field(default_factory=list)  # of phrases, shared_phrases, siblings: hung into the tree beside
+    proposal: Literal["best", "shared", "sampled"] = "best"
+    # of shared noise: the temperature of what it makes the head believe
+    trust: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.8
+    stop: Literal["none", "adaedl"] = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
+    # hung into the tree beside: phrases (shared_phrases: of all requests), siblings of what was rejected
+    graft: list[Literal["phrases", "shared_phrases", "siblings"]] = field(default_factory=list)
     # serial: the head drafts, then the base verifies | pearl: both at once, drafts are a step old
-    schedule: str = "serial"
+    schedule: Literal["serial", "pearl"] = "serial"
 
     def __post_init__(self) -> None:
-        for key, choices in CHOICES.items():
-            if getattr(self, key) not in choices:
-                known = " or ".join([", ".join(choices[:-1]), choices[-1]])
-                raise ValueError(f"draft.{key}={getattr(self, key)!r} is unknown: choose {known}")
-        if unknown := [source for source in self.graft if source not in GRAFTS]:
-            raise ValueError(f"draft.graft={unknown} is unknown: choose of {', '.join(GRAFTS)}")
-        if self.nodes < 1 or self.top_k < 1 or not all(count >= 1 for count in self.k):
-            raise ValueError(f"draft.nodes={self.nodes}, draft.top_k={self.top_k}, draft.k={self.k} must be at least 1")
-        if self.prompt_lookup < 0:
-            raise ValueError(f"draft.prompt_lookup={self.prompt_lookup} must be at least 0 (no lookup)")
-        if not 0.0 < self.trust < float("inf"):
-            raise ValueError(f"draft.trust={self.trust} must be above 0")
         if self.proposal == "sampled" and (self.kind != "ranked" or self.prompt_lookup or self.graft):
             raise ValueError(
                 "draft.proposal=sampled needs draft.kind=ranked, draft.prompt_lookup=0 and draft.graft=[]: every node "

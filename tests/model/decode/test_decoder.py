@@ -214,11 +214,11 @@ def test_impossible_requests_are_refused(base, prompt, limit, message):
 
 
 def test_bad_draft_settings_are_refused():
-    with pytest.raises(ValueError, match="choose tree, chain, cape or ranked"):
+    with pytest.raises(ValueError, match="'tree', 'chain', 'cape' or 'ranked'"):
         DraftConfig(kind="forest")
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="nodes\n  Input should be greater than 0"):
         DraftConfig(nodes=0)
-    with pytest.raises(ValueError, match="auto, fixed or measured"):
+    with pytest.raises(ValueError, match="'auto', 'fixed' or 'measured'"):
         DraftConfig(budget="free")
 
 

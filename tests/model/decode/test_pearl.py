@@ -161,9 +161,9 @@ def test_without_a_head_there_is_nothing_beside_the_base(base):
 
 
 def test_what_pearl_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"^draft.schedule=pearl takes no draft.budget=measured, which times one part"):
+    with pytest.raises(ValueError, match=r"draft.schedule=pearl takes no draft.budget=measured, which times one part"):
         DraftConfig(schedule="pearl", budget="measured")
-    with pytest.raises(ValueError, match=r"draft.schedule='both' is unknown: choose serial or pearl"):
+    with pytest.raises(ValueError, match=r"schedule\n  Input should be 'serial' or 'pearl'"):
         DraftConfig(schedule="both")
     angles = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     moving = base_of_architecture("llama", rope_parameters=angles)

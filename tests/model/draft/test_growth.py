@@ -229,11 +229,11 @@ def test_a_lattice_whose_prefixes_are_unlikely_keeps_its_digits():
 
 def test_a_config_that_cannot_be_kept_is_refused():
     for bad, words in (
-        ({"kind": "forest"}, "choose tree, chain, cape or ranked"),
+        ({"kind": "forest"}, "kind\n  Input should be 'tree', 'chain', 'cape' or 'ranked'"),
         ({"proposal": "sampled"}, "needs draft.kind=ranked"),
-        ({"graft": ["moss"]}, "choose of phrases"),
-        ({"trust": 0.0}, "above 0"),
-        ({"stop": "now"}, "none or adaedl"),
+        ({"graft": ["moss"]}, "Input should be 'phrases'"),
+        ({"trust": 0.0}, "trust\n  Input should be greater than 0"),
+        ({"stop": "now"}, "'none' or 'adaedl'"),
     ):
         with pytest.raises(ValueError, match=words):
             replace(DraftConfig(), **bad)

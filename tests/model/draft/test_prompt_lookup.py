@@ -176,7 +176,7 @@ def test_no_lookup_is_the_heads_own_tree(base):
     out = without.generate(prompts(1, seed=9)[0] * 3, 30)
     assert set(out.accepted_from) <= {"head"}
     assert Decoder(base, None, DraftConfig(prompt_lookup=0, budget="fixed")).generate([5, 6, 7], 10).accepted == [0] * 9
-    with pytest.raises(ValueError, match="at least 0"):
+    with pytest.raises(ValueError, match="prompt_lookup\n  Input should be greater than or equal to 0"):
         DraftConfig(prompt_lookup=-1)
 
 
