@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from ctcdraft.model.base.attention import use_grouped_attention
 from ctcdraft.model.base.context import Attended
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.load.pretrained import own_eos_ids, usable_context
@@ -61,6 +62,8 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor) -> EngineBa
             model._init_weights(module)
     for layer, weight in ((model.get_input_embeddings(), embedding_VD), (model.get_output_embeddings(), lm_head_VD)):
         layer.weight = nn.Parameter(weight.detach()[: shape[0]], requires_grad=False)
+    if lm_head_VD.device.type == "cpu":
+        use_grouped_attention(model)
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(path)
     ends, length = own_eos_ids(model, tokenizer), usable_context(model)

@@ -7,7 +7,7 @@ vocabulary.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import takewhile
 
 import numpy as np
@@ -24,7 +24,6 @@ from ..draft.tree import EMPTY, Tree, tree_mask
 from ..heads.head import Head, Vocabulary
 from ..lattice.candidates import Lattice
 from .accept import accept_drawn
-from .attention import decoding_attention
 from .request import Request
 
 LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
@@ -153,9 +152,7 @@ class EagerStep:
             tokens_BQ[b, 0], tokens_BQ[b, 1 : len(tree) + 1] = request.root, tree.tokens
         ids_BQ = torch.from_numpy(tokens_BQ).to(self.base.device)
         mask = tree_mask(drafts, self.cache.lengths[: len(active)], self.base.device)
-        single_rows = len(active) > 1 and ids_BQ.shape[1] == 1
-        with decoding_attention(self.base.model) if single_rows else nullcontext():
-            hidden_BQD = self.base.hidden(ids_BQ, mask, cache=self.cache, attended=self.attended)
+        hidden_BQD = self.base.hidden(ids_BQ, mask, cache=self.cache, attended=self.attended)
         return self._walks(drafts, hidden_BQD), hidden_BQD
 
     def _commit(self, found: Sequence[Outcome], hidden_BQD: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as hf_logging
 
+from ..base.attention import use_grouped_attention
 from ..base.llm import Base
 from ..base.packed import pack
 from .checks import check_verifiable, windows_work
@@ -79,6 +80,8 @@ def load_base(
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
     pack(model)
+    if model.device.type == "cpu":
+        use_grouped_attention(model)
     plain = template is None and tokenizer.chat_template is None
     if plain or template:
         tokenizer.chat_template = TEMPLATES[template or "plain"]

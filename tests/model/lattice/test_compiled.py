@@ -36,14 +36,6 @@ trees = [search(lattice, 64) for one in both for lattice in one.lattices()]
 bits += [torch.from_numpy(part) for tree in trees for part in (tree.tokens, tree.psi)]
 print([int(part.detach().contiguous().view(torch.uint8).to(torch.long).cumsum(-1).sum()) for part in bits])
 """
-PRINT_THREADS = """
-import torch
-from ctcdraft.model.decode.attention import attend
-
-torch.set_num_threads(2)
-attend(torch.zeros(1, 2, 1, 4), *torch.ones(2, 1, 2, 3, 4), torch.zeros(1, 1, 1, 3), 1.0)
-print(torch.get_num_threads())
-"""
 DRAFT_BY_THREADS = """
 import threading
 import torch
@@ -78,10 +70,6 @@ def test_the_process_that_compiles_rounds_as_those_that_load_what_it_compiled(tm
     assert any(tmp_path.rglob("*.nbc"))
     assert first == second
     assert len(set(first.split(","))) > 10
-
-
-def test_a_compiled_loop_leaves_torch_the_threads_it_had(tmp_path):
-    assert printed(PRINT_THREADS, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="3").strip() == "2"
 
 
 def test_threads_that_draft_at_once_need_no_thread_safe_layer_of_numba():

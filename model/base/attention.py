@@ -1,0 +1,43 @@
+"""Attention under a mask on a CPU: the queries that share a key are rows of one head.
+
+transformers repeats keys and values for each query of a group (grouped-query attention, Ainslie et al. 2023, arXiv
+2305.13245). As rows of one head they share them: the same products, and nothing is copied (bench/attention.py).
+
+Shape suffixes: B sequences, H query heads, J key heads, Q queries, S keys, R rows of a key head (its queries times Q).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "ctcdraft_grouped"  # in transformers' registry of attentions
+SPECIAL = ("softcap", "position_bias", "cache")  # options that are more than a mask, a scale and no dropout
+
+
+def use_grouped_attention(model: Any) -> None:
+    """In a model on a CPU whose attention is SDPA."""
+    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+
+
+def grouped_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """SDPA's result [B, Q, H, width]; all that is not a mask for all heads over shared keys is left to it."""
+    mask, (B, H, Q, _), J = attention_mask, query.shape, key.shape[1]
+    special = options.get("dropout") or any(options.get(name) is not None for name in SPECIAL)
+    if mask is None or mask.shape[1] != 1 or H == J or special:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    query_BJRD = query.reshape(B, J, H // J * Q, -1)
+    mask_B1RS = mask.repeat(1, 1, H // J, 1)
+    out_BJRD = scaled_dot_product_attention(query_BJRD, key, value, mask_B1RS, scale=options.get("scaling"))
+    return out_BJRD.reshape(B, H, Q, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
