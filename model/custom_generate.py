@@ -53,7 +53,8 @@ def generate_with(
     """Prompts [B, L], left-padded where attention_mask is 0, with their answers: [B, L + longest answer].
 
     Takes generate's options for greedy decoding and sampling; `nodes` is the draft budget, `seed` that of the noise
-    (None: drawn from torch's global generator). Raises ValueError on any other option that would change the output.
+    (None: drawn from torch's global generator). A repetition penalty counts a prompt's own tokens, where transformers
+    counts its padding too. Raises ValueError on any other option that would change the output.
     """
     if input_ids is None:
         input_ids = arguments.pop("inputs", None)
