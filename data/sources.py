@@ -25,6 +25,8 @@ from typing import Any
 import pyarrow
 from pyarrow import ipc, parquet
 
+from ctcdraft.model.folders import HUB_NAME
+
 CHUNK = 1 << 20
 LONGEST_REASON = 400
 LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is rejected, never held
@@ -254,7 +256,7 @@ def _in_utf8(value: Any, text: str) -> Any:
 
 
 def _looks_like_hub(path: str) -> bool:
-    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and Path(path).suffix.lower() not in SUFFIXES
+    return HUB_NAME.fullmatch(path) is not None and Path(path).suffix.lower() not in SUFFIXES
 
 
 def _read_hub(option: str, name: str) -> Iterator[Any]:

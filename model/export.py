@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -16,11 +15,10 @@ from safetensors.torch import load, save
 
 from .base.llm import Base
 from .draft.budget import Calibration
-from .folders import new_folder
+from .folders import HUB_NAME, new_folder
 from .heads import Head, head_config, head_on, parameters_of
 
 FORMAT = 4
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 CARD = Path(__file__).with_name("card.md")  # its fields stand in braces
 SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""

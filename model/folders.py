@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 MANIFEST = "manifest.json"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or data set: owner/name
 TRIES = 100  # to make a lock in a folder that others may take away
 Piece = TypeVar("Piece")
 

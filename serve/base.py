@@ -62,8 +62,7 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor) -> EngineBa
             model._init_weights(module)
     for layer, weight in ((model.get_input_embeddings(), embedding_VD), (model.get_output_embeddings(), lm_head_VD)):
         layer.weight = nn.Parameter(weight.detach()[: shape[0]], requires_grad=False)
-    if lm_head_VD.device.type == "cpu":
-        use_grouped_attention(model)
+    use_grouped_attention(model)
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(path)
     ends, length = own_eos_ids(model, tokenizer), usable_context(model)

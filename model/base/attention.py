@@ -20,8 +20,9 @@ SPECIAL = ("softcap", "position_bias", "cache")  # options that are more than a 
 
 
 def use_grouped_attention(model: Any) -> None:
-    """In a model on a CPU whose attention is SDPA."""
-    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+    """In a model whose attention is SDPA, where a CPU computes it: an engine's has its embedding alone there."""
+    on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
+    if on_cpu and model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
 
 

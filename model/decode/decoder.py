@@ -228,14 +228,13 @@ class Decoder:
         lengths = self.lengths[size] if several and not self.cold else None
         if lengths is not None and lengths.sleeps(len(drafts)):
             return drafts
-        rests = lengths is not None and lengths.rests(len(drafts))  # the head; copies go on
-        drafted: Sequence[Drafted] = drafts if self.head is None or rests else step.draft(noise)
+        by_head = self.head is not None and not (lengths and lengths.rests(len(drafts)))  # copies go on
+        drafted: Sequence[Drafted] = step.draft(noise) if by_head else drafts
         with step.clock("tree"):
             began = time.perf_counter()
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if lengths is not None:
                 look = time.perf_counter() - began
-                by_head = self.head is not None and not rests
                 drafts = lengths.cut(drafts, by_head, look, lambda i: self._propose(step.active[i], trees.EMPTY))
             elif several:  # with a node and without, whatever pays
                 drafts = [draft.first(self.cold - 1) for draft in drafts]

@@ -80,8 +80,7 @@ def load_base(
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
     pack(model)
-    if model.device.type == "cpu":
-        use_grouped_attention(model)
+    use_grouped_attention(model)
     plain = template is None and tokenizer.chat_template is None
     if plain or template:
         tokenizer.chat_template = TEMPLATES[template or "plain"]

@@ -30,30 +30,33 @@ def oracle(query, key, value, mask, scale):
     return scaled_dot_product_attention(*parts, attn_mask=mask.double(), scale=scale, enable_gqa=True).transpose(1, 2)
 
 
-def of_groups(parts):
-    return SimpleNamespace(num_key_value_groups=parts[0].shape[1] // parts[1].shape[1], is_causal=True)
+def of_groups(query, key):
+    return SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4)])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_it_is_softmax_attention(dtype, heads, queries):
-    parts = problem(dtype, queries, *heads)
-    got, want = grouped_attention(of_groups(parts), *parts, scaling=0.3)[0].double(), oracle(*parts, 0.3)
+    query_heads, key_heads = heads
+    query, key, value, mask = problem(dtype, queries, query_heads, key_heads)
+    got = grouped_attention(of_groups(query, key), query, key, value, mask, scaling=0.3)[0].double()
+    want = oracle(query, key, value, mask, 0.3)
     assert got.shape == want.shape
     assert torch.linalg.vector_norm(got - want) < BOUNDS[dtype] * torch.linalg.vector_norm(want)
 
 
 def test_one_mask_may_be_for_all_sequences():
     query, key, value, mask = problem(torch.float64)
-    got, _ = grouped_attention(of_groups((query, key)), query, key, value, mask[:1], scaling=0.3)
+    got, _ = grouped_attention(of_groups(query, key), query, key, value, mask[:1], scaling=0.3)
     assert torch.allclose(got, oracle(query, key, value, mask[:1].expand(3, -1, -1, -1), 0.3), atol=1e-14)
 
 
 def test_its_gradient_is_that_of_repeated_keys():
-    parts = [part.requires_grad_(number < 3) for number, part in enumerate(problem(torch.float64))]
+    query, key, value, mask = problem(torch.float64)
+    asked, module = [part.requires_grad_() for part in (query, key, value)], of_groups(query, key)
     found = [
-        torch.autograd.grad(side(of_groups(parts), *parts, scaling=0.3)[0].sin().sum(), parts[:3])
+        torch.autograd.grad(side(module, query, key, value, mask, scaling=0.3)[0].sin().sum(), asked)
         for side in (grouped_attention, sdpa_attention_forward)
     ]
     for got, want in zip(*found, strict=True):
@@ -62,7 +65,8 @@ def test_its_gradient_is_that_of_repeated_keys():
 
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4)])
 def test_all_else_is_left_to_sdpa(monkeypatch, heads):
-    query, key, value, mask = problem(torch.float32, 5, *heads)
+    query_heads, key_heads = heads
+    query, key, value, mask = problem(torch.float32, 5, query_heads, key_heads)
     seen = []
 
     def sdpa(module, query, key, value, mask, **options):
@@ -70,8 +74,8 @@ def test_all_else_is_left_to_sdpa(monkeypatch, heads):
         return "its own", None
 
     monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
-    module = of_groups((query, key))
-    bias, of_heads = torch.randn(3, heads[0], 5, 33), mask.expand(-1, heads[0], -1, -1)
+    module = of_groups(query, key)
+    bias, of_heads = torch.randn(3, query_heads, 5, 33), mask.expand(-1, query_heads, -1, -1)
     asked = [{"dropout": 0.1}, {"softcap": 30.0}, {"position_bias": bias}]
     for options in asked:
         assert grouped_attention(module, query, key, value, mask, **options)[0] == "its own"

@@ -320,9 +320,9 @@ def test_a_common_beginning_is_read_once_where_the_head_need_not_see_it(base, co
     alone = [Decoder(base).generate(p, 30).tokens for p in asked]
     read, hidden = [], Base.hidden
 
-    def reading(self, ids_BL, *arguments, **named):
+    def reading(self, ids_BL, mask=None, **named):
         read.append(ids_BL.shape[1])
-        return hidden(self, ids_BL, *arguments, **named)
+        return hidden(self, ids_BL, mask, **named)
 
     monkeypatch.setattr(Base, "hidden", reading)
     decoder = Decoder(base, random_head(config, base), DraftConfig("tree", 9, budget="fixed"))

@@ -96,9 +96,9 @@ class Time:
         hidden, drafts = Base.hidden, getattr(head, "drafts", None)
         monkeypatch.setattr("ctcdraft.model.decode.step.time.perf_counter", lambda: self.now)
 
-        def forward(base, ids_BL, *given, **named):
+        def forward(base, ids_BL, mask=None, **named):
             self.now += 1 + row * ids_BL.numel()
-            return hidden(base, ids_BL, *given, **named)
+            return hidden(base, ids_BL, mask, **named)
 
         def drafting(*given, **named):
             self.now, self.drafts = self.now + draft, self.drafts + 1
