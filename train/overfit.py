@@ -75,7 +75,8 @@ class OverfitCheck:
             torch.manual_seed(0)
             self.head = head_for(plan.head, base, corpus)
         # A base that is not sure of its words would leave psi below 1.
-        self.task = DraftTask(self.head, replace(plan.objective, distill=0.0), base)
+        objective = replace(plan.objective, distill=0.0, policy="base")
+        self.task = DraftTask(self.head, objective, base)
         sampler = Sampler(corpus, batch=1, anchors=4096, labels=plan.objective.labels, max_length=4096, seed=0)
         self.batch = sampler.collate(0, slice(0, 1)).to(base.device)
 

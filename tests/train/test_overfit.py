@@ -12,7 +12,7 @@ from ctcdraft.data import batches
 from ctcdraft.model import load_base
 from ctcdraft.model.decode.step import EagerStep
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.heads import head_config
+from ctcdraft.model.heads import CtcConfig, head_config
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import DataConfig
@@ -148,3 +148,17 @@ def test_a_verification_that_accepts_anything_is_named(trained_base, monkeypatch
     monkeypatch.setattr(EagerStep, "_walks", trusting)
     found = findings(trained_base)[-1]
     assert (found.stage, found.agrees) == ("verification", False)
+
+
+DATA = DataConfig()
+
+
+def check(base, messages=MESSAGES, data=DATA, **objective):
+    objective = ObjectiveConfig(labels=4, **objective)
+    plan = Plan(CtcConfig(slots=5), objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig())
+    return OverfitCheck(base, messages, plan, data, answer_tokens=8)
+
+
+def test_the_labels_are_the_bases_own_words_whatever_a_runs_policy_is(base):
+    task = check(base, policy="mixed").task
+    assert (task.objective.policy, task.objective.distill) == ("base", 0.0)
