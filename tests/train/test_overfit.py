@@ -162,3 +162,8 @@ def check(base, messages=MESSAGES, data=DATA, **objective):
 def test_the_labels_are_the_bases_own_words_whatever_a_runs_policy_is(base):
     task = check(base, policy="mixed").task
     assert (task.objective.policy, task.objective.distill) == ("base", 0.0)
+
+
+def test_data_of_several_paths_in_shares_is_checked(base):
+    data = DataConfig(kind="mixed", path=["chats.jsonl", "texts.json"], weights=[0.8, 0.2])
+    assert check(base, data=data).ids == check(base).ids
