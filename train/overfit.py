@@ -66,7 +66,8 @@ class OverfitCheck:
         asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
         self.messages = messages[: asked + 1]
         answered = self.messages if data.labels == "rewrite" else messages[: asked + 2]
-        chat = replace(data, kind="sharegpt", path="-", weights=None, max_new_tokens=answer_tokens)
+        greedy = replace(data.regenerate, temperatures=[0.0])  # a sample is not what the base would choose
+        chat = replace(data, kind="sharegpt", path="-", weights=None, max_new_tokens=answer_tokens, regenerate=greedy)
         example = example_of(base, chat, Conversation("gate", tuple(answered)), 0)
         self.ids, self.supervised = ([int(i) for i in column] for column in example[:2])
         self.prompt = prompt_ids(base.tokenizer, self.messages, None, base.template_args)

@@ -16,7 +16,7 @@ from ctcdraft.model.heads import CtcConfig, head_config
 from ctcdraft.train.engine import OptimConfig, ZeroConfig
 from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import DataConfig
-from ctcdraft.train.regenerate import Dialogue
+from ctcdraft.train.regenerate import Dialogue, RegenerateConfig
 from ctcdraft.train.step import Plan, TrainConfig
 from ctcdraft.train.task import ObjectiveConfig
 from ctcdraft.train.toy_base import toy_base
@@ -166,4 +166,9 @@ def test_the_labels_are_the_bases_own_words_whatever_a_runs_policy_is(base):
 
 def test_data_of_several_paths_in_shares_is_checked(base):
     data = DataConfig(kind="mixed", path=["chats.jsonl", "texts.json"], weights=[0.8, 0.2])
+    assert check(base, data=data).ids == check(base).ids
+
+
+def test_the_answer_is_greedy_whatever_the_temperatures_of_the_data_are(base):
+    data = DataConfig(regenerate=RegenerateConfig(temperatures=[1.0, 0.7]))
     assert check(base, data=data).ids == check(base).ids
