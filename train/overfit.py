@@ -111,6 +111,8 @@ class OverfitCheck:
         ids_1L = self.base.tokenizer(text, return_tensors="pt").input_ids[:, :256].to(self.base.device)
         if int(ids_1L.max()) >= V:
             raise Disagreement(f"another tokenizer: it makes token {int(ids_1L.max())}, and the base has {V} tokens")
+        if ids_1L.shape[1] == 1:
+            return "the question is one token: not judged"
         logits_LV = self.base.logits(self.base.hidden(ids_1L))[0, :-1].float()
         nats, even = float(torch.nn.functional.cross_entropy(logits_LV, ids_1L[0, 1:])), math.log(V)
         if not nats < SURE * even:

@@ -172,3 +172,7 @@ def test_data_of_several_paths_in_shares_is_checked(base):
 def test_the_answer_is_greedy_whatever_the_temperatures_of_the_data_are(base):
     data = DataConfig(regenerate=RegenerateConfig(temperatures=[1.0, 0.7]))
     assert check(base, data=data).ids == check(base).ids
+
+
+def test_a_question_of_one_token_says_nothing_of_the_tokenizer(base):
+    assert check(base, [{"role": "user", "content": "h"}]).tokenizer() == "the question is one token: not judged"
