@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
+from ctcdraft.data.messages import encodable
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.launch.cli import run
 from ctcdraft.launch.runs import chosen_heads
@@ -26,9 +27,10 @@ def main(config: ChatEntry) -> int:
     base, heads, _ = chosen_heads(config)
     warn_if_plain(base)
     decoder = decoder_for(base, load_head(next(iter(heads.values())), base), config.draft, config.online)
-    messages = [{"role": "system", "content": config.system}] if config.system else []
+    system = encodable(config.system or "", "the system turn")
+    messages = [{"role": "system", "content": system}] if system else []
     for number, text in enumerate(_turns(config.prompt)):
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": encodable(text, "the question")})
         prompt = prompt_ids(base.tokenizer, messages, None, base.template_args)
         out = answer(decoder, prompt, config, config.seed + number)
         messages.append(answer_message(base.tokenizer, base.eos_ids, messages, out.tokens, None, base.template_args))

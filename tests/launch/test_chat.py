@@ -11,7 +11,7 @@ from templates import SWITCHED, SWITCHED_SPECIALS
 
 from ctcdraft.data.template import with_template_args
 from ctcdraft.launch import chat
-from ctcdraft.launch.cli import compose, enter, typed
+from ctcdraft.launch.cli import _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.export import export_head
@@ -82,3 +82,10 @@ def test_chat_gives_the_template_what_it_got_in_the_heads_training(tmp_path, mon
     ends = [base.tokenizer.decode(prompt)[-15:] for prompt in prompts]
     assert ends[0] == "<think></think>"
     assert ends[1].endswith("<think>")
+
+
+@pytest.mark.parametrize(("word", "what"), [("prompt=a\udcff", "the question"), ("system=a\udcff", "the system turn")])
+def test_bytes_that_are_no_utf8_are_one_sentence(places, word, what):
+    """As Python reads them from a terminal or a command line."""
+    with pytest.raises(ValueError, match=f"{what} holds half a character"):
+        chat.main(typed(compose("chat", [*places, "prompt=hello", _quoted(word)]), ChatEntry))
