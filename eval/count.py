@@ -71,7 +71,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
     found = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
     with latest(folder) as fresh:
-        results = write_results(fresh, setting, {"questions": len(questions), "drafts": found})
+        results = write_results(fresh, setting, {"questions": sum(map(bool, answers)), "drafts": found})
         (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
         (fresh / "report.html").write_text(count_page(results), encoding="utf-8")
     return Evaluated(results, folder)

@@ -128,3 +128,12 @@ def test_what_only_decoding_can_tell_is_not_counted(base, heads, tmp_path, tempe
     with pytest.raises(ValueError, match=words):
         count(Measurement(base, replace(DRAFT, **draft), bench), heads, tmp_path / "c", tmp_path)
     assert not (tmp_path / "c").exists()
+
+
+def test_questions_without_an_answer_are_not_counted(base, heads, tmp_path):
+    turns = ["hello", "ab" * base.context_length]
+    rows = [{"question_id": number, "category": "x", "turns": [turn]} for number, turn in enumerate(turns)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    bench = BenchConfig("mt_bench", str(tmp_path / "q.jsonl"), max_new_tokens=8)
+    found = count(Measurement(base, DRAFT, bench), {"a": heads["a"]}, tmp_path / "count", tmp_path / "cache")
+    assert found.results["questions"] == 1
