@@ -181,7 +181,7 @@ def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: 
     """What one row asks. Raises RowError where it is no question."""
     if config.kind == "text" or (config.kind == "heldout" and "text" in row):
         lengths = prompt_lengths(base, config.prompt_tokens, "bench.prompt_tokens")
-        text = text_of(row, number)
+        text = text_of(row, row.get("question_id", number) if config.kind == "heldout" else number)
         for ids in cut_prompts(base.tokenizer, text.text, lengths, 1, (seed, number)):
             yield Question(text.id, "text", prompt=tuple(ids))
     elif config.kind == "heldout" and "input_ids" in row:

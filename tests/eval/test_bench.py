@@ -214,3 +214,10 @@ def test_the_real_files_load(chat_base, shared):
     gsm8k = load(chat_base, "gsm8k", shared / "data" / "gsm8k_train.jsonl", questions=80)
     assert len(gsm8k) == 80
     assert gsm8k[0].turns[0].startswith("Natalia sold clips")
+
+
+def test_a_text_that_was_kept_from_training_is_called_by_its_row(chat_base, tmp_path):
+    rows = [{"question_id": name, "category": "text", "text": "abcdef" * 20} for name in ("31", "1:7")]
+    written(tmp_path / "heldout.jsonl", rows)
+    config = BenchConfig("heldout", prompt_tokens=[4, 8])
+    assert [question.id for question in load_questions(config, chat_base, tmp_path, 0)] == ["31", "1:7"]
