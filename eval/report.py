@@ -102,7 +102,7 @@ def report(results: dict[str, Any]) -> str:
     first = next(iter(blocks.values()))
     heads = ", ".join(f"`{label}`" for label in results.get("heads") or [results["head"]["kind"]])
     categories = [
-        (name, label, group["questions"], _tau(group), _speedup(group))
+        (_escaped(name), label, group["questions"], _tau(group), _speedup(group))
         for name in first["per_category"]
         for label, block in blocks.items()
         for group in [block["per_category"][name]]
@@ -135,7 +135,7 @@ def report(results: dict[str, Any]) -> str:
         *_divergences(blocks, results["rounding_bound"]),
     ]
     if first["skipped"]:
-        cut = [(s["question"], s["reason"]) for s in first["skipped"]]
+        cut = [(_escaped(s["question"]), s["reason"]) for s in first["skipped"]]
         parts += ["## Cut short", markdown_table(("question", "reason"), cut)]
     return "\n\n".join(parts) + "\n"
 
@@ -162,6 +162,11 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _escaped(name: str) -> str:
+    """A name of other people's as the cell of a Markdown table, where it is neither a border nor HTML."""
+    return " ".join(name.replace("<", "&lt;").replace("|", "\\|").split())
+
+
 def _divergences(blocks: Mapping[str, Block], bound: str) -> list[str]:
     """Where outputs differ from plain decoding's, and what the control makes of it."""
     divergences, flips = [], []
@@ -169,7 +174,7 @@ def _divergences(blocks: Mapping[str, Block], bound: str) -> list[str]:
         same = block["identical"]
         for found in same["divergences"]:
             beyond = "" if found["within_bound"] else "BEYOND"
-            divergences.append((label, *(_cell(found[key]) for key in DIVERGENCE), beyond))
+            divergences.append((label, *(_escaped(_cell(found[key])) for key in DIVERGENCE), beyond))
         if same["same_shape"]:
             cells = (_cell(same["same_shape"][key]) for key in FLIPS)
             flips.append((label, *cells, len(same["divergences"]), same["compared"]))

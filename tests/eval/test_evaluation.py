@@ -396,3 +396,13 @@ def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
     assert turn.text == whole[: whole.index(stop)]
     assert len(turn.drafted.tokens) < 30
     assert turn.divergence is None
+
+
+def test_names_of_others_break_no_table_of_the_report(chat_base, head_folder, tmp_path):
+    row = {"question_id": "1", "category": "a|b\n<img src=x>", "turns": ["hello"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    bench = BenchConfig("mt_bench", str(tmp_path / "q.jsonl"), max_new_tokens=4)
+    results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
+    text = report(results)
+    assert "| a\\|b &lt;img src=x> | ctc, temperature 0 " in text
+    assert "\n<img" not in text
