@@ -1,6 +1,7 @@
 """What a head is worth on development sequences, whose answers are the base's own: tokens per step counted along them,
 by which the best head is chosen, and how far psi can be believed."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,9 +53,13 @@ def count_dev(base: Base, config: HeadConfig, weights: dict[str, Tensor], dev: S
 
 
 def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> None:
-    """Give a head what its psi is worth on development sequences. Nothing where there are none, or the prepared data is
-    gone."""
+    """Give a head what its psi is worth on development sequences. Nothing where there are none; where the prepared data
+    is gone, a warning says so."""
     if not data_folder.is_dir():
+        warnings.warn(
+            f"{data_folder} is gone: the head is exported without calibration, which says how many draft tokens pay",
+            stacklevel=2,
+        )
         return
     dev = dev_sequences(data_folder, max_length)
     decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))

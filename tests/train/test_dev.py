@@ -80,3 +80,8 @@ def replayed(base, decoder, sequences):
     from ctcdraft.model.replay import replay
 
     return replay(base, {"": decoder}, sequences, progress=False)[""]
+
+
+def test_an_export_without_the_prepared_data_says_what_it_lacks(tmp_path):
+    with pytest.warns(UserWarning, match="data-x is gone: the head is exported without calibration"):
+        fit_to_dev(None, None, tmp_path / "data-x", 200)
