@@ -85,3 +85,10 @@ def replayed(base, decoder, sequences):
 def test_an_export_without_the_prepared_data_says_what_it_lacks(tmp_path):
     with pytest.warns(UserWarning, match="data-x is gone: the head is exported without calibration"):
         fit_to_dev(None, None, tmp_path / "data-x", 200)
+
+
+def test_a_score_is_logged_at_steps_too_whose_figures_are_not_due(small, tmp_path, monkeypatch):
+    trainer = small(tmp_path, "train.log_every=5", "train.eval_every=2")
+    monkeypatch.setattr(trainer, "_evaluate", lambda: 1.5)
+    rows = [trainer._one_step() for _ in range(3)]
+    assert [row and row.get("dev/tokens_per_step") for row in rows] == [None, 1.5, None]
