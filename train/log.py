@@ -114,8 +114,13 @@ def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, 
     run = None if config.mode == "none" else wandb_run(folder, name, config, settings)
     if run is None:
         return Sink()
-    if config.dashboard and not run.offline:
-        print(f"W&B: dashboard at {set_up_dashboard(config.entity or run.entity, config.project)}", flush=True)
+    if config.dashboard and step == 0 and not run.offline:
+        try:
+            print(f"W&B: dashboard at {set_up_dashboard(config.entity or run.entity, config.project)}", flush=True)
+        except ValueError:  # a package that is missing
+            raise
+        except Exception as error:  # what W&B does not allow, or no network
+            print(f"W&B: no dashboard ({first_line(error)})", flush=True)
     return Wandb(run)
 
 

@@ -9,6 +9,7 @@ import pytest
 import wandb
 from wandb_file import history
 
+from ctcdraft.train import log
 from ctcdraft.train.log import PANELS, LoggerConfig, Media, RunLog, Wandb, set_up_dashboard
 
 pytestmark = pytest.mark.slow
@@ -203,3 +204,19 @@ def test_tensorboard_has_the_same_figures(tmp_path):
     assert [event.value for event in found.Scalars("eval/tokens_per_step")] == [2.5]
     assert found.Tags()["images"] == ["plots/p"]
     assert found.Tags()["tensors"] == ["warnings/text_summary"]
+
+
+def test_the_dashboard_stands_once_however_often_a_run_goes_on(runs, tmp_path, monkeypatch):
+    made = Mock(return_value="https://wandb.example/ctcdraft")
+    monkeypatch.setattr(log, "set_up_dashboard", made)
+    for step in (0, 2, 4):
+        RunLog(tmp_path, LoggerConfig("wandb", dashboard=True), {}, step).close()
+    assert made.call_count == 1
+
+
+def test_a_run_goes_on_without_a_dashboard(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(log, "set_up_dashboard", Mock(side_effect=wandb.errors.CommError("permission denied")))
+    mine = RunLog(tmp_path, LoggerConfig("wandb", dashboard=True), {}, 0)
+    mine.write({"step": 1, "train/loss": 1.0})
+    assert runs[0].logged == [(1, {"train/loss": 1.0})]
+    assert "W&B: no dashboard (permission denied)" in capsys.readouterr().out
