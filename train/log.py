@@ -100,10 +100,13 @@ class RunLog:
 
 
 def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
-    """A run of its own, inside the evaluation's folder."""
-    sink = _sink(folder, name, config, settings, 0)
-    sink.summary(media)
-    sink.finish()
+    """A run of its own, inside the evaluation's folder. Where that fails, a line says so: the evaluation is there."""
+    try:
+        sink = _sink(folder, name, config, settings, 0)
+        sink.summary(media)
+        sink.finish()
+    except Exception as error:
+        print(f"the evaluation is not logged ({first_line(error)}); {folder} holds it", flush=True)
 
 
 def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], step: int) -> Sink:

@@ -10,7 +10,7 @@ import wandb
 from wandb_file import history
 
 from ctcdraft.train import log
-from ctcdraft.train.log import PANELS, LoggerConfig, Media, RunLog, Wandb, set_up_dashboard
+from ctcdraft.train.log import PANELS, LoggerConfig, Media, RunLog, Wandb, log_evaluation, set_up_dashboard
 
 pytestmark = pytest.mark.slow
 
@@ -220,3 +220,10 @@ def test_a_run_goes_on_without_a_dashboard(runs, tmp_path, monkeypatch, capsys):
     mine.write({"step": 1, "train/loss": 1.0})
     assert runs[0].logged == [(1, {"train/loss": 1.0})]
     assert "W&B: no dashboard (permission denied)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ValueError("logger=tensorboard needs the package"), ConnectionError("lost")])
+def test_an_evaluation_that_cannot_be_logged_is_there_all_the_same(tmp_path, monkeypatch, capsys, error):
+    monkeypatch.setattr(log, "_sink", Mock(side_effect=error))
+    log_evaluation(tmp_path, "a", LoggerConfig("tensorboard"), {}, Media({}, {}, {}))
+    assert f"the evaluation is not logged ({error}); {tmp_path} holds it" in capsys.readouterr().out
