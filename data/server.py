@@ -1,7 +1,6 @@
 """Answers from any OpenAI-compatible server: chat completions, with concurrency, timeouts and retries."""
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,7 +90,7 @@ class ChatServer:
                     wait = max(wait, min(LONGEST_WAIT, float(response.headers.get("retry-after", 0))))
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__} {error}".strip()
-            except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
                 reason = f"no whole answer ({type(error).__name__} {error})"
             if attempt < self.retries:
                 await asyncio.sleep(wait)
