@@ -29,7 +29,7 @@ class RowsConfig:
     path: str | list[str] | None = None  # file, glob or Hub name, or a list of them
     # several paths: their shares, row by row, until one ends; null: all of each
     weights: list[PositiveFloat] | None = None
-    limit: PositiveInt | None = None  # conversations, texts or rows that are used; null: all
+    limit: PositiveInt | None = None  # rows that are read, or generated; null: all
     # share kept from training: half to choose the best head by, half for bench=heldout
     holdout: Annotated[float, Field(gt=0, lt=0.9)] = 0.1
     dedupe: bool = True  # drop rows of equal content
