@@ -39,6 +39,10 @@ class RowsConfig:
     def __post_init__(self) -> None:
         if self.kind not in GENERATED and not self.paths:
             raise ValueError(f"data={self.kind} needs data.path=<file, glob or Hub name>")
+        if self.kind in GENERATED and self.paths:
+            raise ValueError(
+                f"data={self.kind} generates its rows: data.path={self.path} goes with data=sharegpt, text or mixed"
+            )
         if self.weights is not None and len(self.weights) != len(self.paths):
             raise ValueError(f"data.weights={self.weights}: give one above 0 for each of {len(self.paths)} paths")
 

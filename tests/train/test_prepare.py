@@ -471,6 +471,7 @@ def test_real_files_prepare_with_every_row_accounted_for(stories_base, shared, t
         ({"limit": 0}, "limit"),
         ({"kind": "novel"}, "should be 'toy', 'prompts', 'sharegpt', 'text' or 'mixed'"),
         ({"kind": "text"}, "needs data.path"),
+        ({"kind": "prompts", "path": "x"}, "data=prompts generates its rows: data.path=x goes with data=sharegpt"),
         ({"kind": "text", "path": "x", "prompt_tokens": [9, 3]}, "prompt_tokens"),
         ({"holdout": 1.0}, "holdout"),
         ({"samples_per_text": 0}, "samples_per_text"),
