@@ -69,6 +69,7 @@ def prepared_folder(base: Base, config: DataConfig, seed: int, cache: Path) -> P
     """Where data for this base and these options lies, prepared or not: the name is a hash of what decides it."""
     options = {k: v for k, v in departures(config).items() if k not in ("path", "features")}  # a path's content does
     sources = [source_hash(path) for path in (*config.paths, config.keep_out) if path]
+    sources += [GENERATED[config.kind].fingerprint] if sources and config.kind in GENERATED else []
     template = None if config.kind == "text" else [base.tokenizer.chat_template, dict(base.template_args)]
     identity = {name: digest for name, digest in base.identity.items() if name != "name"}
     key = [FORMAT, options, sources or GENERATED[config.kind].fingerprint, template, identity, base.weights, seed]

@@ -1,6 +1,7 @@
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ from bases import tiny_tokenizer, write_base
 from pydantic import TypeAdapter
 from templates import QWEN_3, SWITCHED, SWITCHED_SPECIALS
 
+from ctcdraft.data.generated import GENERATED
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
 from ctcdraft.data.template import with_template_args
 from ctcdraft.eval.bench import BenchConfig, load_questions
@@ -459,6 +461,16 @@ def test_real_files_prepare_with_every_row_accounted_for(stories_base, shared, t
     manifest = read_manifest(prepare(stories_base, config, 0, tmp_path))
     assert manifest["read"] == (limit or count)
     assert manifest["used"] + manifest["rejected"] == manifest["read"]
+
+
+@pytest.mark.parametrize("kept_out", [False, True])
+def test_what_is_generated_otherwise_is_prepared_anew(chat_base, tmp_path, monkeypatch, kept_out):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"turns": ["what is it?"]}')
+    config = DataConfig(kind="prompts", keep_out=str(questions) if kept_out else None)
+    before = prepared_folder(chat_base, config, 0, tmp_path)
+    monkeypatch.setitem(GENERATED, "prompts", replace(GENERATED["prompts"], exchanges=(1,)))
+    assert prepared_folder(chat_base, config, 0, tmp_path) != before
 
 
 @pytest.mark.parametrize(
