@@ -25,7 +25,8 @@ from ctcdraft.train.step import Plan
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
-NO_OTHERS = ConfigDict(extra="forbid")  # options than those of an entry and of what is in it
+# options than those of an entry and of what is in it; Hydra reads a name of digits as a number
+NO_OTHERS = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,12 @@ def test_what_is_no_syntax_needs_no_quotes(name, tmp_path, monkeypatch):
     assert compose("train", ["data=sharegpt", _quoted(f"data.path={name}")]).data.path == name
 
 
+def test_a_name_of_digits_is_a_name():
+    assert typed(compose("train", ["name=20261127"]), TrainEntry).name == "20261127"
+    config = typed(compose("eval", ["heads=[1,2]", "base.eos=2"]), EvalEntry)
+    assert (config.heads, config.base.eos) == (["1", "2"], 2)
+
+
 def test_a_value_that_could_be_several_is_a_sentence():
     with pytest.raises(ValueError, match=r"Ambiguous value .* To use it as string, quote the value"):
         compose("train", [_quoted("data.path=a,b.jsonl")])
