@@ -148,14 +148,16 @@ def _chosen_eos(eos: str | int | Sequence[str | int], model: Any, tokenizer: Any
 
 def usable_context(model: Any) -> int:
     """Positions that may be used: no more than from where longrope turns every row of a forward by other angles, since
-    a draft beyond it would change its own root's."""
+    a draft beyond it would change its own root's. Llama 4's layers without angles scale queries by places in the cache,
+    where a node lies behind its siblings and a row as far as the longest: up to a first number of them, all alike."""
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", 0)
     rope = getattr(config, "rope_parameters", None) or {}
     of_kinds = all(isinstance(one, dict) for one in rope.values())  # some have one for each kind of layer
     ropes = rope.values() if of_kinds else [rope]
     short = [one["original_max_position_embeddings"] for one in ropes if one.get("rope_type") == "longrope"]
-    return min([longest, *short])
+    scales = getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers)
+    return min([longest, *short, *([config.floor_scale * 7 // 8] if scales else [])])  # an eighth is left for drafts
 
 
 @contextmanager

@@ -70,6 +70,17 @@ def test_a_window_that_a_mask_cannot_give_caps_the_context(monkeypatch):
         assert base_of(copy.deepcopy(model), tiny_tokenizer(), "b").context_length == WINDOW
 
 
+def test_a_base_that_scales_queries_by_places_is_used_as_far_as_these_are_scaled_alike():
+    """Otherwise a row that is decoded beside a longer one would be scaled as that one is."""
+    base = base_of_architecture("llama4_text", no_rope_layers=[1, 0], floor_scale=64, attn_scale=2.0)
+    asked = prompts(1, seed=7, longest=9) + prompts(1, seed=8, longest=50)
+    alone = [Decoder(base).generate(prompt, 100, eos=[]).tokens for prompt in asked]
+    assert [out.tokens for out in Decoder(base).generate(asked, 100, eos=[])] == alone
+    for number, (prompt, truth) in enumerate(zip(asked, alone, strict=True)):
+        assert random_trees(base, truth, number).generate(prompt, 100, eos=[]).tokens == truth
+    assert base.context_length == 56
+
+
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(REFUSED)))
 def test_a_head_copies_layers_where_these_run_alone(name):
     base = base_of_architecture(name, torch.float32 if name in SINGLE else torch.float64)
