@@ -1,5 +1,8 @@
 """The fixed-shape step against the eager one: same paths, same caches, same drafts."""
 
+from contextlib import contextmanager, nullcontext
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.llm import Base
+from ctcdraft.model.decode import captured
 from ctcdraft.model.decode.captured import width_of
 from ctcdraft.model.draft.budget import Budget, Calibration
 from ctcdraft.model.heads.stepwise import StepwiseConfig
@@ -160,6 +164,35 @@ def test_no_operation_of_a_step_asks_the_device_for_a_value(tmp_path, family, se
     with Recorded() as control:
         int(torch.ones(3).sum())
     assert control.names & WAITING
+
+
+def test_graphs_are_made_and_run_on_the_device_of_the_base(base, monkeypatch):
+    """Of another one than the current one a capture would hold nothing, and its replay would give the answer before."""
+    _, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    prompt, current, seen = prompts(1)[0], ["another"], []
+    want = static.generate(prompt, 12).tokens
+
+    @contextmanager
+    def device(given):
+        current.append(given)
+        yield
+        current.pop()
+
+    def graph_of(half):
+        seen.append(current[-1])
+        return lambda: (seen.append(current[-1]), half())
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(captured, "_graph_of", graph_of)
+    monkeypatch.setattr(captured, "_sync_debug_mode", lambda mode: nullcontext())
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    static._captured.capture = static._captured.on_gpu = True
+    for shape in static._captured._shapes.values():
+        shape.halves = []
+    assert static.generate(prompt, 12).tokens == want
+    assert len(seen) > 4
+    assert set(seen) == {base.device}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing is captured")
