@@ -58,9 +58,11 @@ class PearlStep(EagerStep):
         """As the eager step does, and the next draft with it; `draft` seconds are those that the base was done
         before."""
         lengths = [request.length for request in self.active]
+        # Made on the base's stream: noise that both look at, and states, whose memory is free once nobody holds them.
+        noise, states = self.noise(), [request.hidden for request in self.active]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.base.device))
-        drafting = self.beside.submit(self._draft_beside)
+        drafting = self.beside.submit(self._draft_beside, lambda: noise)
         try:
             with self.clock("verify"):
                 found, hidden_BQD = self._verified(drafts)
@@ -68,16 +70,17 @@ class PearlStep(EagerStep):
             wait([drafting])
         with self.clock("draft"):
             drafted = drafting.result()
+        del states
         with self.clock("other"):
             self._commit(found, hidden_BQD)
         self.early = dict(zip(self.active, zip(drafted, lengths, strict=True), strict=True))
         return found
 
-    def _draft_beside(self) -> list[Lattice | Tree]:
+    def _draft_beside(self, noise: Noise) -> list[Lattice | Tree]:
         if self.stream is None:
-            return self._drafted(self.noise)
+            return self._drafted(noise)
         with torch.cuda.stream(self.stream):
-            drafted = self._drafted(self.noise)
+            drafted = self._drafted(noise)
         self.stream.synchronize()
         return drafted
 

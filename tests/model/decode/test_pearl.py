@@ -1,6 +1,7 @@
 """Base and head at the same time: who is done first changes no token, and what fails on one side is one error."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from drafting import HEADS, assert_entries_of_a_fresh_prefill, prompts, random_h
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.decode.pearl import PearlStep
 from ctcdraft.model.draft.budget import chain_of
+from ctcdraft.model.draft.drafter import Drafter
 from ctcdraft.model.heads import CtcConfig
 
 PEARL = {"nodes": 12, "budget": "fixed", "schedule": "pearl"}
@@ -151,6 +153,31 @@ def test_the_caches_of_both_sides_are_those_of_reading_anew(base, monkeypatch):
     assert [one.tokens for one in outs] == [tokens for _, tokens in truths]
     assert max(max(one.accepted) for one in outs) == 5
     assert len(seen) > 10
+
+
+def test_what_both_sides_look_at_is_made_by_the_base_and_lasts_until_both_are_done(base, monkeypatch):
+    """On a GPU the head has a stream of its own: noise that it made would not be there yet for the base, and memory of
+    states that nobody holds would be written to before the head has read them."""
+    real, drafted, makers, alive = Drafter.noise, PearlStep._drafted, set(), []
+
+    def noise(self, *given):
+        makers.add(threading.current_thread() is threading.main_thread())
+        return real(self, *given)
+
+    def beside(step, given):
+        states = [weakref.ref(piece) for request in step.active for piece in request.hidden]
+        found = drafted(step, given)
+        alive.extend(state() is not None for state in states)
+        return found
+
+    monkeypatch.setattr(Drafter, "noise", noise)
+    monkeypatch.setattr(PearlStep, "_drafted", beside)
+    asked, draft = prompts(2, seed=5), DraftConfig(**PEARL, proposal="shared")
+    got = Decoder(base, random_head(HEADS[1], base), draft).generate(asked, 12, **SEEDS)
+    assert [one.tokens for one in got] == [one.tokens for one in Decoder(base).generate(asked, 12, **SEEDS)]
+    assert makers == {True}
+    assert len(alive) > 10
+    assert all(alive)
 
 
 def test_without_a_head_there_is_nothing_beside_the_base(base):
