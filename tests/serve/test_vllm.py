@@ -114,6 +114,7 @@ def config_of(served, *, head=None, **changed):
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         lora_config=None,
     )
     for name, value in changed.items():
@@ -261,6 +262,18 @@ def test_models_that_a_head_cannot_draft_for_are_refused(engine, served, tmp_pat
     windowed = write_base(tmp_path / "windowed", "mistral", sliding_window=16)
     config = {"model_config__model": str(windowed)}
     assert "--max-model-len 16" in refusal(engine, served, Target(load_base(str(windowed))), **config)
+
+
+def test_layers_whose_pages_are_handed_out_apart_are_refused(engine, served, tmp_path):
+    """vLLM shows a proposer the block table of one kind of layers; by it the pages of the other are anybody's."""
+    base = load_base(str(write_base(tmp_path / "mixed", "gemma2", sliding_window=256, pad_token_id=0)))
+    export_head(random_head(HEADS[1], base), base, tmp_path / "head", TRAINING)
+    config = {"model_config__model": base.path, "head": tmp_path / "head"}
+    sentence = refusal(engine, served, Target(base), **config)
+    assert sentence.startswith("mixed has layers with a window and others")
+    assert sentence.endswith("give --disable-hybrid-kv-cache-manager")
+    config["scheduler_config__disable_hybrid_kv_cache_manager"] = True
+    engine.Runner(config_of(served, **config), Target(base)).load_model()
 
 
 def test_a_gpu_engines_pages_are_views_in_the_backends_that_are_known():
