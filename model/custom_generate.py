@@ -99,9 +99,10 @@ def _is_given(value: Any) -> bool:
 
 
 def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:
-    """Made once per model, head and budget; kept by the model, to go when it goes."""
+    """Made once per model, where and in which precision it is, head and budget; kept by the model, to go when it
+    goes."""
     made: dict[Any, Decoder] = model.__dict__.setdefault("_ctcdraft_decoders", {})
-    key = (read_config(head_folder(folder))["sha256"], nodes)
+    key = (read_config(head_folder(folder))["sha256"], nodes, model.device, model.dtype)
     if key not in made:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)

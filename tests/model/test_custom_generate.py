@@ -117,6 +117,17 @@ def test_a_model_takes_its_decoders_with_it_and_a_new_head_is_seen(stock, tmp_pa
     assert gone() is None
 
 
+def test_a_model_that_was_converted_is_drafted_for_in_its_new_precision(stock, tmp_path):
+    base = load_base(stock[2].path)
+    export_head(random_head(CtcConfig(slots=4), base), base, tmp_path / "head", TRAINING)
+    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
+    call = {**padded(PROMPTS[:1]), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        want = model.generate(**call)
+        assert torch.equal(model.generate(**call, custom_generate=str(tmp_path / "head"), trust_remote_code=True), want)
+
+
 def test_samples_are_the_decoders_own(stock):
     model, folder, base = stock
     inputs = padded(PROMPTS)
