@@ -125,7 +125,8 @@ class Base:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, as the base's first layer gets them: [..., D]."""
-        return self._embedding(ids)
+        scale = getattr(self.decoder, "embedding_multiplier", 1.0)  # Granite
+        return self._embedding(ids) * scale if scale != 1.0 else self._embedding(ids)
 
     @torch.no_grad()
     def hidden(

@@ -108,6 +108,8 @@ def _shortened(decoder: Any, numbers: Sequence[int]) -> Any:
     short._modules = {}
     del short.__dict__["layers"]
     short.layers = nn.ModuleList(decoder.layers[number] for number in numbers)
+    if hasattr(decoder, "embedding_multiplier"):  # Granite's, of what enters its first layer
+        short.embedding_multiplier = 1.0
     short.config = copy.deepcopy(decoder.config)
     short.config.num_hidden_layers = len(numbers)
     if getattr(decoder.config, "layer_types", None):

@@ -28,7 +28,7 @@ KINDS = {  # and what is changed of their row in architectures.py
     "stablelm": {"partial_rotary_factor": 0.25},
     "gpt_neox": {"rotary_pct": 0.25},
     "glm4": {"partial_rotary_factor": 0.5},  # and turns neighbours, not halves
-    "granite": {},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22},  # scales what enters its first layer
     "smollm3": {"no_rope_layers": [1, 0]},  # turns nothing in its second layer
 }
 HEADS = {
@@ -52,6 +52,11 @@ def key_at(base, layer, position):
     base.hidden(torch.full((1, 1), 9), AttentionMask(at), cache=cache)
     cache.commit([[0]])
     return cache.committed(layer)[0]
+
+
+def test_a_token_is_embedded_as_it_enters_the_first_layer(kind):
+    ids, D = torch.arange(4, 12).unsqueeze(0), kind.hidden_size
+    assert torch.allclose(kind.embed(ids), kind.hidden(ids, attended=kind.attended(kind.depth))[..., D : 2 * D])
 
 
 @pytest.mark.parametrize("name", HEADS)
