@@ -144,6 +144,8 @@ class Proposer:
         if base.device.type == "cpu":
             for layer, module in self.attention.items():
                 self._mirror(layer, module.impl)
+        else:
+            check_readable(self.attention)
 
     def attach(self, runner: Any) -> None:
         """To the runner that has made it, whose model is loaded and not compiled yet."""
@@ -276,12 +278,15 @@ def attention_of(target: Any, layers: Sequence[int]) -> dict[int, Any]:
 
 def engine_pages(attention: dict[int, Any]) -> Pages:
     """vLLM's own cache of these layers on an accelerator, [P, H, K, 2 W]: views of it. Not run on a GPU yet."""
-    layers = {}
-    for layer, module in attention.items():
+    check_readable(attention)
+    return Pages({n: module.kv_cache.transpose(1, 2).chunk(2, dim=-1) for n, module in attention.items()})
+
+
+def check_readable(attention: dict[int, Any]) -> None:
+    """Raises ValueError where a backend lays keys and values out in another way."""
+    for module in attention.values():
         if module.attn_backend.get_name() not in READABLE:
             raise ValueError(f"--attention-backend {module.attn_backend.get_name()}: choose one of {READABLE}")
-        layers[layer] = module.kv_cache.transpose(1, 2).chunk(2, dim=-1)
-    return Pages(layers)
 
 
 def mend_sampling() -> None:

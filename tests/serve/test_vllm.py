@@ -3,6 +3,7 @@
 import json
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -274,6 +275,15 @@ def test_layers_whose_pages_are_handed_out_apart_are_refused(engine, served, tmp
     assert sentence.endswith("give --disable-hybrid-kv-cache-manager")
     config["scheduler_config__disable_hybrid_kv_cache_manager"] = True
     engine.Runner(config_of(served, **config), Target(base)).load_model()
+
+
+def test_a_gpu_engines_backend_that_is_not_known_is_refused_at_the_start(engine, served, monkeypatch):
+    base = Mock(device=torch.device("cuda"), windows=SimpleNamespace(width=None))
+    for name, given in (("base_of", base), ("load_head", served.head), ("ServedHead", None)):
+        monkeypatch.setattr(serving, name, lambda *_, given=given: given)
+    target = Target(served.base)
+    target.model.layers[-1].self_attn.attn.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
+    assert refusal(engine, served, target).startswith("--attention-backend FLASHINFER: choose one of ('FLASH_ATTN', ")
 
 
 def test_a_gpu_engines_pages_are_views_in_the_backends_that_are_known():
