@@ -7,7 +7,7 @@ import numpy as np
 
 from ctcdraft.model.base.llm import Base
 
-from .template import NO_ARGS, TemplateArgs, prompt_ids
+from .template import prompt_ids
 
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
 
@@ -21,18 +21,13 @@ def prompt_lengths(base: Base, lengths: Sequence[int], option: str) -> tuple[int
     return low, high
 
 
-def question_ids(
-    tokenizer: Any,
-    turns: Sequence[str],
-    system: str | None,
-    tools: list[Any] | None,
-    template_args: TemplateArgs = NO_ARGS,
-) -> list[int]:
+def question_ids(base: Base, turns: Sequence[str], system: str | None, tools: list[Any] | None) -> list[int]:
     """The prompt of a question's first turn, and behind it the tokens of the user's later turns alone: all that a base
     must be able to read before it is asked. Raises RowError where the template refuses it."""
     messages = [{"role": "system", "content": system}] if system is not None else []
-    ids = prompt_ids(tokenizer, [*messages, {"role": "user", "content": turns[0]}], tools, template_args)
-    return ids + [token for turn in turns[1:] for token in tokenizer(turn, add_special_tokens=False).input_ids]
+    messages.append({"role": "user", "content": turns[0]})
+    ids = prompt_ids(base.tokenizer, messages, tools, base.template_args)
+    return ids + [token for turn in turns[1:] for token in base.tokenizer(turn, add_special_tokens=False).input_ids]
 
 
 def cut_prompts(

@@ -128,21 +128,15 @@ def prompt_ids(
     return _encoded(tokenizer, [text])[0].ids
 
 
-def answer_message(
-    tokenizer: Any,
-    eos_ids: Sequence[int],
-    messages: Messages,
-    answer: Sequence[int],
-    tools: list[Any] | None = None,
-    template_args: TemplateArgs = NO_ARGS,
-) -> Message:
-    """The message that the template writes as the tokens of an answer to `messages`, for the turns that follow.
+def answer_message(base: Any, messages: Messages, answer: Sequence[int], tools: list[Any] | None = None) -> Message:
+    """The message that a base's template writes as the tokens of its answer to `messages`, for the turns that follow.
 
     Special tokens inside the answer are a part of it: its content holds them, or, of gpt-oss's channels, the thought
     and the final words lie apart. Where the template writes no message that way, they are left out. Raises RowError
     where it refuses the `messages` themselves.
     """
-    words = list(answer[:-1] if answer and answer[-1] in eos_ids else answer)
+    tokenizer = base.tokenizer
+    words = list(answer[:-1] if answer and answer[-1] in base.eos_ids else answer)
     plain = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
     whole = tokenizer.decode(words, skip_special_tokens=False)
     if whole == tokenizer.decode(words, skip_special_tokens=True):
@@ -150,7 +144,7 @@ def answer_message(
     parts = CHANNEL.findall(whole)  # gpt-oss's: what it thinks, and what it says in the end
     thought, said = ("".join(text for name, text in parts if name == one) for one in ("analysis", "final"))
     parted = {"role": "assistant", "content": said} | ({"reasoning_content": thought} if thought else {})
-    template = _Template(tokenizer, tools, template_args)
+    template = _Template(tokenizer, tools, base.template_args)
     before = template.prompt(messages)
     for message in (parted, {"role": "assistant", "content": whole}, plain):
         try:

@@ -99,17 +99,16 @@ class Question:
         if self.prompt:
             return list(self.prompt)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        tools, args = self.tools, base.template_args
         for turn, answer in zip(self.turns, answers, strict=False):
             messages.append({"role": "user", "content": turn})
-            messages.append(answer_message(base.tokenizer, base.eos_ids, messages, answer, tools, args))
+            messages.append(answer_message(base, messages, answer, self.tools))
         messages.append({"role": "user", "content": self.turns[len(answers)]})
-        return prompt_ids(base.tokenizer, messages, tools, args)
+        return prompt_ids(base.tokenizer, messages, self.tools, base.template_args)
 
     def problem(self, base: Base) -> str | None:
         """Why it cannot be asked."""
         try:
-            ids = self.prompt or question_ids(base.tokenizer, self.turns, self.system, self.tools, base.template_args)
+            ids = self.prompt or question_ids(base, self.turns, self.system, self.tools)
         except RowError as error:
             return str(error)
         return base.unreadable(ids)

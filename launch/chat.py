@@ -33,7 +33,7 @@ def main(config: ChatEntry) -> int:
         messages.append({"role": "user", "content": encodable(text, "the question")})
         prompt = prompt_ids(base.tokenizer, messages, None, base.template_args)
         out = answer(decoder, prompt, config, config.seed + number)
-        messages.append(answer_message(base.tokenizer, base.eos_ids, messages, out.tokens, None, base.template_args))
+        messages.append(answer_message(base, messages, out.tokens))
     return 0
 
 

@@ -218,7 +218,7 @@ def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[
                 system = messages[0]["content"] if messages[0]["role"] == "system" else None
                 asked |= {} if system is None else {"system": system}
                 asked |= {"tools": record.tools} if record.tools else {}
-                ids = question_ids(base.tokenizer, asked["turns"], system, record.tools, base.template_args)
+                ids = question_ids(base, asked["turns"], system, record.tools)
             elif record.prompt:
                 asked, ids = {"input_ids": record.prompt}, record.prompt
             problem = base.unreadable(ids)

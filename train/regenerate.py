@@ -135,10 +135,9 @@ class Dialogue:
 
     def answer(self, tokens: list[int]) -> None:
         """The tokens that the base put behind `prompt`."""
-        base, tools = self.base, self.conversation.tools
-        message = answer_message(base.tokenizer, base.eos_ids, self.said, tokens, tools, base.template_args)
+        message = answer_message(self.base, self.said, tokens, self.conversation.tools)
         mask = [0] * len(self.prompt) + [1] * len(tokens)
-        self._add([*self.prompt, *tokens], mask, message, cut=tokens[-1] not in base.eos_ids)
+        self._add([*self.prompt, *tokens], mask, message, cut=tokens[-1] not in self.base.eos_ids)
 
     def answer_text(self, answer: Answer) -> None:
         """What a server said behind `said`, tokenised as the template writes it. Raises RowError where it cannot be."""

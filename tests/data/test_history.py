@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from templates import CHANNEL_SPECIALS, CHANNELS, CHATML, LLAMA_3
 
 from ctcdraft.data.template import answer_message, prompt_ids
+from ctcdraft.model.base.llm import Base
 
 SPECIALS = {
     CHATML: ("<|im_start|>", "<|im_end|>", "<think>", "[TOOL_CALLS]"),
@@ -19,12 +20,16 @@ TOKENIZERS = {template: tiny_tokenizer(template, special) for template, special 
 IDS = {CHATML: "chatml", LLAMA_3: "llama-3", CHANNELS: "channels"}.get
 
 
+def base(template, *eos):
+    return Base(None, TOKENIZERS[template], "b", eos, 64)
+
+
 def next_prompt(template, text):
     """(the first prompt, the answer's tokens, the prompt of the turn behind it)"""
     tokenizer = TOKENIZERS[template]
     answer = tokenizer.encode(text + ENDS[template], add_special_tokens=False)
-    eos = [tokenizer.convert_tokens_to_ids(ENDS[template])]
-    message = answer_message(tokenizer, eos, QUESTION, answer)
+    eos = tokenizer.convert_tokens_to_ids(ENDS[template])
+    message = answer_message(base(template, eos), QUESTION, answer)
     again = [*QUESTION, message, {"role": "user", "content": "So?"}]
     return prompt_ids(tokenizer, QUESTION), answer, prompt_ids(tokenizer, again)
 
@@ -46,7 +51,7 @@ def test_of_channels_the_final_words_alone_come_back(thought, said):
     tokenizer = TOKENIZERS[CHANNELS]
     thinks = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
     prompt, answer, following = next_prompt(CHANNELS, f"{thinks}<|channel|>final<|message|>{said}")
-    message = answer_message(tokenizer, [answer[-1]], QUESTION, answer)
+    message = answer_message(base(CHANNELS, answer[-1]), QUESTION, answer)
     want = {"role": "assistant", "content": said} | ({"reasoning_content": thought} if thought else {})
     assert message == want
     back = tokenizer.encode(f"<|channel|>final<|message|>{said}<|end|>", add_special_tokens=False)
@@ -56,4 +61,4 @@ def test_of_channels_the_final_words_alone_come_back(thought, said):
 def test_what_no_message_gives_is_left_without_special_tokens():
     tokenizer = TOKENIZERS[CHANNELS]
     answer = tokenizer.encode("a<|message|>b<|channel|>", add_special_tokens=False)
-    assert answer_message(tokenizer, [], QUESTION, answer) == {"role": "assistant", "content": "ab"}
+    assert answer_message(base(CHANNELS), QUESTION, answer) == {"role": "assistant", "content": "ab"}

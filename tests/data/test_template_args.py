@@ -1,5 +1,6 @@
 """What a chat template gets beside the messages: it reaches every rendering, and what it cannot read is refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,8 @@ def test_they_reach_the_prompt_and_the_mask():
     assert shown(tokenizer, rendered(tokenizer, SAID)).endswith("<think>[[</think>ab<|im_end|>]]\n")
     assert shown(tokenizer, rendered(tokenizer, SAID, None, off)).endswith("<think></think>[[ab<|im_end|>]]\n")
     answer = tokenizer.encode("ab<|im_end|>", add_special_tokens=False)
-    assert answer_message(tokenizer, answer[-1:], ASK, answer, None, off) == SAID[1]
+    thoughtless = replace(base(), eos_ids=(answer[-1],), template_args=off)
+    assert answer_message(thoughtless, ASK, answer) == SAID[1]
 
 
 def test_a_thought_where_the_prompt_has_an_empty_one_is_refused_with_the_reason():
