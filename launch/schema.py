@@ -13,7 +13,7 @@ from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
-from ctcdraft.model.heads.stepwise import StepwiseConfig
+from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
 from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed

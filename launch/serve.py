@@ -27,7 +27,7 @@ from ctcdraft.launch.schema import ServeEntry
 from ctcdraft.model.export import head_folder, read_config
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.heads import head_config
-from ctcdraft.model.heads.stepwise import StepwiseConfig
+from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
 from ctcdraft.model.load.pretrained import TEMPLATE_FOLDER
 
 VERSION = "0.32.0"  # of vLLM, which ctcdraft.serve is tested with

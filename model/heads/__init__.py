@@ -15,7 +15,9 @@ from .head import Head, HeadConfig
 from .last_layers import layers_to_copy
 from .medusa import MedusaConfig, MedusaHead
 from .slots import CtcConfig, ParallelConfig, SlotHead
-from .stepwise import EagleConfig, EagleHead, GlideConfig, GlideHead, MlpConfig, MlpHead
+from .stepwise.eagle import EagleConfig, EagleHead
+from .stepwise.glide import GlideConfig, GlideHead
+from .stepwise.mlp import MlpConfig, MlpHead
 
 AnyHeadConfig = Annotated[
     CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | GlideConfig | DiffusionConfig,

@@ -15,7 +15,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import captured
 from ctcdraft.model.decode.captured import width_of
 from ctcdraft.model.draft.budget import Budget, Calibration
-from ctcdraft.model.heads.stepwise import StepwiseConfig
+from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
 
 pytestmark = pytest.mark.slow
 
