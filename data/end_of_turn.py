@@ -6,6 +6,8 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from ctcdraft.model.base.llm import Base
+
 ASKED, ANSWERED, NEXT = "zqaskedzq", "zqansweredzq", "zqnextzq"
 
 
@@ -52,8 +54,10 @@ def missing_end(tokenizer: Any, eos_ids: Sequence[int], base: str) -> str | None
     )
 
 
-def warn_if_no_end(tokenizer: Any, eos_ids: Sequence[int], base: str) -> None:
-    """The one warning, in a process, that answers may not end."""
-    problem = missing_end(tokenizer, eos_ids, base)
-    if problem:
+def warn_of_template(base: Base) -> None:
+    """The warnings, once in a process, that a base's chats are written in the plain format, or that answers may not
+    end."""
+    if base.plain_template:
+        warnings.warn(f"{base.name} has no chat template: chat is written as 'User: ... Assistant: ...'", stacklevel=1)
+    if problem := missing_end(base.tokenizer, base.eos_ids, base.name):
         warnings.warn(problem, stacklevel=1)

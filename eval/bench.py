@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from ctcdraft.data.end_of_turn import warn_if_no_end
+from ctcdraft.data.end_of_turn import warn_of_template
 from ctcdraft.data.generated import TOY
 from ctcdraft.data.messages import encodable, filled, read_tools, taken
 from ctcdraft.data.prompts import cut_prompts, prompt_lengths, question_ids
@@ -21,7 +21,7 @@ from ctcdraft.data.records import SYSTEM, TOOLS, text_of, turns_of_text
 from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import answer_message, prompt_ids
-from ctcdraft.model.base.llm import Base, warn_if_plain
+from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
 
 HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
@@ -131,8 +131,7 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
         except RowError as error:
             raise ValueError(f"bench.path={config.path}: row {number}: {error}") from error
     if any(question.turns for question in questions):
-        warn_if_plain(base)
-        warn_if_no_end(base.tokenizer, base.eos_ids, base.name)
+        warn_of_template(base)
     problems = {question: problem for question in questions if (problem := question.problem(base))}
     if problems:
         first, why = next(iter(problems.items()))

@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
+from ctcdraft.data.end_of_turn import warn_of_template
 from ctcdraft.data.messages import encodable
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.launch.cli import run
 from ctcdraft.launch.runs import chosen_heads
 from ctcdraft.launch.schema import ChatEntry
 from ctcdraft.model import Decoder, Generation, load_head
-from ctcdraft.model.base.llm import warn_if_plain
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.train.online import decoder_for
 
@@ -25,7 +25,7 @@ TINT, PLAIN = "\033[38;5;36m", "\033[0m"
 
 def main(config: ChatEntry) -> int:
     base, heads, _ = chosen_heads(config)
-    warn_if_plain(base)
+    warn_of_template(base)
     decoder = decoder_for(base, load_head(next(iter(heads.values())), base), config.draft, config.online)
     system = encodable(config.system or "", "the system turn")
     messages = [{"role": "system", "content": system}] if system else []

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import NonNegativeInt
 
 from ctcdraft.data.duplicates import NearDuplicates
-from ctcdraft.data.end_of_turn import warn_if_no_end
+from ctcdraft.data.end_of_turn import warn_of_template
 from ctcdraft.data.prompts import question_ids
 from ctcdraft.data.records import Conversation, Record, Text
 from ctcdraft.data.secrets import masked
@@ -36,7 +36,7 @@ from ctcdraft.data.store import (
     save_corpus,
     write_jsonl,
 )
-from ctcdraft.model.base.llm import Base, warn_if_plain
+from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import MANIFEST, digest_of, new_folder, share_out, work_folder
 
 from .examples import ExampleMaker
@@ -85,8 +85,7 @@ def prepare(base: Base, config: DataConfig, seed: int, cache: Path) -> Path:
     """
     folder = prepared_folder(base, config, seed, cache)
     if config.kind != "text" and read_manifest(folder) is None:
-        warn_if_plain(base)
-        warn_if_no_end(base.tokenizer, base.eos_ids, base.name)
+        warn_of_template(base)
     made = _Preparation(base, config, seed, folder)
     share_out(folder, partial(read_shards, config, seed), made.add, made.join)
     return folder

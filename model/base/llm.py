@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -217,15 +216,6 @@ class Base:
         named = [(name, p.detach()) for name, p in self.model.named_parameters()]
         sums = [(name, list(p.shape), int(p.view(kinds[p.element_size()]).sum())) for name, p in named]
         return _short_hash(json.dumps(sums).encode())
-
-
-def warn_if_plain(base: Base) -> None:
-    """The one warning that a base without a chat template gets, where chat is rendered with it."""
-    if base.plain_template:
-        warnings.warn(
-            f"{base.name} has no chat template: conversations are written as 'User: ... Assistant: ...'",
-            stacklevel=2,
-        )
 
 
 def _tokenizer_bytes(tokenizer: Any) -> bytes:

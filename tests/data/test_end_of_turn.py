@@ -62,7 +62,7 @@ def test_an_end_of_turn_that_is_no_end_of_sequence_is_said_once_with_the_option_
     with warnings.catch_warnings(record=True) as seen:
         warnings.resetwarnings()
         for _ in range(3):
-            module.warn_if_no_end(chatml.tokenizer, chatml.eos_ids, chatml.name)
+            module.warn_of_template(chatml)
     assert [str(warning.message) for warning in seen] == [want]
     mended = load_base(chatml.path, eos=[5, 1])
     assert missing_end(mended) is None
