@@ -18,7 +18,7 @@ from ctcdraft.data.generated import TOY
 from ctcdraft.data.messages import encodable, filled, read_tools, taken
 from ctcdraft.data.prompts import cut_prompts, prompt_lengths, question_ids
 from ctcdraft.data.records import SYSTEM, TOOLS, text_of, turns_of_text
-from ctcdraft.data.sources import RowError, check_source, local_files, read_rows, source_hash
+from ctcdraft.data.sources import RowError, check_source, local_files, read_rows
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.model.base.llm import Base
@@ -143,11 +143,6 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
     if not questions:
         raise ValueError(f"bench={config.kind}: no question is left to decode (of {most} rows)")
     return questions
-
-
-def questions_hash(path: str | None) -> str | None:
-    """Of the files that `path` names; a Hub dataset's name stands for itself."""
-    return source_hash(path) if path and local_files(path) else path
 
 
 def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ctcdraft import __version__
+from ctcdraft.data.sources import source_hash
 from ctcdraft.data.store import read_object, write_jsonl
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
@@ -24,7 +25,7 @@ from ctcdraft.model.export import load_head, read_config
 from ctcdraft.model.folders import digest_of, new_folder
 from ctcdraft.model.heads import Head
 
-from .bench import BenchConfig, Question, load_questions, questions_hash
+from .bench import BenchConfig, Question, load_questions
 from .control import bound_in_words
 from .page import evaluation_page
 from .plots import draw, panels_of
@@ -69,7 +70,7 @@ class Measurement:
             "format": 5,  # of results.json: what was measured in another is measured anew
             "bench": self.bench.kind,
             "bench_options": asdict(self.bench),
-            "bench_hash": questions_hash(self.bench.path),
+            "bench_hash": source_hash(self.bench.path) if self.bench.path else None,
             "base": base.identity,
             "template_args": base.template_args,
             "decoder": asdict(self.draft),

@@ -10,7 +10,7 @@ import templates
 from bases import write_base
 from pydantic import TypeAdapter
 
-from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions, questions_hash
+from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions
 from ctcdraft.model import load_base
 
 CODE = 'def add(a, b):\n    """Add two numbers."""\n'
@@ -135,7 +135,6 @@ def test_a_dataset_repository_gives_its_test_split(chat_base, tmp_path, monkeypa
     hub_like(tmp_path / "openai" / "gsm8k", "main", [{"question": f"q{i}", "answer": "a"} for i in range(3)])
     found = load(chat_base, "gsm8k", "openai/gsm8k", questions=2)
     assert [q.turns for q in found] == [("q0",), ("q1",)]
-    assert questions_hash("openai/gsm8k") == "openai/gsm8k"
 
 
 def test_the_hub_is_asked_for_the_right_configuration(chat_base, monkeypatch):
