@@ -38,7 +38,6 @@ def show_template(report: Report) -> None:
 
 
 def show_plan(config: TrainEntry, path: str, gpus: int, as_json: bool) -> int:
-    config = plan.planned(config, gpus)
     found = plan.estimated(config, path, gpus)
     if as_json:
         print(json.dumps({**asdict(found), "total": found.total}, indent=2))

@@ -6,7 +6,7 @@ Shape suffixes as in docs/scale.md: B rows of a micro-batch, L tokens of a row, 
 feed-forward layers, N anchors, T slots.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
     base = described(path, dtype)
     head, attended = head_on(base, config.head), attended_on(base, config.head)
     ranks, micro = max(1, gpus), config.train.split(max(1, gpus))[0]
-    W, H = base.dtype.itemsize, PRECISIONS[config.train.precision].itemsize
+    W, H = base.dtype.itemsize, PRECISIONS["bf16" if gpus else config.train.precision].itemsize
     B, L, D = micro, min(config.train.max_length, base.context_length), base.hidden_size
     F = getattr(base.model.config.get_text_config(), "intermediate_size", None) or 4 * D
     N, T, layers = B * config.train.anchors, config.head.slots, getattr(config.head, "layers", 1)
@@ -119,11 +119,6 @@ def rows_of(config: TrainEntry, found: Estimate, gpus: int) -> list[tuple[str, s
             (f"{config.train.steps} steps", f"{whole_run}; data, evaluations and the base's answers come on top")
         )
     return rows
-
-
-def planned(config: TrainEntry, gpus: int) -> TrainEntry:
-    """On GPUs what `auto` comes to there."""
-    return replace(config, train=replace(config.train, precision="bf16")) if gpus else config
 
 
 def _active(module: nn.Module, base: Base) -> int:

@@ -58,8 +58,7 @@ def test_ranks_share_what_zero_shares_and_experts_count_as_they_are_used(tmp_pat
     moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **shape}
     (tmp_path / "config.json").write_text(json.dumps({**moe, "intermediate_size": 96, "vocab_size": 500}))
     one, eight = (
-        plan.estimated(plan.planned(configured("train.batch=8", "zero='3'"), n), str(tmp_path / "config.json"), n)
-        for n in (1, 8)
+        plan.estimated(configured("train.batch=8", "zero='3'"), str(tmp_path / "config.json"), n) for n in (1, 8)
     )
     for part in ("weights", "gradients", "moments"):
         assert eight.parts[f"head: {part}"] == one.parts[f"head: {part}"] / 8
