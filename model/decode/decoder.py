@@ -110,10 +110,34 @@ class Decoder:
         yield request.finished(self.base)
 
     def prepare(self) -> None:
-        """Time steps of one sequence, once, where the budget is measured. `generate` does it for one; who times that
-        comes here first. The steps of several are timed as they come."""
-        if self.measures and self.budget is None:
-            self.budget = self.measure_budget()
+        """Time steps of one sequence of 0..draft.nodes nodes behind random tokens, once, where the budget is measured.
+        `generate` does it for one; who times that comes here first. The steps of several are timed as they come."""
+        if not self.measures or self.budget is not None:
+            return
+        rng, most = np.random.default_rng(0), self.draft.most_nodes
+        length = min(PROBE_TOKENS, self.base.context_length - most - 1)
+        prompt, nodes = (rng.integers(0, self.base.token_count, n).tolist() for n in (length, most))
+        request = Request(prompt, most + 2, eos=())
+        request.fit(self.base)
+        with self._begun([request]) as step:
+            last = [piece[-1:] for piece in request.hidden]
+            self._draft(step)
+            past = [cache.lengths.copy() for cache in step.caches]
+
+            def rewind() -> None:
+                for cache, lengths in zip(step.caches, past, strict=True):
+                    cache.lengths[:] = lengths
+                request.hidden = last
+
+            def verify(count: int) -> None:
+                step.verify([chain_of(nodes[:count], PROBE_PSI)])
+                rewind()
+
+            def draft() -> None:  # in fixed shapes a part of `verify`: then only the tree is left to time
+                self._draft(step)
+                rewind()
+
+            self.budget = Budget(step_seconds(most, verify, draft))
 
     @property
     def slots(self) -> int:
@@ -244,30 +268,3 @@ class Decoder:
 
     def _propose(self, request: Request, drafted: Drafted) -> Tree:
         return self.drafter.tree(drafted, request.frontier)
-
-    def measure_budget(self) -> Budget:
-        """Times steps of this decoder with 0..draft.nodes nodes, behind a prompt of random tokens."""
-        rng, most = np.random.default_rng(0), self.draft.most_nodes
-        length = min(PROBE_TOKENS, self.base.context_length - most - 1)
-        prompt, nodes = (rng.integers(0, self.base.token_count, n).tolist() for n in (length, most))
-        request = Request(prompt, most + 2, eos=())
-        request.fit(self.base)
-        with self._begun([request]) as step:
-            last = [piece[-1:] for piece in request.hidden]
-            self._draft(step)
-            past = [cache.lengths.copy() for cache in step.caches]
-
-            def rewind() -> None:
-                for cache, lengths in zip(step.caches, past, strict=True):
-                    cache.lengths[:] = lengths
-                request.hidden = last
-
-            def verify(count: int) -> None:
-                step.verify([chain_of(nodes[:count], PROBE_PSI)])
-                rewind()
-
-            def draft() -> None:  # in fixed shapes a part of `verify`: then only the tree is left to time
-                self._draft(step)
-                rewind()
-
-            return Budget(step_seconds(most, verify, draft))

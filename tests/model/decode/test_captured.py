@@ -113,7 +113,7 @@ def test_a_budget_chosen_per_step_moves_between_shapes(base):
     head.calibration = Calibration([0.0, 1.0], [0.0, 0.9])
     static = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
     static.graphs = True
-    static.budget = static.measure_budget()
+    static.prepare()
     assert {rows for rows, *_ in static._captured._shapes} == {1, 2, 3, 5, 9, 17, 25}
     chosen = set()
     for slope, prompt in zip((0.0, 0.01, 0.1, 0.3, 2.0), prompts(5, seed=70), strict=True):
