@@ -288,8 +288,6 @@ def fused_ctc_loss(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown: choose one of {REDUCTIONS}")
-    if objective not in ("ctc", "prefix_ctc"):
-        raise ValueError(f"objective={objective!r} is unknown: choose ctc or prefix_ctc")
     # A NaN in padding would reach the gradient of the blank as 0 * NaN; one elsewhere comes by the other logits.
     blank_NT = hidden_NTD.nan_to_num(0.0, 0.0, 0.0) @ blank_D
     if blank_bias is not None:
