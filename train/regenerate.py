@@ -2,11 +2,11 @@
 
 import asyncio
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -50,12 +50,10 @@ class RegenerateConfig:
     reject_errors: MayDiffer[bool] = False
 
     def __post_init__(self) -> None:
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"data.regenerate.url={self.url}: give http://<host>:<port>/v1")
-        if self.url is not None and (urlsplit(self.url).query or urlsplit(self.url).fragment):
+        if self.url is not None and not re.fullmatch(r"https?://[^?#]*", self.url):
             raise ValueError(
-                f"data.regenerate.url={masked(self.url)}: requests go to <url>/chat/completions, so it cannot end in a "
-                "query; a key belongs into the environment as OPENAI_API_KEY"
+                f"data.regenerate.url={masked(self.url)}: give http://<host>:<port>/v1, without a query: requests go "
+                "to <url>/chat/completions, and a key belongs into the environment as OPENAI_API_KEY"
             )
 
 
