@@ -4,6 +4,7 @@ python launch/runs.py [runs_dir=...] lists the runs that are there, the newest l
 """
 
 import json
+import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -109,7 +110,7 @@ def find_run(name: str | None, runs_dir: str) -> Path:
 
 def all_runs(runs_dir: str) -> list[Path]:
     """The folders of all runs, the newest last. Raises ValueError where there is none."""
-    found = sorted(Path(runs_dir).glob("*/config.yaml"), key=_begun)
+    found = sorted(Path(runs_dir).glob("*/config.yaml"), key=os.path.getmtime)
     if not found:
         raise ValueError(f"there is no run in {Path(runs_dir)}/: start with `make train`")
     return [path.parent for path in found]
@@ -307,11 +308,8 @@ def _listed(folder: Path) -> tuple[str, ...]:
         )
     except (ValueError, KeyError, TypeError):
         figures = ("-",) * 6
-    return folder.name, *figures, time.strftime("%Y-%m-%d %H:%M", time.localtime(_begun(folder / "config.yaml")))
-
-
-def _begun(record: Path) -> float:
-    return record.stat().st_mtime
+    begun = time.localtime(os.path.getmtime(folder / "config.yaml"))
+    return folder.name, *figures, time.strftime("%Y-%m-%d %H:%M", begun)
 
 
 if __name__ == "__main__":
