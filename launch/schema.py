@@ -14,7 +14,6 @@ from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
 from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
-from ctcdraft.model.load.pretrained import TEMPLATES, check_dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
@@ -25,6 +24,7 @@ from ctcdraft.train.step import Plan
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
+Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 # options than those of an entry and of what is in it; Hydra reads a name of digits as a number
 NO_OTHERS = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -34,18 +34,16 @@ class BasePath:
     """What is loaded, and how; None: as it was in training, where a run knows that."""
 
     path: str | None = None  # null: the run's own base
-    dtype: str | None = None  # null: the run's (fp32 for another head.path)
-    template: str | None = None  # plain, vicuna: for a tokenizer that comes without a chat template
+    dtype: Dtype | None = None  # null: the run's (fp32 for another head.path)
+    # for a tokenizer that comes without a chat template
+    template: Literal["plain", "vicuna"] | None = None
     date: str | None = None  # what the chat template writes as today's, where it writes any
     # the tokens (text or id, or a list) that end a sequence; null: the base's own
     eos: int | str | list[int | str] | None = None
     trust_remote_code: bool = False  # true: run Python code that the base brings along
 
     def __post_init__(self) -> None:
-        check_dtype(self.dtype or "fp32")
         check_date(self.date)
-        if self.template is not None and self.template not in TEMPLATES:
-            raise ValueError(f"base.template={self.template!r} is unknown: choose one of {tuple(TEMPLATES)}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class BaseConfig(BasePath):
     given) or `local` (path)."""
 
     path: str | None = None  # folder, name on the Hub, or .gguf file
-    dtype: str = "auto"  # bf16 where this machine is faster in it, else fp32; or fp32, bf16, fp64
+    dtype: Dtype = "auto"  # auto: bf16 where this machine is faster in it, else fp32
     date: str = PINNED_DATE
     kind: Literal["toy", "smollm2", "local"] = "smollm2"
     training: ToyBaseConfig = field(default_factory=ToyBaseConfig)

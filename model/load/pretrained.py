@@ -26,12 +26,6 @@ TEMPLATES = {  # vicuna is FastChat's vicuna_v1.1
 }
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises ValueError on a dtype that a base cannot be loaded in."""
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {('auto', *DTYPES)}")
-
-
 def load_base(
     path: str,
     dtype: str = "fp32",
@@ -54,7 +48,8 @@ def load_base(
     Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
     makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
     """
-    check_dtype(dtype)
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {('auto', *DTYPES)}")
     if device == "auto":
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     dtype = resolve_dtype(dtype, Path(cache), device)
