@@ -189,17 +189,14 @@ class Decoder:
             if request.out.trees is not None:
                 request.out.trees.append((tree, path))
             request.append(tree.tokens[path].tolist(), outcome.bonus)
-        if self.measures and step.several:
-            by_head = step.clock.seconds["draft"] - by_head
-            self._observe(drafts, time.perf_counter() - began - by_head, by_head, accepted)
-
-    def _observe(self, drafts: Sequence[Tree], seconds: float, by_head: float, accepted: int) -> None:
-        """What a step of several took without the head and of it; the first two, which compile, tell nothing."""
-        if self.cold:
+        if not self.measures or not step.several:
+            return
+        if self.cold:  # the first two steps, which compile, tell nothing
             self.cold -= 1
             return
-        requests = len(drafts)
-        lengths = self.lengths[requests.bit_length()]
+        by_head = step.clock.seconds["draft"] - by_head
+        seconds = time.perf_counter() - began - by_head
+        requests, lengths = len(drafts), self.lengths[len(drafts).bit_length()]
         lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, accepted)
         if by_head:
             lengths.drafts.observe(requests, by_head)
