@@ -76,7 +76,11 @@ def states_behind(base: Base, batch: Batch) -> Tensor:
     B, L = batch.ids_BL.shape
     U, device = batch.labels_NU.shape[1], batch.ids_BL.device
     anchors = anchors_of(batch)
-    place_BL, allowed_BLL = _row_mask(batch)
+    if (mask := document_mask(batch)) is not None and mask.allowed_BLS is not None:
+        place_BL, allowed_BLL = mask.positions_BL, mask.allowed_BLS.squeeze(1)
+    else:
+        place_BL = torch.arange(L, device=device).expand(B, L)
+        allowed_BLL = place_BL.unsqueeze(1) <= place_BL.unsqueeze(2)
     root_N = batch.position_N + 1  # the root stands there
     path_NP = batch.labels_NU[:, : U - 1]
     stands_NP = place_BL[batch.batch_N, root_N].unsqueeze(1) + 1 + torch.arange(U - 1, device=device)
@@ -91,12 +95,3 @@ def states_behind(base: Base, batch: Batch) -> Tensor:
     read = base.hidden(torch.cat([batch.ids_BL, ids_BP], dim=1), mask)
     behind_NPD = anchors.gathered(read[:, L:].unflatten(1, (anchors.most, U - 1)))
     return torch.cat([read[batch.batch_N, root_N].unsqueeze(1), behind_NPD], dim=1)
-
-
-def _row_mask(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Positions [B, L] of a batch's rows within their documents, and what they see [B, L, L]."""
-    (B, L), mask = batch.ids_BL.shape, document_mask(batch)
-    if mask is not None and mask.allowed_BLS is not None:
-        return mask.positions_BL, mask.allowed_BLS.squeeze(1)
-    position_L = torch.arange(L, device=batch.ids_BL.device)
-    return position_L.expand(B, L), (position_L <= position_L.unsqueeze(1)).expand(B, L, L)
