@@ -5,8 +5,6 @@ every way to draft with it. In float32 it is what decoding counts; in bfloat16 t
 may be others than those it gives alone, where rounding decides.
 """
 
-import hashlib
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -24,6 +22,7 @@ from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.generate import continued, work_key
 from ctcdraft.model.decode.text import TextStream
 from ctcdraft.model.export import load_head
+from ctcdraft.model.folders import digest_of
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
 from .bench import Question
@@ -82,7 +81,7 @@ def own_answers(
 ) -> list[list[Transcript]]:
     """The base's answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn whose prompt fills the context, and those behind it, have none."""
-    digest = hashlib.sha256(json.dumps([base.identity, base.weights, str(base.dtype), most]).encode()).hexdigest()[:12]
+    digest = digest_of([base.identity, base.weights, str(base.dtype), most])[:12]
     cache.mkdir(parents=True, exist_ok=True)
     read: list[list[Transcript]] = [[] for _ in questions]
     work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()
@@ -102,18 +101,14 @@ def own_answers(
             ask(number)
         sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
-            tokens = np.array([*prompt, *_until_stop(base, questions[number], prompt, answer)], np.int64)
+            text = TextStream(base.tokenizer, questions[number].stop, prompt)
+            end = next((n for n, token in enumerate(answer, 1) if text.push(token)), len(answer))  # as decoding stops
+            tokens = np.array([*prompt, *answer[:end]], np.int64)
             answered, (_, noise) = np.arange(len(tokens)) >= len(prompt), work_key(prompt, "", temperature, 0)
             read[number].append(Transcript(tokens, answered, Sampling(temperature), noise))
             bar.update()
             ask(number)
     return read
-
-
-def _until_stop(base: Base, question: Question, prompt: list[int], answer: list[int]) -> list[int]:
-    """As far as decoding goes: up to the token that completes one of the question's stop strings."""
-    text = TextStream(base.tokenizer, question.stop, prompt)
-    return answer[: next((n for n, token in enumerate(answer, 1) if text.push(token)), len(answer))]
 
 
 def figures_of(replayed: Sequence[Sequence[Replayed]], owners: Sequence[Question], seed: int) -> dict[str, Any]:
