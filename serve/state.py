@@ -89,20 +89,16 @@ class ServedHead:
         read[b]: its tokens so far, the root last; hidden[b]: the state of the position before the root, and the one
         that entered the first attended layer there; None: a draft of copies alone; table[b]: its pages.
         """
-        drafted = [EMPTY] * len(read) if hidden_BX is None else self._lattices(hidden_BX, read, table_BM)
+        drafted: Sequence[Lattice | Tree] = [EMPTY] * len(read)
+        if hidden_BX is not None:  # the slots of all requests in one pass
+            device, lengths = hidden_BX.device, [len(tokens) - 1 for tokens in read]
+            if self.pages is not None:
+                self.pages.show(table_BM, lengths)
+            root_B1 = torch.tensor([[int(tokens[-1])] for tokens in read], device=device)
+            position_B1 = torch.tensor(lengths, device=device).unsqueeze(1) - 1
+            anchors = Anchors.one_per_row(torch.zeros_like(position_B1[:, 0]), AttentionMask(position_B1))
+            hidden_B1X = hidden_BX.to(self.dtype).unsqueeze(1)
+            cache: Any = self.pages  # of a cache a one-pass head asks what is committed, and nothing else
+            drafted = self.head.drafts(hidden_B1X, root_B1, anchors, self.vocabulary, cache)
         ends = [Frontier(tokens, self.base.eos_ids, room) for tokens, room in zip(read, rooms, strict=True)]
         return [self.drafter.tree(one, end) for one, end in zip(drafted, ends, strict=True)]
-
-    @torch.no_grad()
-    def _lattices(
-        self, hidden_BX: Tensor, read: Sequence[NDArray[np.int64]], table_BM: Tensor
-    ) -> Sequence[Lattice | Tree]:
-        """The slots of all requests in one pass."""
-        device, lengths = hidden_BX.device, [len(tokens) - 1 for tokens in read]
-        if self.pages is not None:
-            self.pages.show(table_BM, lengths)
-        root_B1 = torch.tensor([[int(tokens[-1])] for tokens in read], device=device)
-        position_B1 = torch.tensor(lengths, device=device).unsqueeze(1) - 1
-        anchors = Anchors.one_per_row(torch.zeros_like(position_B1[:, 0]), AttentionMask(position_B1))
-        cache: Any = self.pages  # of a cache a one-pass head asks what is committed, and nothing else
-        return self.head.drafts(hidden_BX.to(self.dtype).unsqueeze(1), root_B1, anchors, self.vocabulary, cache)
