@@ -11,7 +11,7 @@ from functools import partial
 
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.launch import plan
-from ctcdraft.launch.checks import Report, examine
+from ctcdraft.launch.checks import examine
 from ctcdraft.launch.cli import run
 from ctcdraft.launch.schema import TrainEntry
 
@@ -24,17 +24,13 @@ def main(config: TrainEntry, as_json: bool) -> int:
         print(json.dumps(asdict(report), indent=2))
     else:
         print(markdown_table(("what", "found"), report.rows))
-        show_template(report)
+        how, before, behind = ("in green", GREEN, PLAIN) if sys.stdout.isatty() else ("in brackets", "[", "]")
+        if report.pieces:
+            text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
+            print(f"\ntemplate, what is supervised {how}:\n{text}")
     for sentence in [*(f"warning: {w}" for w in report.warnings), *(f"error: {e}" for e in report.errors)]:
         print(sentence, file=sys.stderr)
     return 1 if report.errors else 0
-
-
-def show_template(report: Report) -> None:
-    how, before, behind = ("in green", GREEN, PLAIN) if sys.stdout.isatty() else ("in brackets", "[", "]")
-    if report.pieces:
-        text = "".join(before + piece + behind if supervised else piece for piece, supervised in report.pieces)
-        print(f"\ntemplate, what is supervised {how}:\n{text}")
 
 
 def show_plan(config: TrainEntry, path: str, gpus: int, as_json: bool) -> int:
