@@ -54,11 +54,6 @@ class ObjectiveConfig:
                 "of it is"
             )
 
-    @property
-    def weights(self) -> list[float]:
-        """w_k of 1..U, not scaled."""
-        return [self.decay**k for k in range(self.labels)]
-
 
 def check_fit(head: HeadConfig, objective: ObjectiveConfig) -> None:
     """Raises ValueError where a head cannot be trained with an objective."""
@@ -171,7 +166,8 @@ class DraftTask(nn.Module):
                 soft_NUD = soft_labels(said, labels_NU, output, share)
             else:
                 teacher = said.teacher(objective.teacher_k, objective.divergence, share)
-        states, weight_U = slots.states_NTD, torch.tensor(objective.weights, device=slots.states_NTD.device)
+        states = slots.states_NTD
+        weight_U = torch.tensor([objective.decay**k for k in range(objective.labels)], device=states.device)
         if slots.learnt_NT is not None:
             weight_U = weight_U * slots.learnt_NT[:, : len(weight_U)]
         return anchor_losses(

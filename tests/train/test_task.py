@@ -85,7 +85,6 @@ def test_without_the_document_mask_the_loss_is_another(tmp_path, corpus):
 
 
 def test_later_prefixes_weigh_less(tmp_path, corpus):
-    assert ObjectiveConfig(labels=3, decay=0.5).weights == [1.0, 0.5, 0.25]
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     head = head_on(base, CtcConfig(slots=4, transition="none")).double()
     task = DraftTask(head, ObjectiveConfig(labels=4, decay=0.3, distill=0.0), base)
