@@ -129,8 +129,10 @@ class TreeCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
-        if layer_idx >= len(self._place):
-            self._allocate(key_states, value_states)
+        if layer_idx >= len(self._place):  # in blocks of their shapes, or in new ones for all layers that are left
+            left = max(1, self._layers - len(self._place))
+            rows = 2 * left if key_states.shape == value_states.shape else left
+            self._place.append((self._row(key_states, rows), self._row(value_states, rows)))
         Q, device = key_states.shape[2], key_states.device
         keys, values = self.committed(layer_idx, Q)
         if layer_idx == 0 and len(keys) > 1:  # for all layers
@@ -211,12 +213,6 @@ class TreeCache(Cache):
         end = self.get_seq_length() + new if self._fixed is None else self._fixed[1]
         keys, values = (self._blocks[block][row, self._sequences, :, :end] for block, row in self._place[layer])
         return keys, values
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        """Rows for the next layer: in blocks of their shapes, or in new ones for all layers that are left."""
-        left = max(1, self._layers - len(self._place))
-        per_layer = 2 if keys.shape == values.shape else 1
-        self._place.append((self._row(keys, per_layer * left), self._row(values, per_layer * left)))
 
     def _row(self, like: Tensor, rows: int) -> tuple[int, int]:
         heads, width = like.shape[1], like.shape[3]
