@@ -143,17 +143,13 @@ def _left(pb, pn, t, negligible):
 
 
 @njit(cache=True)
-def _hardswish(x):
-    return x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)
-
-
-@njit(cache=True)
 def _emit(p, lattice, t, edge, last):
     """p_t(y | u) into p [Y], u the candidate in column `last` (-1: the root); p_t(blank | u), 0 at the edge, is given
     back. Tokens that are no candidates keep the share that they had."""
     gate, odds = np.empty(len(lattice.root), np.float32), lattice.log_blank[t]
     for r in range(len(gate)):
-        gate[r] = _hardswish(lattice.slot[t, r] + (lattice.root[r] if last < 0 else lattice.context[last, r]))
+        x = lattice.slot[t, r] + (lattice.root[r] if last < 0 else lattice.context[last, r])
+        gate[r] = x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)  # hardswish
         odds += gate[r] * lattice.blank_key[r]
     p_blank = np.float32(0.0) if edge else np.float32(1.0) / (np.float32(1.0) + np.exp(-odds))
     p[:] = lattice.log_p[t]
