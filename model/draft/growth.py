@@ -156,7 +156,8 @@ class Rule:
             return NOTHING
         if self.sampling.temperature == 0.0 or self.config.proposal == "best":
             return _largest(row.q, *self._layout(row.q, depth))
-        log_q = self.log_belief(row.q)
+        # log q as the base's temperature, top_k and top_p make its logits, but for a constant; -inf: left out
+        log_q = self.sampling.warped(torch.from_numpy(row.q).log().unsqueeze(0))[0].numpy()
         if self.config.proposal == "shared":
             score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
             drawn, own = np.exp(score - score.max()), np.exp(log_q - log_q.max())
@@ -168,10 +169,6 @@ class Rule:
         drawn = np.argsort(-score, kind="stable")[:count]  # without replacement: Gumbel top-k
         drawn = drawn[q[drawn] > 0]
         return Picked(drawn, q[drawn], followed, q)
-
-    def log_belief(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
-        """log q as the base's temperature, top_k and top_p make its logits, but for a constant; -inf: left out."""
-        return self.sampling.warped(torch.from_numpy(q).log().unsqueeze(0))[0].numpy()
 
     def _layout(self, share: NDArray[np.float64], depth: int) -> tuple[int, int]:
         """How many children a row of that depth has, and how many of them have children of their own."""

@@ -197,8 +197,9 @@ def test_beliefs_are_cut_as_the_bases_probabilities_are(sampling):
     q = np.random.default_rng(0).dirichlet(np.ones(12), 20)
     for row in q:
         want = sampling.probabilities(torch.tensor(row).log().unsqueeze(0))[0].numpy()
-        got = np.exp(Rule(DraftConfig(), sampling, 0, 0, None).log_belief(row))
-        assert np.allclose(got / got.sum(), want, atol=1e-9)
+        config = DraftConfig("ranked", proposal="sampled", prompt_lookup=0)
+        got = Rule(config, sampling, 0, 0, None)(Row(np.arange(12), row), 0).q
+        assert np.allclose(got, want, atol=1e-9)
 
 
 def test_noise_of_another_position_is_other_noise():
