@@ -191,20 +191,17 @@ class Stepper:
     def batch(self, step: int, turn: int) -> Batch:
         """What this rank has in the micro-batch of that number."""
         at = (turn * ds.world_size() + ds.rank()) * self.micro
-        return self.sampler.collate(step, slice(at, at + self.micro))
+        batch = self.sampler.collate(step, slice(at, at + self.micro))
+        return batch.pinned() if self.base.device.type == "cuda" else batch
 
     def _next_batch(self, step: int, turn: int) -> Batch:
         """The same, on the device. The one behind it is read while this one is trained on."""
         ahead = self._ahead.pop((step, turn), None)
-        batch = ahead.result() if ahead else self._read(step, turn)
+        batch = ahead.result() if ahead else self.batch(step, turn)
         last = turn == self.accumulate - 1
         behind = (step + 1, 0) if last else (step, turn + 1)
-        self._ahead = {behind: self._reader.submit(self._read, *behind)}
+        self._ahead = {behind: self._reader.submit(self.batch, *behind)}
         return batch.to(self.base.device)
-
-    def _read(self, step: int, turn: int) -> Batch:
-        batch = self.batch(step, turn)
-        return batch.pinned() if self.base.device.type == "cuda" else batch
 
     def rows(self) -> str:
         """What the rows of a step are, in a sentence."""
