@@ -43,7 +43,6 @@ class Base:
     eos_ids: tuple[int, ...]
     context_length: int
     plain_template: bool = False
-    template: str | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     date: str | None = None
 

@@ -84,7 +84,7 @@ def load_base(
     # Penalties and forced tokens that the folder may bring along would not be the model's own greedy words.
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
     written = date or PINNED_DATE if writes_date(tokenizer.chat_template) else None
-    return base_of(model, tokenizer, path, eos_ids, plain_template=plain, template=template, date=written)
+    return base_of(model, tokenizer, path, eos_ids, plain_template=plain, date=written)
 
 
 def base_of(model: Any, tokenizer: Any, path: str, eos_ids: tuple[int, ...] | None = None, **facts: Any) -> Base:
