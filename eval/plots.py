@@ -85,23 +85,21 @@ def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: st
 def draw(pictures: Mapping[str, Sequence[Panel]], folder: Path) -> None:
     """Write each picture as <name>.png, its panels side by side."""
     for name, panels in pictures.items():
-        with _styled() as plt:
-            size = 6.4 * len(panels), max(3.6, *(panel.height for panel in panels))
-            figure, (several,) = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-            for axes, panel in zip(several, panels, strict=True):
+        size = 6.4 * len(panels), max(3.6, *(panel.height for panel in panels))
+        with _figure(size) as figure:
+            for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
                 panel.paint(axes)
                 axes.set_title(panel.title)
                 axes.legend()
             figure.savefig(folder / f"{name}.png", dpi=120)
-            plt.close(figure)
 
 
 def svgs(panels: Iterable[Panel]) -> list[tuple[str, str]]:
     """(title, SVG element) of each panel: text stays text, colours are the page's, nothing is loaded or run."""
     found = []
     for panel in panels:
-        with _styled(PAGE_STYLE) as plt:
-            figure, axes = plt.subplots(figsize=(INCHES, panel.height), layout="constrained")
+        with _figure((INCHES, panel.height), PAGE_STYLE) as figure:
+            axes = figure.subplots()
             panel.paint(axes)
             count = len(axes.get_legend_handles_labels()[1])
             if count > 1:
@@ -109,21 +107,18 @@ def svgs(panels: Iterable[Panel]) -> list[tuple[str, str]]:
                 figure.legend(loc="outside lower left", frameon=False)
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-            plt.close(figure)
         found.append((panel.title, _themed(text.getvalue())))
     return found
 
 
 @contextmanager
-def _styled(*styles: dict[str, Any]) -> Iterator[Any]:
-    """matplotlib's pyplot, in these styles; imported here, since it is half a second of every command's start."""
-    import matplotlib
+def _figure(inches: tuple[float, float], *styles: dict[str, Any]) -> Iterator[Any]:
+    """A figure in these styles; matplotlib is imported here, since it is half a second of every command's start."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.style.context(["seaborn-v0_8-whitegrid", STYLE, *styles]):
-        yield plt
+    with style.context(["seaborn-v0_8-whitegrid", STYLE, *styles]):
+        yield Figure(figsize=inches, layout="constrained")
 
 
 def _short(name: str) -> str:
