@@ -58,7 +58,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "calibration": asdict(head.calibration) if head.calibration else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
-    card = CARD.read_text().format(
+    card = CARD.read_text(encoding="utf-8").format(
         kind=head.config.kind,
         slots=head.config.slots,
         parameters=parameters_of(head),
@@ -70,7 +70,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
     with new_folder(folder, replaces=True) as fresh:
         (fresh / "model.safetensors").write_bytes(blob)
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (fresh / "README.md").write_text(card)
+        (fresh / "README.md").write_text(card, encoding="utf-8")
         (fresh / "custom_generate").mkdir()
         (fresh / "custom_generate" / "generate.py").write_text(SHIM)
 

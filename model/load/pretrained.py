@@ -22,7 +22,7 @@ from .template_date import PINNED_DATE, with_date, writes_date
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 TEMPLATE_FOLDER = Path(__file__).with_name("templates")
 TEMPLATES = {  # vicuna is FastChat's vicuna_v1.1
-    file.stem: file.read_text().removesuffix("\n") for file in sorted(TEMPLATE_FOLDER.glob("*.jinja"))
+    file.stem: file.read_text(encoding="utf-8").removesuffix("\n") for file in sorted(TEMPLATE_FOLDER.glob("*.jinja"))
 }
 
 
