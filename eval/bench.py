@@ -95,9 +95,14 @@ class Question:
         return len(self.turns) or 1
 
     def prompt_after(self, base: Base, answers: Sequence[list[int]] = ()) -> list[int]:
-        """The tokens that ask its next turn, behind the answers (tokens) to those before."""
-        if self.prompt:
-            return list(self.prompt)
+        """The tokens that ask its next turn, behind the answers (tokens) to those before. Raises RowError where the
+        template refuses it, and where it fills the context."""
+        ids = list(self.prompt) or self._rendered(base, answers)
+        if len(ids) >= base.context_length:
+            raise RowError(f"turn {len(answers) + 1} has {len(ids)} tokens, the context takes {base.context_length}")
+        return ids
+
+    def _rendered(self, base: Base, answers: Sequence[list[int]]) -> list[int]:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, answer in zip(self.turns, answers, strict=False):
             messages.append({"role": "user", "content": turn})

@@ -7,7 +7,7 @@ may be others than those it gives alone, where rounding decides.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Journal
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
@@ -71,7 +72,8 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     found = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
     with latest(folder) as fresh:
         results = write_results(fresh, setting, {"questions": sum(map(bool, answers)), "drafts": found})
-        (fresh / "report.md").write_text(f"# Counted, not decoded\n\n{count_table(results)}\n")
+        text = f"# Counted, not decoded\n\n{count_table(results)}\n"
+        (fresh / "report.md").write_text(text, encoding="utf-8")
         (fresh / "report.html").write_text(count_page(results), encoding="utf-8")
     return Evaluated(results, folder)
 
@@ -80,7 +82,7 @@ def own_answers(
     base: Base, questions: Sequence[Question], most: int, cache: Path, temperature: float = 0.0
 ) -> list[list[Transcript]]:
     """The base's answers to all turns of each question, at most so many tokens each; what is in `cache` is not
-    asked again. A turn whose prompt fills the context, and those behind it, have none."""
+    asked again. A turn that cannot be asked, and those behind it, have none."""
     digest = digest_of([base.identity, base.weights, str(base.dtype), most])[:12]
     cache.mkdir(parents=True, exist_ok=True)
     read: list[list[Transcript]] = [[] for _ in questions]
@@ -89,8 +91,8 @@ def own_answers(
     def ask(number: int) -> None:
         if len(read[number]) < questions[number].asks:
             answers = [known.tokens[known.answered].tolist() for known in read[number]]
-            prompt = questions[number].prompt_after(base, answers)
-            if len(prompt) < base.context_length:
+            with suppress(RowError):
+                prompt = questions[number].prompt_after(base, answers)
                 work.append(((number, prompt), prompt, temperature, ""))
 
     with (

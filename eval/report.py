@@ -135,7 +135,7 @@ def report(results: dict[str, Any]) -> str:
         *_divergences(blocks, results["rounding_bound"]),
     ]
     if first["skipped"]:
-        cut = [(_escaped(s["question"]), s["reason"]) for s in first["skipped"]]
+        cut = [(_escaped(s["question"]), _escaped(s["reason"])) for s in first["skipped"]]
         parts += ["## Cut short", markdown_table(("question", "reason"), cut)]
     return "\n\n".join(parts) + "\n"
 

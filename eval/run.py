@@ -5,6 +5,7 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import TypeVar
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from ctcdraft.data.sources import RowError
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder, Generation
 
@@ -53,7 +55,7 @@ def run(
     `balanced_orders`. Per head its turns, question by question. The first answers of the first `SHOWN`
     categories keep their drafts.
 
-    A turn whose prompt leaves no room in the context is skipped. Raises ValueError when that leaves nothing.
+    A turn that cannot be asked is skipped, and those behind it. Raises ValueError when that leaves nothing.
     """
     sides: dict[str | None, Decoder] = {None: Decoder(base)}  # plain decoding
     sides.update(heads.items())
@@ -61,8 +63,8 @@ def run(
     for decoder in heads.values():
         decoder.prepare()
     for i in range(config.warmups):
-        prompt = questions[i % len(questions)].prompt_after(base)
-        if len(prompt) < base.context_length:
+        with suppress(RowError):
+            prompt = questions[i % len(questions)].prompt_after(base)
             temperature = config.temperatures[i % len(config.temperatures)]
             for decoder in sides.values():
                 decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
@@ -75,11 +77,11 @@ def run(
         order = orders[(i + j) % len(orders)]
         before: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
         for number in range(question.asks):
-            prompt = question.prompt_after(base, before)
-            if len(prompt) >= base.context_length:
-                why = f"turn {number + 1} has {len(prompt)} tokens, the context takes {base.context_length}"
+            try:
+                prompt = question.prompt_after(base, before)
+            except RowError as error:
                 for several in turns.values():
-                    several.append(Turn(question, setting, number, skipped=why))
+                    several.append(Turn(question, setting, number, skipped=str(error)))
                 break
             keep = i in shown_at and j == number == 0  # a reference per step: no time
             timed = {
@@ -107,7 +109,7 @@ def run(
                 )
             before.append(plain.tokens)
     if all(turn.skipped for several in turns.values() for turn in several):
-        raise ValueError(f"no question could be decoded: {why}")
+        raise ValueError(f"no question could be decoded: {next(iter(turns.values()))[-1].skipped}")
     return turns
 
 
@@ -127,9 +129,9 @@ def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig
     """Tokens per second of transformers' own `generate`, greedy, on the first few questions' first turns."""
     tokens, seconds = 0, 0.0
     for number, question in enumerate([questions[0], *questions[:GENERATE_TURNS]]):
-        ids = torch.tensor([question.prompt_after(base)], device=base.device)
-        room = min(config.max_new_tokens, base.context_length - ids.shape[1])
-        if room > 0:
+        with suppress(RowError):
+            ids = torch.tensor([question.prompt_after(base)], device=base.device)
+            room = min(config.max_new_tokens, base.context_length - ids.shape[1])
             start = time.perf_counter()
             out = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
             if number:  # the very first is a warm-up

@@ -137,3 +137,10 @@ def test_questions_without_an_answer_are_not_counted(base, heads, tmp_path):
     bench = BenchConfig("mt_bench", str(tmp_path / "q.jsonl"), max_new_tokens=8)
     found = count(Measurement(base, DRAFT, bench), {"a": heads["a"]}, tmp_path / "count", tmp_path / "cache")
     assert found.results["questions"] == 1
+
+
+def test_a_turn_that_the_template_refuses_is_not_counted_nor_those_behind_it(base, monkeypatch, tmp_path):
+    template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(base.tokenizer, "chat_template", template)
+    asked = [Question("a", "x", turns=("one", "two", "three")), Question("b", "x", turns=("one",))]
+    assert [len(known) for known in own_answers(base, asked, 4, tmp_path)] == [1, 1]
