@@ -62,7 +62,15 @@ class Measurement:
         """The fields of results.json that say what is measured, and on what; one head alone stands under ""."""
         base = self.base
         configs = {label: read_config(folder) for label, folder in head_folders.items()}
-        heads = {label: {**c["head"], "sha256": c["sha256"], "training": c["training"]} for label, c in configs.items()}
+        heads = {
+            label: {
+                **config["head"],
+                "sha256": config["sha256"],  # of its weights; drafts depend on its calibration too
+                "calibration": digest_of(config.get("calibration"))[:12],
+                "training": config["training"],
+            }
+            for label, config in configs.items()
+        }
         device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         if base.device.type == "cuda":
             device = torch.cuda.get_device_name(base.device)
@@ -141,7 +149,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
         results = write_results(fresh, setting, figures)
         rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))
         write_jsonl(fresh / "answers.jsonl", rows)
-        (fresh / "report.md").write_text(report(results))
+        (fresh / "report.md").write_text(report(results), encoding="utf-8")
         draw(panels_of(results), fresh)
         (fresh / "report.html").write_text(evaluation_page(results, turns, base.tokenizer), encoding="utf-8")
     return Evaluated(results, folder)

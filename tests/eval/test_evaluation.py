@@ -20,6 +20,7 @@ from ctcdraft.eval.results import LOOKUP_ALONE, aggregate, measured, of_one_head
 from ctcdraft.eval.run import Turn, balanced_orders, run
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
 from ctcdraft.model.decode.decoder import Generation
+from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.heads import CtcConfig, head_on
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
@@ -133,6 +134,17 @@ def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(
     assert not is_known(DRAFT)
     assert json.loads((folder / "results.json").read_text()) == first.results  # what failed has left nothing
     assert len([*folder.parent.iterdir()]) == 2
+
+
+def test_a_head_with_another_calibration_is_measured_anew(chat_base, head_folder, tmp_path):
+    measurement, settings = Measurement(chat_base, DRAFT, BenchConfig("toy")), []
+    for calibration in (None, Calibration([0.0, 1.0], [0.0, 0.5])):
+        head = load_head(head_folder, chat_base)
+        head.calibration = calibration
+        export_head(head, chat_base, tmp_path / "head", TRAINING)
+        settings.append(measurement.setting({"": tmp_path / "head"}))
+    assert settings[0]["head"]["sha256"] == settings[1]["head"]["sha256"]
+    assert settings[0] != settings[1]
 
 
 def shifting(base, place=3):
@@ -284,6 +296,19 @@ def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder
     assert "| draft tokens | ctc, temperature 1 | prompt lookup alone, temperature 1 | ctc, temperature 0 |" in text
 
 
+def test_a_turn_that_the_template_refuses_is_skipped_with_its_reason(chat_base, monkeypatch):
+    template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(chat_base.tokenizer, "chat_template", template)
+    asked = [Question("a", "x", turns=("one", "two", "three")), Question("b", "x", turns=("one",))]
+    turns = run(chat_base, {"": Decoder(chat_base)}, asked, BenchConfig("toy", max_new_tokens=4, warmups=1))[""]
+    assert [(turn.question.id, turn.number, bool(turn.skipped)) for turn in turns] == [
+        ("a", 0, False),
+        ("a", 1, True),
+        ("b", 0, False),
+    ]
+    assert "one turn" in turns[1].skipped
+
+
 def test_a_prompt_that_fills_the_context_is_skipped_with_its_reason(chat_base, questions, tmp_path):
     path = tmp_path / "long.jsonl"
     rows = [{"turns": ["x" * 600]}, {"turns": ["short", "y" * 600]}]
@@ -295,7 +320,7 @@ def test_a_prompt_that_fills_the_context_is_skipped_with_its_reason(chat_base, q
     assert [s["question"] for s in results["skipped"]] == ["0", "1"]
     assert "turn 2 has" in results["skipped"][1]["reason"]
     path.write_text(json.dumps(rows[0]))
-    with pytest.raises(ValueError, match="no question could be decoded"):
+    with pytest.raises(ValueError, match="no question could be decoded: turn 1 has"):
         run(chat_base, {"": Decoder(chat_base)}, load_questions(config, chat_base, None, 0), config)
 
 
