@@ -45,14 +45,16 @@ def linear_lse_gather(
     if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     fused = linear_lse if name == "chunked" else _triton("triton_lse")
-    return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, fused.exponentials_)
+    with torch.cuda.device_of(hidden_MD):  # where Triton launches
+        return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, fused.exponentials_)
 
 
 def prefix_lattice(emissions: Emissions, implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`, which all but
     `triton` are."""
     if _choose(implementation, emissions.emit_NTU) == "triton":
-        return _triton("triton_lattice").PrefixLattice.apply(*emissions)
+        with torch.cuda.device_of(emissions.emit_NTU):
+            return _triton("triton_lattice").PrefixLattice.apply(*emissions)
     return reference.prefix_lattice(emissions)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,15 @@ def test_the_recursion_equals_the_oracle(implementation, N, T, U):
         )
     for a, b in zip(*outcomes, strict=True):
         assert torch.allclose(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_kernels_are_launched_on_the_device_of_what_they_read(monkeypatch):
+    devices = []
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: devices.append(tensor.device) or nullcontext())
+    emissions = lattice_problem(3, 4, 2)
+    everything(*problem(), "triton")
+    prefix_lattice(emissions, "triton")
+    assert devices == [emissions.emit_NTU.device] * 2
 
 
 def test_the_lanes_refuse_a_second_derivative():
