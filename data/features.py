@@ -114,7 +114,7 @@ class Features:
 
     def __init__(self, folder: Path, lengths: NDArray[np.int64], facts: dict[str, Any]) -> None:
         self.folder, self.kind = folder, facts["kind"]
-        manifest = read_object(folder / "manifest.json", shards=list)
+        manifest = read_object(folder / "manifest.json", "shards")
         for key, wanted in facts.items():
             if manifest.get(key) != wanted:
                 raise ValueError(f"{folder} holds hidden states of another {key}: delete it and run the command again")

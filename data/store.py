@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -137,14 +136,13 @@ def _mapped(path: Path) -> Corpus:
         return Corpus(**{name: file.get_tensor(name).numpy() for name in (*COLUMNS, "offsets")})
 
 
-def read_object(path: Path, **kinds: type) -> dict[str, Any]:
-    """A JSON object, or one in YAML, that this project wrote. Raises ValueError when it is damaged or lacks a key, or
-    holds another kind there."""
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """A JSON object that this project wrote. Raises ValueError when it is damaged or lacks a key."""
     try:
-        found = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and all(key in found and isinstance(found[key], kinds[key]) for key in kinds):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and set(keys) <= set(found):
             return found
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise ValueError(f"{path} is damaged: delete {path.parent} and run the command again")
 
@@ -152,7 +150,7 @@ def read_object(path: Path, **kinds: type) -> dict[str, Any]:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The account of a prepared folder; None where it is not (or not completely) prepared."""
     path = folder / "manifest.json"
-    return read_object(path, read=int, used=int, rejected=int, train=dict) if path.is_file() else None
+    return read_object(path, "read", "used", "rejected", "train") if path.is_file() else None
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -158,14 +158,25 @@ def _settings(config: TrainEntry) -> dict[str, Any]:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """That part of a run's configuration."""
-    return read_object(folder / "config.yaml", run=dict, all=dict)["run"]
+    return _read(folder / "config.yaml", run=dict, all=dict)["run"]
 
 
 def run_paths(folder: Path) -> dict[str, Any]:
     """Where a run's base and prepared data lie."""
     if not (folder / "paths.json").is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
-    return read_object(folder / "paths.json", base=str, dtype=str, data=str, identity=dict)
+    return _read(folder / "paths.json", base=str, dtype=str, data=str, identity=dict)
+
+
+def _read(path: Path, **kinds: type) -> dict[str, Any]:
+    """A file that `open_run` wrote. Raises ValueError where it is damaged."""
+    try:
+        found = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+            return found
+    except (ValueError, RecursionError, yaml.YAMLError):
+        pass
+    raise ValueError(f"{path} is damaged: delete {path.parent} and train again")
 
 
 # -- its base and its head ----------------------------------------------------------------------------------

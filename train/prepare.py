@@ -139,8 +139,7 @@ class _Preparation:
 
     def _accounts(self) -> Iterator[Account]:
         """Theirs, one in memory at a time."""
-        fields = dict.fromkeys(vars(Account()), object)
-        return (Account(**read_object(shard / ACCOUNT, **fields)) for shard in self._shards)
+        return (Account(**read_object(shard / ACCOUNT, *vars(Account()))) for shard in self._shards)
 
     def _server_failed(self) -> ValueError:
         """What there is so far, and what to do about the rest."""
