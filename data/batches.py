@@ -68,6 +68,8 @@ class Sampler:
 
     def __post_init__(self) -> None:
         corpus, longest = self.corpus, self.max_length
+        if len(corpus) < 1:
+            raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
         if not any(corpus.mask[start : start + longest].any() for start in corpus.offsets[:-1]):
             raise ValueError(f"no answer lies within the first train.max_length={longest} tokens of any sequence")
         lengths = corpus.lengths.clip(max=longest)

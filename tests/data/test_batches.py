@@ -161,7 +161,7 @@ def test_no_answer_within_the_length_is_refused(tmp_path):
 
 
 def test_no_sequences_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no answer lies within"):
+    with pytest.raises(ValueError, match="no training sequence"):
         sampler_of(tmp_path, count=0)
 
 
