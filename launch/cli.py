@@ -131,11 +131,13 @@ def options_in(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _quoted(word: str) -> str:
-    """A word as Hydra's grammar wants it: `zero=2` names a choice of a group, where Hydra would read a number; the name
-    of a file that is there is no syntax: `data.path=chats (1).jsonl`; nor is what has none: `base.eos=<|im_end|>`."""
+    """A word as Hydra's grammar wants it: `zero=2` names a choice of a group and `name=1e3` a run, where Hydra would
+    read a number; the name of a file that is there is no syntax: `data.path=chats (1).jsonl`; nor is what has none:
+    `base.eos=<|im_end|>`."""
     key, equals, value = word.partition("=")
     choice = value.isdecimal() and key.isidentifier() and resources.files(CONF).joinpath(key).is_dir()
-    if choice or os.path.exists(os.path.expanduser(value)):
+    text = key in ("name", "prompt") and re.match(r"[-+.\d]", value)
+    if choice or text or os.path.exists(os.path.expanduser(value)):
         return f"{key}={_in_quotes(value)}"
     if not equals or _parses(word):
         return word

@@ -25,8 +25,7 @@ from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
-# options than those of an entry and of what is in it; Hydra reads a name of digits as a number
-NO_OTHERS = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+NO_OTHERS = ConfigDict(extra="forbid")  # options than those of an entry and of what is in it
 
 
 @dataclass(frozen=True)

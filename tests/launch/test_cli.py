@@ -81,9 +81,10 @@ def test_what_is_no_syntax_needs_no_quotes(name, tmp_path, monkeypatch):
 
 
 def test_a_name_of_digits_is_a_name():
-    assert typed(compose("train", ["name=20261127"]), TrainEntry).name == "20261127"
-    config = typed(compose("eval", ["heads=[1,2]", "base.eos=2"]), EvalEntry)
-    assert (config.heads, config.base.eos) == (["1", "2"], 2)
+    for name in ("20261127", "2026_11_27", "3.10", "12e4567"):
+        assert typed(compose("train", [_quoted(f"name={name}")]), TrainEntry).name == name
+    config = typed(compose("eval", [_quoted("base.eos=2"), _quoted("name=null")]), EvalEntry)
+    assert (config.base.eos, config.name) == (2, None)
 
 
 def test_a_value_that_could_be_several_is_a_sentence():
