@@ -16,6 +16,7 @@ from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.request import Settings
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import head_folder, load_head, read_config
+from ctcdraft.model.folders import digest_of
 from ctcdraft.model.load.pretrained import base_of
 
 # Options of `generate` that this decoder does, or that change no token; of all others only the defaults are taken.
@@ -99,10 +100,13 @@ def _is_given(value: Any) -> bool:
 
 
 def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:
-    """Made once per model, where and in which precision it is, head and budget; kept by the model, to go when it
-    goes."""
-    made: dict[Any, Decoder] = model.__dict__.setdefault("_ctcdraft_decoders", {})
-    key = (read_config(head_folder(folder))["sha256"], nodes, model.device, model.dtype)
+    """Made once per model, head and budget, and anew where the model's weights lie elsewhere since; kept by the model,
+    to go when it goes."""
+    where, config = [weight.data_ptr() for weight in model.parameters()], read_config(head_folder(folder))
+    if model.__dict__.get("_ctcdraft_weights") != where:
+        model.__dict__.update(_ctcdraft_weights=where, _ctcdraft_decoders={})
+    made: dict[Any, Decoder] = model.__dict__["_ctcdraft_decoders"]
+    key = (config["sha256"], digest_of(config.get("calibration")), nodes)
     if key not in made:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)

@@ -122,10 +122,18 @@ def test_a_model_that_was_converted_is_drafted_for_in_its_new_precision(stock, t
     export_head(random_head(CtcConfig(slots=4), base), base, tmp_path / "head", TRAINING)
     model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
     call = {**padded(PROMPTS[:1]), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    for dtype in (torch.float32, torch.float64):
+    made = []
+    for dtype in (torch.float32, torch.float64, torch.float32):
         model.to(dtype)
         want = model.generate(**call)
-        assert torch.equal(model.generate(**call, custom_generate=str(tmp_path / "head"), trust_remote_code=True), want)
+        for _ in range(2):
+            out = model.generate(**call, custom_generate=str(tmp_path / "head"), trust_remote_code=True)
+            assert torch.equal(out, want)
+            made.append([*model._ctcdraft_decoders.values()])
+    first, again, second, _, third, _ = made
+    assert first == again
+    assert len(first) == len(second) == len(third) == 1, "those of before hold on to memory"
+    assert first != third, "a captured graph would read where the weights were"
 
 
 def test_samples_are_the_decoders_own(stock):
