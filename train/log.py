@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -102,7 +102,7 @@ class RunLog:
 def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
     """A run of its own, inside the evaluation's folder. Where that fails, a line says so: the evaluation is there."""
     try:
-        sink = _sink(folder, name, config, settings, 0)
+        sink = _sink(folder, name, replace(config, dashboard=False), settings, 0)
         sink.summary(media)
         sink.finish()
     except Exception as error:
@@ -120,9 +120,9 @@ def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, 
     if config.dashboard and step == 0 and not run.offline:
         try:
             print(f"W&B: dashboard at {set_up_dashboard(config.entity or run.entity, config.project)}", flush=True)
-        except ValueError:  # a package that is missing
-            raise
         except Exception as error:  # what W&B does not allow, or no network
+            if isinstance(error.__cause__, ImportError):
+                raise
             print(f"W&B: no dashboard ({first_line(error)})", flush=True)
     return Wandb(run)
 

@@ -214,8 +214,17 @@ def test_the_dashboard_stands_once_however_often_a_run_goes_on(runs, tmp_path, m
     assert made.call_count == 1
 
 
-def test_a_run_goes_on_without_a_dashboard(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(log, "set_up_dashboard", Mock(side_effect=wandb.errors.CommError("permission denied")))
+def test_an_evaluation_lays_out_no_dashboard(runs, tmp_path, monkeypatch):
+    made = Mock()
+    monkeypatch.setattr(log, "set_up_dashboard", made)
+    log_evaluation(tmp_path, "a", LoggerConfig("wandb", dashboard=True), {}, Media({}, {}, {}))
+    assert len(runs) == 1
+    assert not made.called
+
+
+@pytest.mark.parametrize("kind", [wandb.errors.CommError, ValueError])
+def test_a_run_goes_on_without_a_dashboard(runs, tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr(log, "set_up_dashboard", Mock(side_effect=kind("permission denied")))
     mine = RunLog(tmp_path, LoggerConfig("wandb", dashboard=True), {}, 0)
     mine.write({"step": 1, "train/loss": 1.0})
     assert runs[0].logged == [(1, {"train/loss": 1.0})]
