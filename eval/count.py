@@ -5,6 +5,8 @@ every way to draft with it. In float32 it is what decoding counts; in bfloat16 t
 may be others than those it gives alone, where rounding decides.
 """
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -23,7 +25,6 @@ from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.generate import continued, work_key
 from ctcdraft.model.decode.text import TextStream
 from ctcdraft.model.export import load_head
-from ctcdraft.model.folders import digest_of
 from ctcdraft.model.replay import Replayed, Transcript, replay
 
 from .bench import Question
@@ -83,7 +84,7 @@ def own_answers(
 ) -> list[list[Transcript]]:
     """The base's answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn that cannot be asked, and those behind it, have none."""
-    digest = digest_of([base.identity, base.weights, str(base.dtype), most])[:12]
+    digest = hashlib.sha256(json.dumps([base.identity, base.weights, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
     read: list[list[Transcript]] = [[] for _ in questions]
     work: deque[tuple[tuple[int, list[int]], list[int], float, str]] = deque()

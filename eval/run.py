@@ -128,15 +128,19 @@ def balanced_orders(sides: Sequence[Side]) -> list[list[Side]]:
 def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig) -> float:
     """Tokens per second of transformers' own `generate`, greedy, on the first few questions' first turns."""
     tokens, seconds = 0, 0.0
-    for number, question in enumerate([questions[0], *questions[:GENERATE_TURNS]]):
+    prompts = []
+    for question in questions[:GENERATE_TURNS]:
         with suppress(RowError):
-            ids = torch.tensor([question.prompt_after(base)], device=base.device)
-            room = min(config.max_new_tokens, base.context_length - ids.shape[1])
-            start = time.perf_counter()
-            out = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
-            if number:  # the very first is a warm-up
-                seconds += time.perf_counter() - start
-                tokens += out.shape[1] - ids.shape[1]
+            prompts.append(question.prompt_after(base))
+    for number, prompt in enumerate([*prompts[:1], *prompts]):
+        ids, room = torch.tensor([prompt], device=base.device), base.context_length - len(prompt)
+        start = time.perf_counter()
+        out = base.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(config.max_new_tokens, room), do_sample=False
+        )
+        if number:  # the very first is a warm-up
+            seconds += time.perf_counter() - start
+            tokens += out.shape[1] - len(prompt)
     return tokens / seconds if seconds else 0.0
 
 
