@@ -11,13 +11,14 @@ LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 class _Decoded:
-    """`text` of the tokens so far, and `rest`, which is still part of a character."""
+    """`text` of the tokens so far, behind those of `context`, and `rest`, which is still part of a character."""
 
-    def __init__(self, tokenizer: Any, **options: bool) -> None:
+    def __init__(self, tokenizer: Any, context: Sequence[int] = (), **options: bool) -> None:
         self.tokenizer, self.options = tokenizer, options
         self.text = self.rest = ""
-        self._tokens: list[int] = []
-        self._before = self._read = 0  # tokens decoded for context, and tokens whose text is in `text`
+        self._tokens = [*context]
+        # tokens before those decoded for context, and tokens whose text is in `text`
+        self._before, self._read = 0, len(context)
 
     def push(self, token: int) -> None:
         self._tokens.append(token)
@@ -47,7 +48,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.stop, self.ended = tuple(stop), False
         self._shown = _Decoded(tokenizer, skip_special_tokens=True)
-        self._all = _Decoded(tokenizer, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        before = tokenizer.all_special_ids[:1]  # the space that a text's first token begins with would not be shown
+        self._all = _Decoded(tokenizer, before, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         for token in self._tail(prompt) if self.stop else ():
             self._all.push(token)
         self._seen = self._whole  # characters before which no stop string ends

@@ -66,6 +66,15 @@ def tokens_of(tokenizer, pieces):
     return ids
 
 
+def test_a_stop_string_may_begin_with_the_space_of_the_prompts_first_token():
+    tokenizer = TOKENIZERS["byte fallback"]
+    prompt, answer = (tokens_of(tokenizer, [piece]) for piece in (" a", "a"))
+    assert StopStringCriteria(tokenizer, [" aa"])(torch.tensor([[*prompt, *answer]]), None).all()
+    text = TextStream(tokenizer, [" aa"], prompt)
+    assert text.push(*answer)
+    assert text.text == ""
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
