@@ -168,13 +168,18 @@ def test_a_launcher_that_is_killed_leaves_no_orphans_and_a_checkpoint(work, laun
     name = f"{launcher}-{number}"
     many = [f"name={name}", "train.steps=100000", "train.eval_every=100000", "train.save_every=100000", "logger=none"]
     process = start(work, [*LAUNCHERS[launcher](), TRAIN, *OPTIONS, *SHARDS, *many])
-    metrics = work / "runs" / name / "metrics.jsonl"
-    until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2, process)
-    ranks = [child for child in children(process) if "train.py" in " ".join(child.cmdline())]
-    assert len(ranks) >= 2
-    process.send_signal(number)
-    process.wait()
-    until(lambda: not any(psutil.pid_exists(child.pid) for child in ranks))
+    ranks = []
+    try:
+        metrics = work / "runs" / name / "metrics.jsonl"
+        until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2, process)
+        ranks = [child for child in children(process) if "train.py" in " ".join(child.cmdline())]
+        assert len(ranks) >= 2
+        process.send_signal(number)
+        process.wait()
+        until(lambda: not any(psutil.pid_exists(child.pid) for child in ranks))
+    finally:  # what fails here would train on for hours
+        for child in [process, *ranks]:
+            gone(child)
     latest = (work / "runs" / name / "checkpoints" / "latest").read_text()
     assert int(latest.removeprefix("step_")) > 2
 
