@@ -10,7 +10,7 @@ looked at, V vocabulary, T slots, X candidates, D hidden.
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class CapturedStep(EagerStep):
     ) -> None:
         super().__init__(base, head, vocabulary, 1, width_of(capacity))
         self.sizes, self.longest = sizes, longest
-        self.capture = self.on_gpu = base.device.type == "cuda"
+        self.capture = base.device.type == "cuda"
         self.ahead = head.config.slots if head is not None and shared_noise else 0  # positions of the next draft
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest + ahead, V] where needed
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
@@ -70,7 +70,7 @@ class CapturedStep(EagerStep):
         (request,), (tree,) = self.active, drafts
         past, rows = int(self.cache.lengths[0]), 1 + next(size for size in self.sizes if len(tree) <= size)
         # A new stream or event is of the current device, and that may be another one than the base's.
-        with self.clock("verify"), torch.cuda.device(self.base.device) if self.on_gpu else nullcontext():
+        with self.clock("verify"), torch.cuda.device_of(self.noise_PV):
             if request.sampling.temperature:
                 V, device = self.base.vocab_size, self.base.device
                 if not len(self.noise_PV):

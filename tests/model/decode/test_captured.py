@@ -173,8 +173,8 @@ def test_graphs_are_made_and_run_on_the_device_of_the_base(base, monkeypatch):
     want = static.generate(prompt, 12).tokens
 
     @contextmanager
-    def device(given):
-        current.append(given)
+    def device_of(tensor):
+        current.append(tensor.device)
         yield
         current.pop()
 
@@ -182,12 +182,12 @@ def test_graphs_are_made_and_run_on_the_device_of_the_base(base, monkeypatch):
         seen.append(current[-1])
         return lambda: (seen.append(current[-1]), half())
 
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(captured, "_graph_of", graph_of)
     monkeypatch.setattr(captured, "_sync_debug_mode", lambda mode: nullcontext())
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    static._captured.capture = static._captured.on_gpu = True
+    static._captured.capture = True
     for shape in static._captured._shapes.values():
         shape.halves = []
     assert static.generate(prompt, 12).tokens == want
