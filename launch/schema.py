@@ -14,6 +14,7 @@ from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
 from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
+from ctcdraft.model.load.precision import Dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
 from ctcdraft.train.log import LoggerConfig
@@ -24,7 +25,6 @@ from ctcdraft.train.step import Plan
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
-Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 NO_OTHERS = ConfigDict(extra="forbid")  # options than those of an entry and of what is in it
 
 

@@ -6,17 +6,19 @@ import platform
 import timeit
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from ..folders import claimed
 
+Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 PAYS = 1.3  # times as fast as float32: below that, the digits are worth more
 GEMM = (128, 576, 1536)  # rows, inner and outer size: the MLP of a small LLM, a larger one gains more
 ROUNDS = 8
 
 
-def resolve_dtype(dtype: str, cache: Path, device: str = "auto") -> str:
+def resolve_dtype(dtype: Dtype, cache: Path, device: str = "auto") -> Dtype:
     """The dtype that `auto` comes to on this machine, as a name: bf16 or fp32. Any other name is given back.
 
     On CUDA it is bf16 where the device has it. On a CPU it is bf16 where the CPU has units for it *and* a GEMM is

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -16,7 +16,7 @@ from ..base.llm import Base
 from ..base.packed import pack
 from .checks import check_verifiable, windows_work
 from .gguf import convert_gguf, is_gguf
-from .precision import resolve_dtype
+from .precision import Dtype, resolve_dtype
 from .template_date import PINNED_DATE, with_date, writes_date
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -28,7 +28,7 @@ TEMPLATES = {  # vicuna is FastChat's vicuna_v1.1
 
 def load_base(
     path: str,
-    dtype: str = "fp32",
+    dtype: Dtype = "fp32",
     device: str = "auto",
     template: str | None = None,
     trust_remote_code: bool = False,
@@ -48,8 +48,8 @@ def load_base(
     Raises ValueError, in one sentence, when the path holds no causal LM or tokenizer, or when the model
     makes its logits in a way that ctcdraft does not know (drafts would then be verified wrongly).
     """
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {('auto', *DTYPES)}")
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {get_args(Dtype)}")
     if device == "auto":
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     dtype = resolve_dtype(dtype, Path(cache), device)
