@@ -18,6 +18,8 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
+from ctcdraft.model.base.llm import Base
+
 from .messages import THOUGHT_KEYS, Message
 from .records import Conversation
 from .sources import RowError
@@ -128,7 +130,7 @@ def prompt_ids(
     return _encoded(tokenizer, [text])[0].ids
 
 
-def answer_message(base: Any, messages: Messages, answer: Sequence[int], tools: list[Any] | None = None) -> Message:
+def answer_message(base: Base, messages: Messages, answer: Sequence[int], tools: list[Any] | None = None) -> Message:
     """The message that a base's template writes as the tokens of its answer to `messages`, for the turns that follow.
 
     Special tokens inside the answer are a part of it: its content holds them, or, of gpt-oss's channels, the thought
