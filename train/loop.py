@@ -109,11 +109,11 @@ class Trainer:
             state.in_a_row = 0
         else:
             self._skipped()
-        logged = state.step % train.log_every == 0 or state.step == 1 or self._is_due()
-        row = self._row(done, tokens, time.perf_counter() - start) if logged else None
-        if self._is_due():
-            assert row is not None
-            row["dev/tokens_per_step"] = self._evaluate()
+        row = None
+        if state.step % train.log_every == 0 or state.step == 1 or self._is_due():
+            row = self._row(done, tokens, time.perf_counter() - start)
+            if self._is_due():
+                row["dev/tokens_per_step"] = self._evaluate()
         state.seconds += time.perf_counter() - start
         return row
 
