@@ -39,7 +39,7 @@ class Pages:
     @staticmethod
     def like(keys: Tensor, values: Tensor, layers: Sequence[int], pages: int, page_size: int) -> "Pages":
         """Room of its own for pages that the engine keeps in a layout of its own; keys, values [N, H, W]."""
-        made = ((part.new_zeros(pages, page_size, *part.shape[1:]) for part in (keys, values)) for _ in layers)
+        made = ((part.new_zeros((pages, page_size, *part.shape[1:])) for part in (keys, values)) for _ in layers)
         return Pages({layer: tuple(pair) for layer, pair in zip(layers, made, strict=True)})  # type: ignore[misc]
 
     def write(self, layer: int, keys_NHW: Tensor, values_NHW: Tensor, slots_N: Tensor) -> None:

@@ -114,7 +114,7 @@ class Proposer:
 
         self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
         self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
-        self.grouped = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        self.hybrid_pages = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         self.lengths: dict[int, Lengths] = defaultdict(Lengths)  # by powers of two of the requests
         self.cut_by: Lengths | None = None  # of these who cut the drafts under way
         self.step: Step | None = None
@@ -136,7 +136,7 @@ class Proposer:
         )
         self.drafter = ServedHead(base, head, draft)
         self.attention = {} if head.attended is None else attention_of(target, head.attended.layers)
-        if self.attention and base.windows.width is not None and base.windows.mixed and self.grouped:
+        if self.attention and base.windows.width is not None and base.windows.mixed and self.hybrid_pages:
             raise ValueError(
                 f"{base.name} has layers with a window and others, whose pages vLLM hands out apart, and a head reads "
                 "by one block table: give --disable-hybrid-kv-cache-manager"

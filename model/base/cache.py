@@ -198,7 +198,8 @@ class TreeCache(Cache):
         capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
         end = self.get_seq_length()
         for number, block in enumerate(self._blocks):
-            grown = block.new_zeros(*block.shape[:3], capacity, block.shape[4])
+            rows, sequences, heads, _, width = block.shape
+            grown = block.new_zeros(rows, sequences, heads, capacity, width)
             grown[:, : self.batch, :, :end] = block[:, : self.batch, :, :end]
             self._blocks[number] = grown
         self.capacity = capacity

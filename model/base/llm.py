@@ -123,8 +123,8 @@ class Base:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, as the base's first layer gets them: [..., D]."""
-        scale = getattr(self.decoder, "embedding_multiplier", 1.0)  # Granite
-        return self._embedding(ids) * scale if scale != 1.0 else self._embedding(ids)
+        embedded, scale = self._embedding(ids), getattr(self.decoder, "embedding_multiplier", 1.0)  # Granite's
+        return embedded if scale == 1.0 else embedded * scale
 
     @torch.no_grad()
     def hidden(

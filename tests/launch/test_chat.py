@@ -40,12 +40,11 @@ def test_a_head_that_learns_says_how_long_it_took(places, capsys):
 
 
 def test_a_conversation_goes_on_until_an_empty_line(places, capsys, monkeypatch):
-    answers = Mock(side_effect=["hello", "and again", ""])
-    monkeypatch.setattr("builtins.input", answers)
-    prompts = []
-    answer = chat.answer
-    monkeypatch.setattr(chat, "answer", lambda d, prompt, *rest: prompts.append(prompt) or answer(d, prompt, *rest))
+    monkeypatch.setattr("builtins.input", Mock(side_effect=["hello", "and again", ""]))
+    answer = Mock(wraps=chat.answer)
+    monkeypatch.setattr(chat, "answer", answer)
     assert chat.main(typed(compose("chat", [*places, "temperature=0.5"]), ChatEntry)) == 0
+    prompts = [call.args[1] for call in answer.call_args_list]
     assert len(prompts) == 2
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert capsys.readouterr().out.count("base forwards") == 2
@@ -72,14 +71,13 @@ def test_chat_gives_the_template_what_it_got_in_the_heads_training(tmp_path, mon
     tiny_tokenizer(SWITCHED, SWITCHED_SPECIALS).save_pretrained(folder)
     base = with_template_args(load_base(str(folder)), {"enable_thinking": False})
     export_head(head_on(base, CtcConfig(slots=4)), base, tmp_path / "head", TRAINING)
-    prompts = []
-    answer = chat.answer
-    monkeypatch.setattr(chat, "answer", lambda d, prompt, *rest: prompts.append(prompt) or answer(d, prompt, *rest))
+    answer = Mock(wraps=chat.answer)
+    monkeypatch.setattr(chat, "answer", answer)
     words = [f"head.path={tmp_path / 'head'}", f"base.path={folder}", "max_new_tokens=4", "prompt=hello"]
     assert chat.main(typed(compose("chat", words), ChatEntry)) == 0
     with pytest.warns(UserWarning, match="which it may fit less well"):
         chat.main(typed(compose("chat", [*words, "data.template_args={enable_thinking: true}"]), ChatEntry))
-    ends = [base.tokenizer.decode(prompt)[-15:] for prompt in prompts]
+    ends = [base.tokenizer.decode(call.args[1])[-15:] for call in answer.call_args_list]
     assert ends[0] == "<think></think>"
     assert ends[1].endswith("<think>")
 
