@@ -27,7 +27,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import free_bytes
 from ctcdraft.model.heads import parameters_of
 from ctcdraft.train import engine as ds
-from ctcdraft.train.log import has_key
+from ctcdraft.train.log import OFFLINE, has_key, wandb_settings
 from ctcdraft.train.loop import Trainer
 from ctcdraft.train.overfit import OverfitCheck
 from ctcdraft.train.prepare import prepared_folder
@@ -57,7 +57,7 @@ class Report:
         """What fails inside is an error of the report, and the rest of it goes on."""
         try:
             yield
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
             self.add(what, "failed")
             self.errors.append(f"{what}: {' '.join(str(error).split())[:400]}")
 
@@ -66,7 +66,8 @@ def examine(config: TrainEntry) -> Report:
     """Everything, in the order in which a run would find it."""
     config, report = with_resolved_dtype(config), Report()
     _machine(report, config)
-    _wandb(report, config)
+    with report.trying("W&B"):
+        _wandb(report, config)
     if config.base.kind == "toy" and not toy_folder(Path(config.cache_dir), config.base.training).exists():
         report.add("base", "the toy base is not made yet: `make train` makes it, in under three minutes")
     elif not report.errors:
@@ -110,11 +111,15 @@ def _machine(report: Report, config: TrainEntry) -> None:
 
 
 def _wandb(report: Report, config: TrainEntry) -> None:
-    if config.logger.mode != "wandb" or os.environ.get("WANDB_MODE") == "offline":
-        report.add("W&B", "not used" if config.logger.mode == "none" else "offline")
+    known = wandb_settings() if config.logger.mode in ("wandb", "offline") else None
+    if known is None or known.mode == "disabled":
+        report.add("W&B", "not used")
         return
-    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    wrong = None if has_key() else "no key"
+    if config.logger.mode == "offline" or known.mode in OFFLINE:
+        report.add("W&B", "offline")
+        return
+    server = urlsplit(known.base_url)
+    wrong = None if has_key(known) else "no key"
     try:
         socket.create_connection((server.hostname, server.port or 443), REACH_SECONDS).close()
     except (OSError, ValueError) as error:

@@ -11,11 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from ctcdraft.data.secrets import masked
 from ctcdraft.model.folders import write_atomically
 
 INIT_SECONDS = 30
+OFFLINE = ("offline", "dryrun")  # W&B's own words for it
 PANELS = {  # of the W&B dashboard: what is logged, by what it says
     "Loss": ("train/loss", "optim/grad_norm", "optim/lr", "train/infeasible", "train/skipped"),
     "Tokens per step": ("dev/tokens_per_step", "draft/psi_sum"),
@@ -239,13 +241,19 @@ def set_up_dashboard(entity: str | None, project: str) -> str:
 
 def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
     """A run, online or offline; None where W&B cannot even log offline."""
-    os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
+    try:
+        known = wandb_settings()
+    except ValueError as error:
+        print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
+        return None
+    if known.mode == "disabled":
+        return None
     id_file = folder / "wandb_id"
     if not id_file.is_file():
         id_file.write_text(uuid.uuid4().hex[:12])
-    online = config.mode == "wandb" and os.environ.get("WANDB_MODE") != "offline" and has_key()
+    online = config.mode == "wandb" and known.mode not in OFFLINE and has_key(known)
     if config.mode == "wandb" and not online:
         print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
 
@@ -276,11 +284,25 @@ def first_line(error: Exception) -> str:
     return masked(str(error)).partition("\n")[0]
 
 
-def has_key() -> bool:
-    """Is there a W&B key, in the environment or in ~/.netrc?"""
-    if os.environ.get("WANDB_API_KEY"):
+def wandb_settings() -> Any:
+    """What this machine says of W&B: its environment, and what `wandb login --host`, `wandb offline` and
+    `wandb disabled` have written down. Raises ValueError where that cannot be."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    file = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings").expanduser()
+    found = wandb.Settings(settings_system=str(file))
+    found.update_from_system_settings()
+    found.update_from_env_vars(dict(os.environ))
+    return found
+
+
+def has_key(known: Any) -> bool:
+    """Is there a key for the server of these settings, in them or in ~/.netrc?"""
+    if known.api_key:
         return True
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        server = urlsplit(known.base_url).netloc
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(server) is not None
     except (OSError, netrc.NetrcParseError):
         return False

@@ -101,6 +101,17 @@ def test_bad_options_are_one_sentence(folder):
     assert done.stderr.startswith("error: optim.lrr: there is no such option")
 
 
+@pytest.mark.parametrize(
+    ("mode", "logger", "found"),
+    [("disabled", "wandb", "not used"), ("dryrun", "wandb", "offline"), ("online", "csv", "not used")],
+)
+def test_what_becomes_of_the_figures_is_said(monkeypatch, mode, logger, found):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    report = Report()
+    checks._wandb(report, typed(compose("train", [f"logger={logger}"]), TrainEntry))
+    assert report.rows == [("W&B", found)]
+
+
 def test_a_run_that_begins_as_another_runs_head_is_probed_from_that_head(tmp_path, monkeypatch):
     class Started(Exception):
         pass

@@ -111,6 +111,29 @@ def test_the_real_wandb_goes_on_offline_under_the_same_id_where_nobody_listens(t
     assert [row["train/loss"] for row in history(file)] == [3.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("said", "modes"),
+    [
+        ({"WANDB_MODE": "disabled"}, []),
+        ({"WANDB_MODE": "dryrun"}, ["offline"]),
+        ({"WANDB_MODE": "no mode"}, []),
+        ({"WANDB_API_KEY": ""}, ["offline"]),
+        ({"WANDB_API_KEY": "", "WANDB_BASE_URL": "https://wandb.corp"}, ["online"]),
+        ({"settings": "mode = disabled"}, []),
+        ({"settings": "mode = offline"}, ["offline"]),
+        ({"WANDB_API_KEY": "", "settings": "base_url = https://wandb.corp"}, ["online"]),  # wandb login --host
+    ],
+)
+def test_what_the_machine_says_of_wandb_holds(runs, tmp_path, monkeypatch, said, modes):
+    (tmp_path / "netrc").write_text("machine wandb.corp login user password 0123456789\n")
+    (tmp_path / "settings").write_text(f"[default]\n{said.pop('settings', '')}\n")
+    for name, value in {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path), **said}.items():
+        monkeypatch.setenv(name, value)
+    sitting(tmp_path / "run", 0, [1])
+    assert [run.asked["mode"] for run in runs] == modes
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["step"] == 1
+
+
 def test_without_any_wandb_the_figures_are_in_the_file(runs, tmp_path, monkeypatch, capsys):
     def broken(**asked):
         raise OSError("No space left on device")
