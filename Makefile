@@ -4,13 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# One process per GPU; without one, a process per core, at most four: of two threads the second one mostly waits.
-# The ranks share OMP_NUM_THREADS out among them.
+# One process per GPU that CUDA_VISIBLE_DEVICES leaves; without one, a process per core, at most four: of two threads the
+# second one mostly waits. Those on a CPU share OMP_NUM_THREADS out among them.
 LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count(); cores = len(os.sched_getaffinity(0)); \
-	ranks = 1 if gpus or cores < 2 else 2 if cores < 4 else 4; \
-	print('$(BIN)/deepspeed --num_gpus %d' % gpus if gpus > 1 else \
-	'env OMP_NUM_THREADS=%s $(BIN)/python launch/ranks.py %d' \
-	% (os.environ.get('OMP_NUM_THREADS', cores), ranks) if ranks > 1 else '$(BIN)/python')")
+	ranks = gpus or (1 if cores < 2 else 2 if cores < 4 else 4); \
+	print('env OMP_NUM_THREADS=%s $(BIN)/python launch/ranks.py %d' \
+	% (os.environ.get('OMP_NUM_THREADS', cores // max(1, gpus) or 1), ranks) if ranks > 1 else '$(BIN)/python')")
 # Whole files go to a process per core, in the order of tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

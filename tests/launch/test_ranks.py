@@ -70,3 +70,22 @@ def test_ranks_have_as_long_to_save_as_without_a_launcher(monkeypatch, given, se
 def test_the_slurm_script_leaves_them_as_long():
     script = RANKS.with_name("slurm.sbatch").read_text()
     assert f"export HEAD_NODE OMP_NUM_THREADS=8 TORCH_ELASTIC_SHUTDOWN_TIMEOUT={LAST_SECONDS:.0f}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("visible", "command"), [("2,3", "launch/ranks.py 2 launch/train.py"), ("3", "launch/train.py")]
+)
+def test_make_train_takes_the_gpus_that_it_may_see(tmp_path, visible, command):
+    (tmp_path / "torch.py").write_text(
+        "import os\nclass cuda:\n    device_count = lambda: len(os.environ['CUDA_VISIBLE_DEVICES'].split(','))"
+    )
+    (tmp_path / "python").write_text(
+        f'#!/bin/bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$CUDA_VISIBLE_DEVICES: $@"'
+    )
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "deepspeed").symlink_to(tmp_path / "python")
+    (tmp_path / "stamp").touch()
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
+    words = ["make", "train", f"BIN={tmp_path}", f"STAMP={tmp_path}/stamp", "ARGS=seed=1"]
+    done = subprocess.run(words, cwd=RANKS.parents[1], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{visible}: {command} seed=1\n", done.stderr
