@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -146,10 +147,11 @@ class Base:
         additive: Any = None if mask is None else mask.additive(self.dtype)
         if mask is not None and additive is not None:
             additive = self.windows.masks(additive, mask.positions_BL, cached=cache is not None)
-        entered: list[Tensor] = []
+        entered, own = list[Tensor](), get_ident()
 
         def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            entered.append(given[0] if given else named["hidden_states"])
+            if get_ident() == own:  # no other thread's forward
+                entered.append(given[0] if given else named["hidden_states"])
 
         first = None if attended is None else self.decoder.layers[attended.layers[0]]
         with nullcontext() if first is None else first.register_forward_pre_hook(keep, with_kwargs=True):

@@ -14,7 +14,6 @@ request is one of each: all have their first n nodes, and a step takes time(B + 
 are timed beforehand: `budget.Budget`.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -105,8 +104,9 @@ class Lengths:
         self.plain, self.drafts = Line(1.0), Line(0.0)
         self.drafted = self.plain  # until there is one
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
-        self._latest: deque[NDArray[np.float32]] = deque(maxlen=LATEST)  # psi of chains of the head and copies
-        self._alone: deque[NDArray[np.float32]] = deque(maxlen=LATEST)  # and of copies alone
+        # Made anew at each step, since other threads may look at them:
+        self._latest: list[NDArray[np.float32]] = []  # psi of chains of the head and copies
+        self._alone: list[NDArray[np.float32]] = []  # and of copies alone
         self._hope = 0.0, False  # psi of the drafts under way, and whether the head made them
         self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
@@ -159,11 +159,9 @@ class Lengths:
         it; alone: what one of the requests would have without the head, asked of one where it has drafted."""
         psi, tried = [chain.psi for chain in chains], by_head and self._trying
         request = self.count % len(psi)  # one of each step: that many steps are remembered, whatever the batch
-        self._alone.append(alone(request).psi if by_head else psi[request])
-        if tried:  # what it was worth before it rested says little
-            self._latest.clear()
-        if by_head:
-            self._latest.extend(psi if tried else [psi[request]])
+        self._alone = [*self._alone, alone(request).psi if by_head else psi[request]][-LATEST:]
+        if by_head:  # what it was worth before it rested says little
+            self._latest = [*(psi if tried else [*self._latest, psi[request]])][-LATEST:]
         ranked = self._ranked(psi)
         count = 0 if self._timed_plainly else self._best(len(chains), ranked, by_head, tried)[0]
         if not self._timed_plainly and not tried:

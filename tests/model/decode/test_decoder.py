@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -242,6 +243,24 @@ def test_an_interrupted_call_leaves_nothing_behind(base, monkeypatch):
         speculative.generate(prompts(1, seed=6, longest=60)[0], 30)
     monkeypatch.undo()
     assert speculative.generate(prompt, 30).tokens == want
+
+
+def test_another_thread_may_decode_meanwhile(base):
+    """It goes through the copied layers while these have been entered, by another head of the same base too."""
+    here, there = (Decoder(base, random_head(HEADS[1], base, seed), DraftConfig(budget="fixed")) for seed in (0, 1))
+    asked = prompts(2, seed=7)
+    want = [here.generate(asked[0], 8).tokens, there.generate(asked[1], 4).tokens]
+    with ThreadPoolExecutor(1) as thread:
+        meanwhile = []
+
+        def enter(*_):
+            if not meanwhile:
+                meanwhile.append(None)
+                meanwhile[0] = thread.submit(there.generate, asked[1], 4).result().tokens
+
+        with base.decoder.layers[-1].register_forward_pre_hook(enter):
+            assert here.generate(asked[0], 8).tokens == want[0]
+        assert meanwhile == want[1:]
 
 
 def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):

@@ -1,4 +1,6 @@
+import sys
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -325,3 +327,15 @@ def test_padding_is_paid_for():
         kept[separate] = [len(chain) for chain in lengths.cut([sure, *[unsure] * 15], True)]
     assert kept[True][0] == MOST
     assert kept[False] == [0] * 16
+
+
+def test_threads_may_share_it():
+    """As those of a decoder do, each with a batch of its own."""
+    lengths, before = Lengths(padded=True), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            each = [threads.submit(serve, lengths, 4, 0.7, linear(0.05), 0.1, steps=150) for _ in range(4)]
+            assert all(future.result() for future in each)
+    finally:
+        sys.setswitchinterval(before)
