@@ -75,6 +75,7 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         (fresh / "custom_generate" / "generate.py").write_text(SHIM)
 
 
+@torch.inference_mode(False)
 def load_head(folder: str | Path, base: Base) -> Head:
     """The exported head of a folder, or of a name on the Hub, as `Head.for_drafting` of the dtype that it was exported
     in. Raises ValueError as `trained_head` does."""

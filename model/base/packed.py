@@ -49,6 +49,7 @@ def pack(module: nn.Module) -> None:
         and one.weight.device.type == "cpu"
         and one.weight.dtype in dtypes
         and one.weight.numel() >= LEAST
+        and not one.weight.is_inference()  # nobody could tell that it was written to
     ]
     size = sum(one.weight.nbytes for one in linears)
     if size > SHARE * psutil.virtual_memory().available:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import cast, overload
 
 import numpy as np
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -162,6 +163,7 @@ class Decoder:
         kind = PearlStep if self.parallel else EagerStep
         return kind(self.base, self.head, self.vocabulary if self.head else None, rows, capacity)
 
+    @torch.inference_mode(False)  # what is made here is kept, for calls in any mode
     def _steps(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         """Decode requests together: a pause behind their first tokens, and one behind each step."""
         if len(requests) == 1:

@@ -26,6 +26,7 @@ TEMPLATES = {  # vicuna is FastChat's vicuna_v1.1
 }
 
 
+@torch.inference_mode(False)
 def load_base(
     path: str,
     dtype: Dtype = "fp32",

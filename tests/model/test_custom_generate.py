@@ -10,7 +10,8 @@ from bases import tiny_tokenizer, write_base
 from drafting import TRAINING, random_head
 from transformers import AutoModelForCausalLM, GenerationConfig, WatermarkingConfig, set_seed
 
-from ctcdraft.model import Decoder, load_base
+from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
+from ctcdraft.model.base.packed import PackedLinear
 from ctcdraft.model.custom_generate import _decoder
 from ctcdraft.model.export import export_head
 from ctcdraft.model.heads import CtcConfig
@@ -134,6 +135,28 @@ def test_a_model_that_was_converted_is_drafted_for_in_its_new_precision(stock, t
     assert first == again
     assert len(first) == len(second) == len(third) == 1, "those of before hold on to memory"
     assert first != third, "a captured graph would read where the weights were"
+
+
+@pytest.mark.parametrize("loaded_there", [False, True])
+def test_inference_mode_is_a_mode_like_others(tmp_path, loaded_there):
+    """Also for a base and head that are large enough for packed layers, and for calls behind it."""
+    folder = str(write_base(tmp_path / "b", hidden_size=256))
+    with torch.inference_mode():
+        base = load_base(folder)
+        head = random_head(CtcConfig(slots=4, draft_vocab_size=256), base)
+    export_head(head, base, tmp_path / "head", TRAINING)
+    with torch.inference_mode(loaded_there):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    call = {**padded(PROMPTS[:1]), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**call)
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            assert torch.equal(
+                model.generate(**call, custom_generate=str(tmp_path / "head"), trust_remote_code=True), want
+            )
+            decoder = Decoder(base, load_head(tmp_path / "head", base), DraftConfig(budget="fixed"))
+            assert decoder.generate(PROMPTS[0], 8).tokens == want[0, 4:].tolist()
+            assert isinstance(decoder.vocabulary.tokens._lm_head, PackedLinear)
 
 
 def test_samples_are_the_decoders_own(stock):
