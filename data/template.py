@@ -40,7 +40,7 @@ ADVICE = (
     "wrap its answers in {% generation %}...{% endgeneration %}, give base.template=vicuna or plain, or keep "
     "data.labels=rewrite without a server, which needs no mask"
 )
-THOUGHT_START = "<think>"
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 NO_LABEL = "none of its answers is to be learned (it has none, or weight, train or loss is 0)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
 

@@ -19,7 +19,7 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import Example, Journal
-from ctcdraft.data.template import NO_LABEL, answer_message, prompt_ids, render
+from ctcdraft.data.template import NO_LABEL, THOUGHT_END, THOUGHT_START, Rendered, answer_message, prompt_ids, render
 from ctcdraft.data.unshown import shows
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued, work_key
@@ -139,23 +139,33 @@ class Dialogue:
 
     def answer_text(self, answer: Answer) -> None:
         """What a server said behind `said`, tokenised as the template writes it. Raises RowError where it cannot be."""
-        conversation = Conversation("", (*self.said, answer.message), self.conversation.tools)
         self.unread += (f"answer.{name.removeprefix('turn.')}" for name in answer.unread)
-        args = self.base.template_args
-        rendered = render(self.base.tokenizer, conversation, turns="last", template_args=args).sequences[-1]
-        problem = self.base.unreadable(rendered.ids) if any(rendered.mask) else "the answer has no tokens"
-        if problem:
-            raise RowError(problem)
-        decode, ids = self.base.tokenizer.decode, rendered.ids
-        start, end = rendered.mask.index(1), len(ids) - rendered.mask[::-1].index(1)
-        thought = answer.message.get("reasoning_content", "")
+        decode, message, words = self.base.tokenizer.decode, answer.message, answer.message["content"].strip()
+        ids, mask = self._rendered(message)
+        thinks = words.startswith(THOUGHT_START) or decode(self.prompt).rstrip().endswith(THOUGHT_START)
+        if thinks and "reasoning_content" not in message and not decode(ids[mask.index(1) :]).strip().startswith(words):
+            # no parser took the thought off, and the template writes an empty one before it
+            thought, _, words = words.removeprefix(THOUGHT_START).partition(THOUGHT_END)
+            message = {**message, "content": words.strip(), "reasoning_content": thought.strip()}
+            ids, mask = self._rendered(message)
+        start, end = mask.index(1), len(ids) - mask[::-1].index(1)
+        thought = message.get("reasoning_content", "")
         if not shows(decode(ids[start:end]), thought):
             raise RowError("the answer comes with a thought, which the chat template does not show")
         if answer.cut:  # what closes the turn, or the thought, is the template's and not the base's
-            words, end = (answer.message["content"] or thought).strip(), end - 1
+            words, end = (message["content"] or thought).strip(), end - 1
             while words and words in decode(ids[start : end - 1]):
                 end -= 1
-        self._add(ids[:end], [*rendered.mask[:end]], answer.message, cut=answer.cut)
+        self._add(ids[:end], [*mask[:end]], message, cut=answer.cut)
+
+    def _rendered(self, message: Message) -> Rendered:
+        """What was said, and this answer to it. Raises RowError where the template or the base does not take it."""
+        conversation = Conversation("", (*self.said, message), self.conversation.tools)
+        args = self.base.template_args
+        found = render(self.base.tokenizer, conversation, turns="last", template_args=args).sequences[-1]
+        if problem := self.base.unreadable(found.ids) if any(found.mask) else "the answer has no tokens":
+            raise RowError(problem)
+        return found
 
     def examples(self, turns: str) -> list[Example]:
         """The sequences with `each` of its answers, or the `last` alone: one, or several where the template writes an

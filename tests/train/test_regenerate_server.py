@@ -19,10 +19,13 @@ from regeneration import all_equal, config_of, conversations, done, lines
 from workers import preparing
 
 from ctcdraft.data import server as http
+from ctcdraft.data.records import conversation_of
+from ctcdraft.data.server import Answer
 from ctcdraft.data.store import load_corpus, read_jsonl, read_manifest
 from ctcdraft.data.template import Rendered, with_template_args
 from ctcdraft.model import load_base
 from ctcdraft.train.prepare import prepare
+from ctcdraft.train.regenerate import Dialogue
 
 pytestmark = pytest.mark.slow
 
@@ -356,6 +359,29 @@ def test_template_args_reach_the_base_here_and_a_server_alike(tmp_path):
 )
 def test_labels_of_a_cut_answer_are_its_own_words(thinking_base, tmp_path, monkeypatch, message, labels):
     assert labels_of(thinking_base, tmp_path, monkeypatch, message, "length")[0] == labels
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "cut"),
+    [
+        (templates.QWEN_3, "<think>\nlet me th", True),
+        (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhel", True),
+        (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhello", False),
+        (templates.SWITCHED, "let me th", True),  # behind the <think> of the prompt
+        (templates.SWITCHED, "let me think</think>hello", False),
+    ],
+)
+def test_a_thought_that_no_parser_took_off_is_learned_as_it_was_said(tmp_path, template, said, cut):
+    write_base(tmp_path / "b", context=512, vocab_size=264)
+    tiny_tokenizer(template, templates.SWITCHED_SPECIALS).save_pretrained(tmp_path / "b")
+    dialogue = Dialogue(load_base(str(tmp_path / "b")), conversation_of({"turns": ["ask"]}, 0), 0.0, 0)
+    assert dialogue.next_prompt()
+    dialogue.answer_text(Answer({"role": "assistant", "content": said}, cut))
+    (example,) = dialogue.examples("each")
+    ids, start = list(example.ids), len(dialogue.prompt)
+    assert (ids[:start], example.mask[:start]) == (dialogue.prompt, [0] * start)
+    assert dialogue.base.tokenizer.decode(ids[start:]) == said + ("" if cut else "<|im_end|>")
+    assert all(example.mask[start:])
 
 
 @pytest.mark.parametrize(
