@@ -51,7 +51,8 @@ def generate_with(
     seed: int | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Prompts [B, L], left-padded where attention_mask is 0, with their answers: [B, L + longest answer].
+    """Prompts [B, L], left-padded where attention_mask is 0, with their answers: [B, L + longest answer]. As in
+    `generate`, padding without a mask is told by a pad_token_id that ends nothing.
 
     Takes generate's options for greedy decoding and sampling; `nodes` is the draft budget, `seed` that of the noise
     (None: drawn from torch's global generator). A repetition penalty counts a prompt's own tokens, where transformers
@@ -73,26 +74,34 @@ def generate_with(
     if given:
         raise ValueError(f"custom_generate: the draft decoder has no {', '.join(sorted(given))}")
     decoder = _decoder(model, folder, tokenizer, nodes)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, mask, strict=True)]
+    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
+    padding = None if config.pad_token_id in ends else config.pad_token_id
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids) if padding is None else input_ids != padding
+    prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, attention_mask, strict=True)]
     length = input_ids.shape[1]
     limit = config.max_new_tokens or (DEFAULT_LENGTH if asked is None else asked - length)
     first = int(torch.randint(2**62, ())) if seed is None else seed
-    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
     settings: Settings = {
-        "repetition_penalty": config.repetition_penalty,
+        "repetition_penalty": _or_one(config.repetition_penalty),
         "seed": [first + number for number in range(len(prompts))],
         "stop": [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or (),
         "eos": ends,
     }
     if config.do_sample:
-        settings |= {"temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p}
+        settings |= {"temperature": _or_one(config.temperature), "top_p": _or_one(config.top_p)}
+        settings["top_k"] = config.top_k or 0
     outs = decoder.generate(prompts, limit, **settings)
     pad = config.pad_token_id if config.pad_token_id is not None else (*ends, 0)[0]
     answers = input_ids.new_full((len(outs), max(len(out.tokens) for out in outs)), pad)
     for row, out in zip(answers, outs, strict=True):
         row[: len(out.tokens)] = torch.tensor(out.tokens)
     return torch.cat([input_ids, answers], dim=1)
+
+
+def _or_one(value: float | None) -> float:
+    """None, said in a call, is no change of the logits."""
+    return 1.0 if value is None else value
 
 
 def _is_given(value: Any) -> bool:

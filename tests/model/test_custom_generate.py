@@ -36,7 +36,9 @@ def padded(prompts):
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"eos_token_id": 77}])
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.2}, {"repetition_penalty": None}, {"eos_token_id": 77}]
+)
 def test_greedy_output_is_that_of_generate(stock, options):
     model, folder, _ = stock
     inputs = padded(PROMPTS)
@@ -51,6 +53,16 @@ def test_greedy_output_is_that_of_generate(stock, options):
         trust_remote_code=True,
     )
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("pad", [0, 1], ids=["padding", "end of sequence"])
+def test_padding_without_a_mask_is_what_it_is_for_generate(stock, pad):
+    model, folder, _ = stock
+    call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": pad}
+    ids = padded(PROMPTS)["input_ids"]
+    ids[ids == 0] = pad
+    want = model.generate(ids, **call)
+    assert torch.equal(model.generate(ids, **call, custom_generate=folder, trust_remote_code=True), want)
 
 
 def test_stop_strings_are_those_of_generate(stock):
@@ -173,6 +185,11 @@ def test_samples_are_the_decoders_own(stock):
     set_seed(1)
     assert torch.equal(first, model.generate(**call))
     assert not torch.equal(first, model.generate(**call))
+    every = [
+        model.generate(**call | of, seed=5)
+        for of in ({"temperature": 1.0, "top_p": 1.0}, {"temperature": None, "top_p": None, "top_k": None})
+    ]
+    assert torch.equal(*every)
 
 
 @pytest.mark.parametrize(
