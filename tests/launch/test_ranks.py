@@ -72,6 +72,41 @@ def test_the_slurm_script_leaves_them_as_long():
     assert f"export HEAD_NODE OMP_NUM_THREADS=8 TORCH_ELASTIC_SHUTDOWN_TIMEOUT={LAST_SECONDS:.0f}\n" in script
 
 
+def test_a_host_of_the_slurm_script_has_all_its_cpus_and_every_option(tmp_path):
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name, does in {
+        "scontrol": "echo host-a",
+        "srun": 'echo "$1 $2"; shift 2; SLURM_NODEID=1 "$@"',
+        ".venv/bin/torchrun": 'printf "%s\\n" "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "SUBMIT_DIR": str(tmp_path),
+        "JOB_NODELIST": "host-[a-b]",
+        "JOB_ID": "7",
+        "NNODES": "2",
+        "CPUS_PER_TASK": "32",
+    }
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **{f"SLURM_{name}": value for name, value in job.items()}}
+    words = ["bash", RANKS.with_name("slurm.sbatch"), "data.path=[a b.jsonl, c.jsonl]", "name=x"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    srun, *torchrun = done.stdout.splitlines()
+    assert srun == "--kill-on-bad-exit=1 --cpus-per-task=32", done.stderr
+    places = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "gpu",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "host-a",
+        "--master-port",
+    ]
+    assert torchrun == [*places, "20007", "launch/train.py", "data.path=[a b.jsonl, c.jsonl]", "name=x"]
+
+
 @pytest.mark.parametrize(
     ("visible", "command"), [("2,3", "launch/ranks.py 2 launch/train.py"), ("3", "launch/train.py")]
 )
