@@ -87,7 +87,7 @@ def served(config: ServeEntry) -> tuple[str, Path, dict[str, Any]]:
     record = read_config(head)
     if isinstance(served := head_config(record["head"]), StepwiseConfig):
         raise ValueError(f"{head} is a head of kind {served.kind}, which no engine serves: use launch/chat.py")
-    return base, head.resolve(), {**paths, "template_args": record.get("template_args")}
+    return os.path.expanduser(base), head.resolve(), {**paths, "template_args": record.get("template_args")}
 
 
 def check_port(host: str, port: int) -> None:

@@ -143,6 +143,13 @@ def test_the_engine_gets_the_base_the_head_and_what_training_knew(work):
     assert words[-2:] == ["--max-model-len", "64"]
 
 
+def test_a_base_in_the_home_folder_is_found_there(work, monkeypatch):
+    """Training takes `~` too, and a run's record keeps it."""
+    monkeypatch.setenv("HOME", str(work))
+    config = options(work, work / "none", base=BasePath(path="~/base"))
+    assert f"--model={work / 'base'}" in serve.command(config, *serve.served(config))
+
+
 def test_an_engine_without_drafts_says_so(monkeypatch):
     monkeypatch.setattr(serve.httpx, "get", lambda *_, **__: SimpleNamespace(text="other:metric 1.0\n"))
     assert serve.acceptance("http://localhost:1") == "nothing was drafted"
