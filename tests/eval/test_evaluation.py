@@ -147,6 +147,18 @@ def test_a_head_with_another_calibration_is_measured_anew(chat_base, head_folder
     assert settings[0] != settings[1]
 
 
+def test_a_base_with_other_weights_or_another_template_is_measured_anew(head_folder, chat_base):
+    """Of one name, tokenizer and LM head, so that heads of the one draft for the other."""
+    settings = []
+    for name in ("as it is", "fine-tuned", "another template"):
+        base = load_base(chat_base.path, template="vicuna" if "template" in name else None)
+        if "tuned" in name:
+            base.decoder.layers[0].mlp.up_proj.weight.mul_(1.1)
+        assert base.identity == chat_base.identity
+        settings.append(Measurement(base, DRAFT, BenchConfig("toy")).setting({"": head_folder}))
+    assert all(one != other for one, other in itertools.combinations(settings, 2))
+
+
 def shifting(base, place=3):
     """A decoder that puts out a wrong token at one place of every answer."""
     broken = Decoder(base)
