@@ -58,7 +58,6 @@ def check_inputs(config: TrainEntry) -> Path:
         check_source("data.path", path)
     check_source("data.keep_out", config.data.keep_out)
     check_source("bench.path", config.bench.path)
-    config.train.split(ds.world_size())
     if config.train.start_from is not None:
         read_config(run_folder(config.train.start_from, config.runs_dir) / "head")
     settings = _settings(config)

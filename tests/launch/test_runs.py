@@ -124,6 +124,12 @@ def test_a_run_of_four_rows_is_not_begun_anew_on_ranks_that_do_not_divide_them(s
         sitting(8)
 
 
+def test_data_is_prepared_by_ranks_that_do_not_divide_the_batch(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    words = ["experiment=smoke", "train.batch=4", "name=mine", f"runs_dir={tmp_path}"]
+    assert runs.check_inputs(typed(compose("prepare", words), TrainEntry)) == tmp_path / "mine"
+
+
 @pytest.mark.parametrize("damage", ["x", -4])
 def test_a_damaged_batch_is_one_sentence(sitting, damage):
     folder, _ = sitting(1)
