@@ -16,12 +16,19 @@ from .decoder import Decoder
 from .request import Request
 
 T = TypeVar("T")
+POSITIONS = 32768  # that are read together, unless one sequence alone has more
 
 
 def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
-    """Numbers of the sequences in batches of like length, shortest first."""
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    """Numbers of the sequences in batches of like length, shortest first. A batch ends before it holds more than
+    POSITIONS, padding included."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+        room = min(batch_size, POSITIONS // max(1, len(sequences[i])))
+        if not batches or len(batches[-1]) >= room:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
 
 
 def continue_all(base: Base, waiting: deque[Request], rows: int) -> Iterator[Request]:

@@ -9,13 +9,21 @@ from transformers import GenerationConfig
 
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.base.sampling import Sampling
-from ctcdraft.model.decode.generate import continue_all
+from ctcdraft.model.decode.generate import POSITIONS, batches_by_length, continue_all
 from ctcdraft.model.decode.request import Request
 
 
 def prompts(count, longest, seed=0):
     rng = random.Random(seed)
     return [[rng.randrange(4, 260) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def test_short_sequences_are_not_padded_to_a_long_one():
+    lengths = [8000, *[500] * 63, 40000]
+    batches = batches_by_length([range(length) for length in lengths], 64)
+    assert sorted(i for batch in batches for i in batch) == [*range(65)]
+    assert batches[-1] == [64]
+    assert all(len(batch) * max(lengths[i] for i in batch) <= POSITIONS for batch in batches[:-1])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 32])
