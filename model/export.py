@@ -87,7 +87,7 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
     """The head as it was when it was exported, to be trained on, and in which dtype that was.
 
     Raises ValueError, in one sentence, when the folder is no exported head, is damaged, or was trained on
-    another base (config, tokenizer or LM head differ).
+    another base (config, tokenizer or LM head differ). Warns where float16 has rounded that LM head.
     """
     folder = head_folder(folder)
     config = read_config(folder)
@@ -96,7 +96,13 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
         raise ValueError(f"{folder}/model.safetensors is damaged (checksum differs): export the head again")
     identity = base.identity
     differing = [key for key in ("config", "tokenizer", "lm_head") if identity[key] != config["base"][key]]
-    if differing:
+    if differing == ["lm_head"] and base.dtype == torch.float16:
+        warnings.warn(
+            f"the head in {folder} was trained on {config['base']['name']}; whether {identity['name']} has its LM head "
+            "cannot be told in float16, which rounds the smallest weights",
+            stacklevel=2,
+        )
+    elif differing:
         raise ValueError(
             f"the head in {folder} was trained on {config['base']['name']} and cannot draft for "
             f"{identity['name']}: their {', '.join(differing)} differ"

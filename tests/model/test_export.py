@@ -3,12 +3,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from bases import TEMPLATE, write_base
+from bases import TEMPLATE, tiny_tokenizer, write_base
 from drafting import random_head
+from transformers import AutoModelForCausalLM
 
 from ctcdraft.model import export_head, load_base, load_head
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.heads import CtcConfig, head_config, head_on
+from ctcdraft.model.load.pretrained import base_of
 
 TRAINING = {"objective": "prefix_ctc", "step": 3, "tokens": 100, "tokens_per_step": 1.5}
 
@@ -68,6 +70,18 @@ def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(expor
 def test_another_base_is_refused_with_both_names(exported, tmp_path):
     other = load_base(str(write_base(tmp_path / "other-base", seed=9)), dtype="fp64")
     with pytest.raises(ValueError, match=r"trained on tiny-llama and cannot draft for other-base: .*lm_head"):
+        load_head(exported[1], other)
+
+
+def test_float16_rounds_an_lm_head_and_that_is_said(exported, base_folder, tmp_path):
+    rounded, other = (
+        base_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16), tiny_tokenizer(), str(path))
+        for path in (base_folder, write_base(tmp_path / "other", num_hidden_layers=3))
+    )
+    with pytest.warns(UserWarning, match="cannot be told in float16"):
+        head = load_head(exported[1], rounded)
+    assert torch.equal(head.enter.weight, exported[0].enter.weight.float())
+    with pytest.raises(ValueError, match="their config, lm_head differ"):
         load_head(exported[1], other)
 
 
