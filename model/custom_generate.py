@@ -4,6 +4,7 @@ The exported folder's custom_generate/generate.py (export.SHIM) comes here. Outp
 prompts and answers, padded; and the same tokens, since drafts change none.
 """
 
+import warnings
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ def generate_with(
         settings |= {"temperature": _or_one(config.temperature), "top_p": _or_one(config.top_p)}
         settings["top_k"] = config.top_k or 0
     outs = decoder.generate(prompts, limit, **settings)
+    if any(out.finish == "context" for out in outs):
+        longest = decoder.base.context_length
+        warnings.warn(f"custom_generate: an answer ends at {longest} tokens, which drafts take at most", stacklevel=2)
     pad = config.pad_token_id if config.pad_token_id is not None else (*ends, 0)[0]
     answers = input_ids.new_full((len(outs), max(len(out.tokens) for out in outs)), pad)
     for row, out in zip(answers, outs, strict=True):

@@ -113,6 +113,15 @@ def test_lengths_are_those_of_generate(stock, options):
     assert torch.equal(model.generate(ids, **call, custom_generate=folder, trust_remote_code=True), want)
 
 
+def test_an_answer_that_the_context_cuts_is_said(stock):
+    """Where `generate` would go on."""
+    model, folder, base = stock
+    call = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 300, "max_new_tokens": 12}
+    with pytest.warns(UserWarning, match=f"an answer ends at {base.context_length} tokens"):
+        out = model.generate(torch.arange(5, 255)[None], **call, custom_generate=folder, trust_remote_code=True)
+    assert out.shape[1] == base.context_length == 256
+
+
 def test_a_model_takes_its_decoders_with_it_and_a_new_head_is_seen(stock, tmp_path):
     _, folder, base = stock
     place = tmp_path / "head"
