@@ -88,6 +88,7 @@ def options_of(config: Any) -> Options:
         ),
         (parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size: give it 1"),
         (config.lora_config is not None, "--enable-lora: a head drafts for one base, serve it without adapters"),
+        (model.hf_overrides, "--hf-overrides: a head drafts by the config of the model's folder, change it there"),
         (model.quantization, f"--quantization {model.quantization}: a head drafts with unquantised weights alone"),
         (cache.cache_dtype != "auto", f"--kv-cache-dtype {cache.cache_dtype}: a head reads keys and values, give auto"),
     ):

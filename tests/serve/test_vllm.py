@@ -110,7 +110,9 @@ def config_of(served, *, head=None, **changed):
             "ctcdraft": {"head": str(head or served.work / "head"), "prompt_lookup": 4, "length": "fixed"}
         },
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
-        model_config=SimpleNamespace(model=str(served.work / "base"), max_model_len=256, quantization=None),
+        model_config=SimpleNamespace(
+            model=str(served.work / "base"), max_model_len=256, quantization=None, hf_overrides={}
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
@@ -209,6 +211,7 @@ def test_a_runner_whose_drafter_is_another_is_left_alone(engine, served):
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"lora_config": object()}, "--enable-lora"),
         ({"model_config__quantization": "awq"}, "--quantization awq"),
+        ({"model_config__hf_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "--hf-overrides"),
         ({"cache_config__cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"additional_config": {}}, "head: field required"),
         ({"additional_config": {"ctcdraft": {"head": "x", "nodes": 3}}}, "nodes: unexpected"),
