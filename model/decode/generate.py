@@ -17,6 +17,7 @@ from .request import Request
 
 T = TypeVar("T")
 POSITIONS = 32768  # that are read together, unless one sequence alone has more
+SHORT, ENTRIES = 4096, 131072  # of the cache: entries that any row may have, and all rows together where one has more
 
 
 def batches_by_length(sequences: Sequence[Sized], batch_size: int) -> list[list[int]]:
@@ -37,30 +38,42 @@ def continue_all(base: Base, waiting: deque[Request], rows: int) -> Iterator[Req
     More may be appended to `waiting` whenever one is yielded; the last of them takes its place at once where it goes
     on from there, as the next turn of a conversation does. Greedy tokens are those of transformers' `generate`, sampled
     ones those that `Decoder.generate` draws from the same seed; what else is in flight changes a token only where
-    rounding does. The cache grows with the longest row in flight. Raises ValueError on an empty prompt, or one that
-    leaves no room in the context.
+    rounding does. The cache grows with the longest row in flight, so long ones come last, in fewer rows. Raises
+    ValueError on an empty prompt, or one that leaves no room in the context.
     """
-    decoder = Decoder(base)
+    decoder, longer = Decoder(base), deque[Request]()
     step = decoder.eager_step(rows, 0)
 
-    def admit(request: Request, row: int | None = None) -> None:
-        request.fit(base)
-        step.cache.reserve(len(request.prompt) + request.max_new_tokens)
-        step.admit(request, row)
+    def admitted(follows: bool = False, row: int | None = None) -> bool:
+        """Has one of those that wait been taken into a row?"""
+        while waiting:
+            request = waiting.pop() if follows else waiting.popleft()
+            request.fit(base)
+            entries, follows = len(request.prompt) + request.max_new_tokens, False
+            if rows == 1 or entries <= max(SHORT, ENTRIES // rows):
+                step.cache.reserve(entries)
+                step.admit(request, row)
+                return True
+            longer.append(request)
+        return False
 
     while waiting or step.active:
-        while waiting and len(step.active) < rows:
-            admit(waiting.popleft())
+        while len(step.active) < rows and admitted():
+            pass
         for row in reversed(range(len(step.active))):
             while row < len(step.active) and (done := step.active[row]).out.finish:
                 yield done
-                if waiting:
-                    follows = waiting[-1].prompt[: done.length] == done.prompt + done.tokens
-                    admit(waiting.pop() if follows else waiting.popleft(), row)
-                else:
+                follows = bool(waiting) and waiting[-1].prompt[: done.length] == done.prompt + done.tokens
+                if not admitted(follows, row):
                     step.drop(row)
         if step.active:
             decoder.advance(step)
+    if longer:
+        del step  # and its cache
+        for done in continue_all(base, longer, max(1, rows // 4)):
+            yield done
+            longer.extend(waiting)
+            waiting.clear()
 
 
 def continued(

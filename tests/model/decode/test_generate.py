@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from ctcdraft.model import Decoder, load_base
 from ctcdraft.model.base.sampling import Sampling
+from ctcdraft.model.decode import generate
 from ctcdraft.model.decode.generate import POSITIONS, batches_by_length, continue_all
 from ctcdraft.model.decode.request import Request
 
@@ -59,6 +60,23 @@ def test_what_is_appended_while_others_run_is_continued_too(base):
     assert len(done) == 2 * len(first)
     for one in done:
         assert one.tokens == Decoder(base).generate(one.prompt, one.max_new_tokens).tokens
+
+
+def test_long_prompts_come_last_in_fewer_rows(base, monkeypatch):
+    made, make = [], Decoder.eager_step
+    monkeypatch.setattr(Decoder, "eager_step", lambda *given: made.append(make(*given)) or made[-1])
+    monkeypatch.setattr(generate, "SHORT", 40)
+    monkeypatch.setattr(generate, "ENTRIES", 8 * 40)
+    waiting = deque(Request([5 + i] * length, 6) for i, length in enumerate([200, 9, 9, 120, 9, 60, 9]))
+    done = []
+    for one in continue_all(base, waiting, 8):
+        done.append(one)
+        if len(one.prompt) == 120:
+            waiting.append(Request([*one.prompt, *one.tokens, *[7] * 114], 6))
+    assert [len(step.cache.lengths) for step in made] == [8, 2, 1]
+    assert [len(one.prompt) for one in done] == [9, 9, 9, 9, 60, 120, 200, 240]
+    for one in done:
+        assert one.tokens == Decoder(base).generate(one.prompt, 6).tokens
 
 
 def test_what_a_prompt_shares_with_a_row_is_not_read_again(base):
