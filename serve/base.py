@@ -38,6 +38,11 @@ def base_of(target: Any, path: str, length: int, option: str) -> EngineBase:
     base = engine_base(path, decoder.embed_tokens.weight, target.lm_head.weight)
     if base.windows.width is not None and base.windows.width < length:
         raise ValueError(f"{base.name} has layers that see a window: give {option} {base.windows.width}")
+    if base.context_length < min(length, base.decoder.config.max_position_embeddings):  # longrope
+        raise ValueError(
+            f"{base.name} turns its keys otherwise in contexts beyond {base.context_length} tokens, which a head does "
+            f"not know: give {option} {base.context_length}"
+        )
     return base
 
 

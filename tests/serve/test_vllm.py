@@ -266,6 +266,11 @@ def test_models_that_a_head_cannot_draft_for_are_refused(engine, served, tmp_pat
     windowed = write_base(tmp_path / "windowed", "mistral", sliding_window=16)
     config = {"model_config__model": str(windowed)}
     assert "--max-model-len 16" in refusal(engine, served, Target(load_base(str(windowed))), **config)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {"original_max_position_embeddings": 64, "pad_token_id": 0}
+    long = write_base(tmp_path / "long", "phi3", rope_parameters=rope, **sizes)
+    config = {"model_config__model": str(long)}
+    assert "--max-model-len 64" in refusal(engine, served, Target(load_base(str(long))), **config)
 
 
 def test_layers_whose_pages_are_handed_out_apart_are_refused(engine, served, tmp_path):
