@@ -52,6 +52,7 @@ class OnlineDecoder(Decoder):
     not learnt from. The head's psi stays calibrated as it came.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, base: Base, head: Head, draft: DraftConfig, online: OnlineConfig) -> None:
         if online.every is None:
             raise ValueError("online.every is null: say after how many tokens the head is to learn")
@@ -62,6 +63,7 @@ class OnlineDecoder(Decoder):
         self.optimizer = torch.optim.AdamW(self.task.parameters(), online.lr, (0.9, 0.95), weight_decay=0.0)
         self.finished: deque[tuple[Example, Tensor]] = deque()
 
+    @torch.inference_mode(False)  # as decoding does, and no step of AdamW is possible in it
     def _steps(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         yield from super()._steps(requests)
         start = time.perf_counter()

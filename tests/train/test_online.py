@@ -46,6 +46,18 @@ def test_a_head_that_learning_destroys_changes_no_token(base, config):
     assert decoder.head is not head
 
 
+def test_it_learns_in_inference_mode_too(base):
+    found = []
+    for mode in (False, True):
+        head = fresh(base)
+        with torch.inference_mode(mode):
+            decoder = OnlineDecoder(base, head, DRAFT, OnlineConfig(every=16))
+            decoder.generate(prompts(1)[0], 20)
+        found.append(weights_of(decoder))
+        assert decoder.steps == 1
+    assert torch.equal(*found)
+
+
 def test_what_it_learnt_is_what_it_drafts_with(base):
     decoder = OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=16))
     decoder.generate(prompts(1)[0], 20)
