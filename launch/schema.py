@@ -3,11 +3,12 @@
 A default stands once, in its dataclass. Hydra composes them with the differences that conf/ makes.
 """
 
+import os
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from pydantic import ConfigDict, Field, PositiveInt, with_config
+from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, with_config
 
 from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
@@ -25,6 +26,7 @@ from ctcdraft.train.step import Plan
 from ctcdraft.train.task import check_fit
 from ctcdraft.train.toy_base import ToyBaseConfig
 
+FolderPath = Annotated[str, AfterValidator(os.path.expanduser)]  # few shells expand `~` behind a `=`
 NO_OTHERS = ConfigDict(extra="forbid")  # options than those of an entry and of what is in it
 
 
@@ -72,8 +74,8 @@ class TrainEntry(Plan):
     bench: MayDiffer[BenchConfig]
     logger: MayDiffer[LoggerConfig]
     name: MayDiffer[str | None] = None  # run folder runs/<name>; null: named after base, head, objective and a hash
-    runs_dir: MayDiffer[str] = "runs"  # where runs lie
-    cache_dir: MayDiffer[str] = ".cache"  # the base and prepared data
+    runs_dir: MayDiffer[FolderPath] = "runs"  # where runs lie
+    cache_dir: MayDiffer[FolderPath] = ".cache"  # the base and prepared data
 
     def __post_init__(self) -> None:
         check_fit(self.head, self.objective)
@@ -87,7 +89,7 @@ class TrainEntry(Plan):
 
 @dataclass(frozen=True)
 class HeadPath:
-    path: str | None = None  # another exported head; then base.path is needed too
+    path: FolderPath | None = None  # another exported head; then base.path is needed too
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class RunChoice:
 
     base: BasePath = BasePath()
     name: str | None = None  # the run whose head it is; null: the newest
-    runs_dir: str = "runs"  # where runs lie
+    runs_dir: FolderPath = "runs"  # where runs lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +126,10 @@ class EvalEntry(HeadChoice):
     bench: BenchConfig
     logger: LoggerConfig
     # several instead: names of runs, or folders of exported heads (then base.path is needed too)
-    heads: list[str] = field(default_factory=list)
+    heads: list[FolderPath] = field(default_factory=list)
     # true: do not decode, count tokens per step along the base's own answers: minutes, not hours
     count: bool = False
-    cache_dir: str = ".cache"  # where these answers are kept
+    cache_dir: FolderPath = ".cache"  # where these answers are kept
     open: bool = False  # true: show report.html in a browser
 
     def __post_init__(self) -> None:
@@ -150,7 +152,7 @@ class ChatEntry(HeadChoice, Sampling):
 class ExportEntry(RunChoice):
     """launch/export.py (conf/export.yaml)."""
 
-    output: str | None = None  # another folder to write the head to
+    output: FolderPath | None = None  # another folder to write the head to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ class ServeEntry(RunChoice):
     host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too
     port: Annotated[int, Field(ge=1, le=65535)] = 8000  # of the server
     nodes: PositiveInt = 12  # tokens of a draft, at most: a chain
-    env: str = ".venv-vllm"  # the environment of the engine, made where it is not there
+    env: FolderPath = ".venv-vllm"  # the environment of the engine, made where it is not there
     args: list[str | int | float] = field(default_factory=list)  # more of vLLM's own: args=[--max-model-len,4096]
     wait: PositiveInt = 1800  # seconds in which it must answer: large models take long to load
 
@@ -171,7 +173,7 @@ class ServeEntry(RunChoice):
 class RunsEntry:
     """launch/runs.py (conf/runs.yaml)."""
 
-    runs_dir: str = "runs"  # where runs lie
+    runs_dir: FolderPath = "runs"  # where runs lie
 
 
 ENTRIES = {

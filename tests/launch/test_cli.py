@@ -276,6 +276,20 @@ def test_a_run_is_named_by_what_decides_its_outcome(tmp_path):
     assert runs.check_inputs(entry(tmp_path, "name=mine")).name == "mine"
 
 
+@pytest.mark.parametrize(
+    ("name", "schema", "option", "found"),
+    [
+        ("train", TrainEntry, "cache_dir=~/x", "/home/me/x"),
+        ("prepare", TrainEntry, "runs_dir=~/x", "/home/me/x"),
+        ("eval", EvalEntry, "heads=[~/x,a/b]", ["/home/me/x", "a/b"]),
+        ("export", ExportEntry, "output=~/x", "/home/me/x"),
+    ],
+)
+def test_a_folder_may_lie_in_the_home_folder(monkeypatch, name, schema, option, found):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert getattr(typed(compose(name, [_quoted(option)]), schema), option.split("=")[0]) == found
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".."])
 def test_a_name_is_no_path(tmp_path, name):
     with pytest.raises(ValueError, match="one folder name"):
