@@ -260,10 +260,12 @@ def _looks_like_hub(path: str) -> bool:
 
 
 def _read_hub(option: str, name: str) -> Iterator[Any]:
+    """Its split `train`, else the first whose name begins so (`train_sft` of UltraChat), else its first."""
     import datasets
 
     try:
-        yield from datasets.load_dataset(name, split="train", streaming=True)
+        splits = datasets.load_dataset(name, streaming=True)
+        yield from splits[min(splits, key=lambda split: (split != "train", not split.startswith("train")))]
     except Exception as error:  # whatever the Hub or the network answers
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(f"{option}={name}: no such file, and the Hub gave no dataset ({reason})") from error

@@ -149,6 +149,22 @@ def test_a_file_that_looks_like_a_hub_name_is_read(tmp_path, monkeypatch):
     assert list(read_rows("chats/rows")) == [{"text": "this"}]
 
 
+@pytest.mark.parametrize(
+    ("splits", "read"),
+    [(("test", "train_sft", "train"), "train"), (("test", "train_sft", "train_gen"), "train_sft"), (("all",), "all")],
+)
+def test_a_dataset_repository_gives_what_it_has_for_training(tmp_path, monkeypatch, splits, read):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = tmp_path / "HuggingFaceH4" / "chats"
+    folder.mkdir(parents=True)
+    for split in splits:
+        (folder / f"{split}.jsonl").write_text(json.dumps({"text": split}))
+    files = "".join(f"  - {{split: {split}, path: {split}.jsonl}}\n" for split in splits)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    assert list(read_rows("HuggingFaceH4/chats")) == [{"text": read}]
+
+
 def test_a_glob_reads_its_files_in_order(tmp_path):
     written(tmp_path, LINES, "a.jsonl")
     written(tmp_path, gzip.compress(LIST), "b.json.gz")
