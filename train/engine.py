@@ -70,7 +70,7 @@ def init_distributed() -> None:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free one
-    skip_shm_build()
+    skip_builds()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif world_size() > 1:
@@ -243,10 +243,12 @@ def barrier() -> None:
         dist.barrier()
 
 
-def skip_shm_build() -> None:
+def skip_builds() -> None:
     """DeepSpeed compiles a shared-memory operator for CPU ranks at start: over a minute, and a build that
-    is killed leaves a lock that hangs the next run. gloo does without."""
+    is killed leaves a lock that hangs the next run. gloo does without. Where it shares anything out it imports Muon,
+    which nothing here uses, and for that torch's compiler: two seconds."""
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     if not hasattr(backend, "build_shm_op"):
         raise ValueError("this DeepSpeed compiles its operators in another way: use the version in constraints.txt")
     backend.build_shm_op = lambda: None
+    backend.compiler.compile = lambda: lambda function: function

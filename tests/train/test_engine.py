@@ -1,8 +1,10 @@
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 
 
 @pytest.mark.parametrize("zero", [["zero=1"], ["zero=2"], ["zero=3"], ["zero=3", "zero.offload=true"]])
@@ -12,6 +14,15 @@ def test_an_engine_reserves_no_more_than_a_small_head_needs(small, tmp_path, zer
     trainer = small(tmp_path / "again", *zero)
     trainer._one_step()
     assert psutil.Process().memory_info().vms - before < 200e6  # DeepSpeed's own bucket is 2 GB
+
+
+def test_muon_is_not_compiled_for_an_engine_that_does_without(small, tmp_path, monkeypatch):
+    for name in ("muon_optimizer", "original_muon"):  # which DeepSpeed imports where it shares anything out
+        monkeypatch.delitem(sys.modules, f"deepspeed.runtime.zero.muon.{name}", raising=False)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=lambda function: function))
+    small(tmp_path, "zero=1")
+    assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+    assert not torch.compile.called
 
 
 @pytest.mark.slow
