@@ -1,14 +1,17 @@
 """The console command."""
 
 import runpy
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from commands import run
 
 from ctcdraft.launch import main
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_command_runs_its_entry_with_what_stands_behind_it(monkeypatch):
@@ -21,13 +24,13 @@ def test_a_command_runs_its_entry_with_what_stands_behind_it(monkeypatch):
 
 @pytest.mark.parametrize("words", [[], ["fly"]])
 def test_another_word_gets_the_list_of_commands(words):
-    done = subprocess.run([sys.executable, "-m", "ctcdraft.launch.main", *words], capture_output=True, text=True)
+    done = run(["-m", "ctcdraft.launch.main", *words], cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.startswith("usage: ctcdraft train|eval|prepare|export|doctor|chat|serve|runs [options]")
 
 
 def test_an_entry_started_by_name_is_the_entry():
     given = ["train", "head=medusa", "--cfg", "job", "--package", "head"]
-    done = subprocess.run([sys.executable, "-m", "ctcdraft.launch.main", *given], capture_output=True, text=True)
+    done = run(["-m", "ctcdraft.launch.main", *given], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "kind: medusa" in done.stdout

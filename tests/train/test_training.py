@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 import torch
 import yaml
 from bases import write_base
-from commands import run
+from commands import free_port, run
 from safetensors.torch import load_file
 from wandb_file import history
 
@@ -74,10 +73,6 @@ def one_process(workplace):
     return out, losses(workplace, "one")
 
 
-def torchrun(ranks):
-    return (str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--standalone")
-
-
 def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
     out, found = one_process
     run = workplace / "runs" / "one"
@@ -104,30 +99,6 @@ def test_the_same_command_again_reuses_everything(workplace, one_process):
     assert "prepared" not in out
     assert losses(workplace, "one") == one_process[1]
     assert (workplace / "runs" / "one" / "head" / "model.safetensors").stat().st_mtime_ns >= before
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_give_the_losses_of_one_under_every_zero_stage(workplace, one_process, stage):
-    start(workplace, f"name=two{stage}", f"zero={stage}", launcher=torchrun(2))
-    for step, (loss, lr) in losses(workplace, f"two{stage}").items():
-        want_loss, want_lr = one_process[1][step]
-        assert lr == want_lr
-        assert abs(loss - want_loss) < 1e-4 * want_loss  # fp32 sums in another order
-    for name, weight in weights(workplace, f"two{stage}").items():
-        assert torch.allclose(weight, weights(workplace, "one")[name], atol=2e-4), name
-
-
-def test_accumulation_gives_the_losses_of_one_large_batch(workplace, one_process):
-    start(workplace, "name=accumulated", "train.micro_batch=1")
-    for step, (loss, _) in losses(workplace, "accumulated").items():
-        assert abs(loss - one_process[1][step][0]) < 1e-4 * loss
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_bf16_follows_fp32(workplace, one_process, stage):
-    start(workplace, f"name=bf16{stage}", "train.precision=bf16", f"zero={stage}")
-    for step, (loss, _) in losses(workplace, f"bf16{stage}").items():
-        assert abs(loss - one_process[1][step][0]) < 0.02 * loss  # one step behind would be off by up to 10%
 
 
 def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(workplace, one_process):
@@ -174,10 +145,8 @@ def test_a_time_limit_ends_with_an_evaluated_head(workplace):
 
 
 def test_the_deepspeed_launcher_starts_it(workplace, one_process):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = (str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1", "--master_port", port)
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    launcher = (deepspeed, "--num_gpus", "1", "--master_port", str(free_port()))
     start(workplace, "name=launched", launcher=launcher)
     assert losses(workplace, "launched") == one_process[1]
 
@@ -290,12 +259,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_nan_on_one_rank_skips_the_step_on_all(workplace, stage):
     (workplace / "poison.py").write_text(POISON)
-    start(workplace, f"name=nan{stage}", f"zero={stage}", launcher=(*torchrun(2), str(workplace / "poison.py")))
-    run = workplace / "runs" / f"nan{stage}"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    words = [workplace / "poison.py", *command(workplace, f"name=nan{stage}", f"zero={stage}")]
+    done = run(words, cwd=workplace, ranks=2)
+    assert done.returncode == 0, done.stderr
+    folder = workplace / "runs" / f"nan{stage}"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/skipped"] for row in rows] == [0, 0, 1, 1, 1, 1]
     assert "train/loss" in rows[3]
-    names = sorted(path.name for path in (run / "skipped").iterdir())
+    names = sorted(path.name for path in (folder / "skipped").iterdir())
     assert names == ["step_000003_rank0.safetensors", "step_000003_rank1.safetensors"]
 
 
