@@ -34,13 +34,20 @@ def parts_of(folder):
     return json.loads((folder / "gpu.json").read_text())["parts"]
 
 
-def test_a_dry_run_does_every_part(tmp_path):
-    environment, command = {**os.environ, "PYTHON": sys.executable}, [gpu.ROOT / "bench" / "gpu.sh", "--dry"]
-    done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=400)
+def forked(words, seconds, log, environment):
+    """`gpu.run` of a part that begins with its libraries."""
+    done = run(words[1:], cwd=gpu.ROOT, timeout=seconds, PYTHONPATH=str(gpu.ROOT))
+    log.write_text(done.stdout + done.stderr)
+    return "done" if done.returncode == 0 else done.stderr, ""
+
+
+def test_a_dry_run_does_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "run", forked)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", "--out", str(tmp_path)])
+    assert gpu.main() == 0
     without = "done" if importlib.util.find_spec("vllm") else "skipped: vllm is not installed"
     wanted = {part.name: without if "vllm" in part.modules else "done" for part in gpu.PARTS}
     assert {row["part"]: row["outcome"] for row in parts_of(tmp_path)} == wanted
-    assert done.returncode == 0
     table = (tmp_path / "gpu.md").read_text()
     assert all(f"| {part.name} " in table for part in gpu.PARTS)
     for name, batch, count in (("decode", 1, 2), ("batches", 2, 1)):
@@ -64,8 +71,9 @@ def test_what_is_missing_and_what_has_no_time_left_is_skipped_with_the_reason(tm
 
 
 def test_a_part_takes_more_options(tmp_path):
-    options = ["--dry", "--only", "errors", "--with", "errors --rounds x", "--out", tmp_path]
-    assert start(options).returncode == 1
+    environment, command = {**os.environ, "PYTHON": sys.executable}, [gpu.ROOT / "bench" / "gpu.sh", "--dry"]
+    options = ["--only", "errors", "--with", "errors --rounds x", "--out", tmp_path]
+    assert subprocess.run([*command, *options], env=environment, timeout=100).returncode == 1
     (row,) = parts_of(tmp_path)
     assert "invalid int value: 'x'" in row["last words"]
 
@@ -78,6 +86,8 @@ def test_a_part_that_is_late_is_ended_with_all_that_it_began(tmp_path):
         assert time.monotonic() < end
 
 
-def test_a_part_that_fails_is_told_with_its_last_words(tmp_path):
+def test_how_a_part_ends_is_told_with_its_last_words(tmp_path):
+    words = [sys.executable, "-c", "print('an error of 1e-3')"]
+    assert gpu.run(words, 30, tmp_path / "log", os.environ) == ("done", "an error of 1e-3")
     words = [sys.executable, "-c", "print('out of memory'); raise SystemExit(3)"]
     assert gpu.run(words, 30, tmp_path / "log", os.environ) == ("failed with 3", "out of memory")
