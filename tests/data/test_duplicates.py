@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,14 @@ def test_what_only_resembles_a_question_is_none():
     for text in ("", "Who is he?", "Write a blog post about a trip.", "you are who"):
         assert index.of(text) is None
     assert NearDuplicates([]).of("anything") is None
+
+
+@pytest.mark.parametrize("question", ["Hi!", "continue", "Hi there", "继续"])
+def test_a_word_that_stands_in_many_texts_is_repeated_by_itself_alone(question):
+    index = NearDuplicates([QUESTIONS[0], question])
+    assert index.of(f" {question.upper()}\n") == 1
+    assert index.of(f"{question} Write a poem about the sea.") is None
+    assert index.of(f"{question} {QUESTIONS[0]}") == 0
 
 
 @given(st.lists(st.text(max_size=30), max_size=4), st.text(max_size=40))
