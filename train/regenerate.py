@@ -143,7 +143,8 @@ class Dialogue:
         decode, message, words = self.base.tokenizer.decode, answer.message, answer.message["content"].strip()
         ids, mask = self._rendered(message)
         thinks = words.startswith(THOUGHT_START) or decode(self.prompt).rstrip().endswith(THOUGHT_START)
-        if thinks and "reasoning_content" not in message and not decode(ids[mask.index(1) :]).strip().startswith(words):
+        thinks &= "reasoning_content" not in message and (answer.cut or THOUGHT_END in words)
+        if thinks and not decode(ids[mask.index(1) :]).strip().startswith(words):
             # no parser took the thought off, and the template writes an empty one before it
             thought, _, words = words.removeprefix(THOUGHT_START).partition(THOUGHT_END)
             message = {**message, "content": words.strip(), "reasoning_content": thought.strip()}

@@ -362,16 +362,17 @@ def test_labels_of_a_cut_answer_are_its_own_words(thinking_base, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "cut"),
+    ("template", "said", "cut", "before"),
     [
-        (templates.QWEN_3, "<think>\nlet me th", True),
-        (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhel", True),
-        (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhello", False),
-        (templates.SWITCHED, "let me th", True),  # behind the <think> of the prompt
-        (templates.SWITCHED, "let me think</think>hello", False),
+        (templates.QWEN_3, "<think>\nlet me th", True, ""),
+        (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhel", True, ""),
+        (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhello", False, ""),
+        (templates.SWITCHED, "let me th", True, ""),  # behind the <think> of the prompt
+        (templates.SWITCHED, "let me think</think>hello", False, ""),
+        (templates.SWITCHED, "hello", False, "</think>"),  # the thought was kept back: it is not this
     ],
 )
-def test_a_thought_that_no_parser_took_off_is_learned_as_it_was_said(tmp_path, template, said, cut):
+def test_a_thought_that_no_parser_took_off_is_learned_as_it_was_said(tmp_path, template, said, cut, before):
     write_base(tmp_path / "b", context=512, vocab_size=264)
     tiny_tokenizer(template, templates.SWITCHED_SPECIALS).save_pretrained(tmp_path / "b")
     dialogue = Dialogue(load_base(str(tmp_path / "b")), conversation_of({"turns": ["ask"]}, 0), 0.0, 0)
@@ -380,7 +381,7 @@ def test_a_thought_that_no_parser_took_off_is_learned_as_it_was_said(tmp_path, t
     (example,) = dialogue.examples("each")
     ids, start = list(example.ids), len(dialogue.prompt)
     assert (ids[:start], example.mask[:start]) == (dialogue.prompt, [0] * start)
-    assert dialogue.base.tokenizer.decode(ids[start:]) == said + ("" if cut else "<|im_end|>")
+    assert dialogue.base.tokenizer.decode(ids[start:]) == before + said + ("" if cut else "<|im_end|>")
     assert all(example.mask[start:])
 
 
