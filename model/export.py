@@ -109,7 +109,7 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
         )
     for key, words in (("eos", "[{}]"), ("date", "{}")):
         trained, now = config["base"].get(key), identity.get(key)
-        if trained is not None and trained != now:
+        if None not in (trained, now) and trained != now:  # a base that others render chats for has no date
             warnings.warn(
                 f"the head in {folder} was trained with base.{key}={words.format(trained)}, and {identity['name']} has "
                 f"{words.format(now)} here: give it the same, since drafts fit what it was trained on",

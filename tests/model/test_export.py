@@ -62,6 +62,8 @@ def test_other_ends_of_sequence_and_another_date_than_in_training_are_said(expor
     export_head(head_on(base, CtcConfig(slots=4)), base, tmp_path / "of-dated", TRAINING)
     load_head(tmp_path / "of-dated", base)
     assert not recwarn
+    load_head(tmp_path / "of-dated", base_of(base.model, base.tokenizer, dated))  # whose chats others render
+    assert not recwarn
     load_head(tmp_path / "of-dated", load_base(dated, date="2025-01-31"))
     said = str(recwarn.pop().message)
     assert "was trained with base.date=2024-07-26, and dated has 2025-01-31 here: give it the same" in said
