@@ -16,18 +16,21 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def conversations(talking):
-    """By the most tokens of an answer, conversations of two turns: the tokens, with which of them are answers, and the
-    prompts, with what plain decoding says behind them."""
-    plain, found = Decoder(talking), {7: [], 40: []}
-    for limit, rows in found.items():
-        for first, second in zip(prompts(6, seed=1), prompts(6, seed=2, longest=9), strict=True):
-            tokens, said, turns = [], [], []
-            for prompt in (first, second):
-                tokens, said = tokens + prompt, said + [False] * len(prompt)
-                turns.append((tokens, plain.generate(tokens, limit)))
-                answer = turns[-1][1].tokens
-                tokens, said = tokens + answer, said + [True] * len(answer)
-            rows.append((Transcript(np.array(tokens), np.array(said)), turns))
+    """By the most tokens of an answer, six conversations of two turns: the tokens, with which of them are answers; and
+    the prompt of each turn, with what plain decoding says behind it."""
+    plain, found = Decoder(talking), {}
+    for limit in (7, 40):
+        tokens, said, turns = [[]] * 6, [[]] * 6, []
+        for asked in (prompts(6, seed=1), prompts(6, seed=2, longest=9)):
+            begun = [[*before, *prompt] for before, prompt in zip(tokens, asked, strict=True)]
+            turns.append([*zip(begun, plain.generate(begun, limit), strict=True)])
+            tokens = [[*prompt, *out.tokens] for prompt, out in turns[-1]]
+            said = [
+                [*before, *[False] * len(prompt), *[True] * len(out.tokens)]
+                for before, prompt, (_, out) in zip(said, asked, turns[-1], strict=True)
+            ]
+        known = [Transcript(np.array(row), np.array(own)) for row, own in zip(tokens, said, strict=True)]
+        found[limit] = known, [*chain(*zip(*turns, strict=True))]
     return found
 
 
@@ -63,11 +66,11 @@ def test_a_replay_counts_what_decoding_counts(talking, conversations, config, ki
         "head": Decoder(talking, head, DraftConfig(kind, 4, prompt_lookup=0, budget="fixed")),
         "plain": Decoder(talking),
     }
-    for limit, rows in conversations.items():
-        found = replay(talking, decoders, [known for known, _ in rows])
-        asked = [turn for _, turns in rows for turn in turns]
+    for limit, (known, turns) in conversations.items():
+        found = replay(talking, decoders, known)
+        asked, plain = zip(*turns, strict=True)
         for label, decoder in decoders.items():
-            wanted = [out if label == "plain" else decoder.generate(prompt, limit) for prompt, out in asked]
+            wanted = plain if label == "plain" else decoder.generate(asked, limit)
             counted = [one.generation() for one in chain(*found[label])]
             for got, want in zip(counted, wanted, strict=True):
                 assert (got.tokens, got.steps, got.accepted) == (want.tokens, want.steps, want.accepted)

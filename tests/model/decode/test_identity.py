@@ -1,5 +1,7 @@
 """Speculative output is plain output, token for token: hundreds of prompts, trees, budgets and settings."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from bases import write_base
@@ -26,13 +28,14 @@ def wordy_base(request, tmp_path_factory):
 def test_trees_of_any_shape_change_no_token(wordy_base, settings):
     """Eager steps and fixed shapes in turn. At a temperature thousands of tokens share the noise of plain sampling."""
     compared = accepted = 0
-    for number, prompt in enumerate(prompts(PROMPTS, seed=100, longest=40)):
-        plain = Decoder(wordy_base).generate(prompt, 36, seed=number, **settings).tokens
-        decoder = random_trees(wordy_base, plain, number)
+    asked = prompts(PROMPTS, seed=100, longest=40)
+    plain = Decoder(wordy_base).generate(asked, 36, seed=[*range(PROMPTS)], **settings)
+    for number, (prompt, want) in enumerate(zip(asked, plain, strict=True)):
+        decoder = random_trees(wordy_base, want.tokens, number)
         decoder.graphs = bool(number % 2)
         out = decoder.generate(prompt, 36, seed=number, **settings)
-        assert out.tokens == plain
-        compared += len(plain)
+        assert out.tokens == want.tokens
+        compared += len(out.tokens)
         accepted += sum(out.accepted)
     assert compared == 36 * PROMPTS
     assert accepted > 0.3 * compared  # right drafts were there to be taken
@@ -60,20 +63,39 @@ SETTINGS = [
 ]
 
 
+BATCHES = [
+    [prompt, prompt[::-1], prompt[1:] + prompt[:1]][: 1 + 2 * (number % 4 == 3)]
+    for number, prompt in enumerate(prompts(12, seed=300, longest=30))
+]
+
+
+@pytest.fixture(scope="module")
+def drafting(wordy_base):
+    """A head for each batch, of every kind, and none for the last."""
+    heads = [random_head(HEADS[number % len(HEADS)], wordy_base, number) for number in range(len(BATCHES) - 1)]
+    return [*heads, None]
+
+
+@pytest.fixture(scope="module")
+def plain(wordy_base):
+    """By settings, what plain decoding makes of each batch."""
+    asked, seeds = [*chain(*BATCHES)], [seed for batch in BATCHES for seed in range(len(batch))]
+    found = {}
+    for settings in SETTINGS:
+        outs = iter(Decoder(wordy_base).generate(asked, 20, seed=seeds, **settings))
+        found[str(settings)] = [[next(outs).tokens for _ in batch] for batch in BATCHES]
+    return found
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_no_draft_option_changes_a_token(wordy_base, option, settings):
+def test_no_draft_option_changes_a_token(wordy_base, drafting, plain, option, settings):
     """Alone and three together; eager steps and fixed shapes in turn; heads of every kind, and none."""
-    for number, prompt in enumerate(prompts(12, seed=300, longest=30)):
-        config = HEADS[number % len(HEADS)]
-        head = None if number == 11 else random_head(config, wordy_base, number)
+    for number, (batch, head, want) in enumerate(zip(BATCHES, drafting, plain[str(settings)], strict=True)):
         decoder = Decoder(wordy_base, head, DraftConfig(nodes=14, budget="fixed", **OPTIONS[option]))
         decoder.graphs = bool(number % 2) and (head is None or isinstance(head, OnePassHead))
-        batch = [prompt, prompt[::-1], prompt[1:] + prompt[:1]][: 1 + 2 * (number % 4 == 3)]
-        seeds = list(range(len(batch)))
-        want = Decoder(wordy_base).generate(batch, 20, seed=seeds, **settings)
-        got = decoder.generate(batch, 20, seed=seeds, **settings)
-        assert [one.tokens for one in got] == [one.tokens for one in want]
+        got = decoder.generate(batch, 20, seed=[*range(len(batch))], **settings)
+        assert [one.tokens for one in got] == want
 
 
 def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base):
@@ -82,19 +104,22 @@ def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base):
     for token in range(260):
         for _ in range(5):
             decoder.drafter.shared.add(token, rng.integers(0, 259, 6).tolist())
-    for prompt in prompts(8, seed=400, longest=30):
-        assert decoder.generate(prompt, 30, eos=[]).tokens == Decoder(wordy_base).generate(prompt, 30, eos=[]).tokens
+    asked = prompts(8, seed=400, longest=30)
+    for prompt, want in zip(asked, Decoder(wordy_base).generate(asked, 30, eos=[]), strict=True):
+        assert decoder.generate(prompt, 30, eos=[]).tokens == want.tokens
 
 
 def test_budgets_and_heads_of_any_kind_change_no_token(wordy_base):
-    rng = np.random.default_rng(0)
-    for number, prompt in enumerate(prompts(PROMPTS, seed=200, longest=40)):
+    rng, asked, want = np.random.default_rng(0), prompts(PROMPTS, seed=200, longest=40), {}
+    for first, settings in enumerate([GREEDY, *SAMPLED]):
+        numbers = range(first, PROMPTS, 4)
+        outs = Decoder(wordy_base).generate([asked[i] for i in numbers], 24, seed=[*numbers], **settings)
+        want |= zip(numbers, outs, strict=True)
+    for number, prompt in enumerate(asked):
         config = HEADS[number % len(HEADS)]
         kind, nodes, top_k = ("tree", "chain")[number % 2], int(rng.integers(1, 70)), int(rng.integers(1, 20))
-        draft = DraftConfig(kind, nodes, top_k, budget="fixed")
-        settings = [GREEDY, *SAMPLED][number % 4]
-        want = Decoder(wordy_base).generate(prompt, 24, seed=number, **settings).tokens
-        got = Decoder(wordy_base, random_head(config, wordy_base, number), draft).generate(
-            prompt, 24, seed=number, **settings
+        decoder = Decoder(
+            wordy_base, random_head(config, wordy_base, number), DraftConfig(kind, nodes, top_k, budget="fixed")
         )
-        assert got.tokens == want
+        got = decoder.generate(prompt, 24, seed=number, **[GREEDY, *SAMPLED][number % 4])
+        assert got.tokens == want[number].tokens

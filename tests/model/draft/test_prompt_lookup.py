@@ -1,5 +1,6 @@
 """Copies: against a brute-force search of matches, by hand, and through the decoder."""
 
+from itertools import product
 from unittest.mock import patch
 
 import numpy as np
@@ -133,22 +134,22 @@ def test_depth_and_ends_of_sequence_limit_copies():
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):
+    asked, seeds = [prompt * 3 for prompt in prompts(3, seed=9)], [0, 1, 2]
+    want = Decoder(base).generate(asked, 40, seed=seeds, **settings)
     calibrated = random_head(HEADS[1], base)
     calibrated.calibration = Calibration([0.0, 1.0], [0.0, 0.4])
-    for kind, nodes, copied_tokens in (("tree", 12, 32), ("tree", 3, 5), ("chain", 6, 32)):
-        draft = DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed")
-        for head in (None, random_head(HEADS[0], base), calibrated):
-            decoder = Decoder(base, head, draft)
-            decoder.graphs = fixed
-            accepted = 0
-            for number, prompt in enumerate(prompts(3, seed=9)):
-                prompt = prompt * 3
-                want = Decoder(base).generate(prompt, 40, seed=number, **settings)
-                got = decoder.generate(prompt, 40, seed=number, **settings)
-                assert (got.tokens, got.finish) == (want.tokens, want.finish)
-                assert sum(got.accepted_from.values()) == sum(got.accepted)
-                accepted += got.accepted_from["lookup"]
-    assert accepted or settings
+    for head, (kind, nodes, copied_tokens) in product(
+        (None, random_head(HEADS[0], base), calibrated), (("tree", 12, 32), ("tree", 3, 5), ("chain", 6, 32))
+    ):
+        decoder = Decoder(base, head, DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed"))
+        decoder.graphs = fixed  # of single requests alone
+        if fixed:
+            outs = [decoder.generate(p, 40, seed=s, **settings) for p, s in zip(asked, seeds, strict=True)]
+        else:
+            outs = decoder.generate(asked, 40, seed=seeds, **settings)
+        assert [(got.tokens, got.finish) for got in outs] == [(plain.tokens, plain.finish) for plain in want]
+        assert [sum(got.accepted_from.values()) for got in outs] == [sum(got.accepted) for got in outs]
+    assert settings or any(got.accepted_from["lookup"] for got in outs)
 
 
 def test_a_loop_is_read_in_few_steps(base, monkeypatch):
