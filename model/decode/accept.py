@@ -11,21 +11,22 @@ Shape suffix: V vocabulary.
 from collections.abc import Callable
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base.sampling import ACCEPTANCE, RESIDUAL, gumbel, gumbel_of
+from ..base.sampling import ACCEPTANCE, RESIDUAL, gumbel_of
 from ..draft.tree import Tree
 from .request import Request
 
+Probabilities = NDArray[np.float64]
 
-def refused(r_V: Tensor, q_V: Tensor, token: int) -> tuple[Tensor, Tensor]:
+
+def refused(r_V: Probabilities, q_V: Probabilities, token: int) -> tuple[Probabilities, Probabilities]:
     """r and q behind a refused token."""
-    left_V, others_V = (r_V - q_V).clamp(min=0.0), q_V.clone()
+    left_V, others_V = np.maximum(r_V - q_V, 0.0), q_V.copy()
     others_V[token] = 0.0
-    least = torch.finfo(r_V.dtype).tiny
-    r_V = left_V / left_V.sum() if left_V.sum() > 0.0 else r_V  # 0: they were the same but for rounding
-    return r_V, others_V / others_V.sum().clamp(min=least)
+    r_V = left_V / left_V.sum() if left_V.any() else r_V  # none: they were the same but for rounding
+    return r_V, others_V / max(others_V.sum(), np.finfo(np.float64).tiny)
 
 
 def accept_drawn(tree: Tree, request: Request, logits_of: Callable[[int], Tensor]) -> tuple[list[int], int]:
@@ -37,14 +38,15 @@ def accept_drawn(tree: Tree, request: Request, logits_of: Callable[[int], Tensor
         logits_1V = logits_of(row).double()
         if request.seen_V is not None:
             logits_1V = request.sampling.penalised(logits_1V, request.seen_behind(tree, row))
-        r_V = request.sampling.probabilities(logits_1V)[0].cpu()
+        r_V = request.sampling.probabilities(logits_1V)[0].cpu().numpy()
         children = np.flatnonzero(tree.parents == at)
         uniform = np.exp(-np.exp(-gumbel_of(np.arange(len(children)), request.seed, position, ACCEPTANCE)))
         accepted = -1
         if len(children):
             assert tree.proposals is not None
             tokens, q = tree.proposals[row]
-            q_V = torch.zeros_like(r_V).index_add_(0, torch.from_numpy(tokens), torch.from_numpy(q))
+            q_V = np.zeros_like(r_V)
+            q_V[tokens] = q
         for child, u in zip(children.tolist(), uniform.tolist(), strict=True):
             token = int(tree.tokens[child])
             if u * q_V[token] < r_V[token]:
@@ -52,7 +54,8 @@ def accept_drawn(tree: Tree, request: Request, logits_of: Callable[[int], Tensor
                 break
             r_V, q_V = refused(r_V, q_V, token)
         if accepted < 0:
-            noise_V = gumbel(request.seed, position, len(r_V), r_V.device, RESIDUAL)
-            return path, int((r_V.log() + noise_V).argmax())
+            noise_V = gumbel_of(np.arange(len(r_V)), request.seed, position, RESIDUAL)
+            with np.errstate(divide="ignore"):
+                return path, int((np.log(r_V) + noise_V).argmax())
         path.append(accepted)
         at = accepted

@@ -152,7 +152,8 @@ class Rule:
     least: float | None
 
     def __call__(self, row: Row, depth: int) -> Picked:
-        if not row.q.any() or (self.least is not None and acceptance_bound(row.q) < self.least):
+        last = self.config.kind == "ranked" and depth == len(self.config.k)
+        if last or not row.q.any() or (self.least is not None and acceptance_bound(row.q) < self.least):
             return NOTHING
         if self.sampling.temperature == 0.0 or self.config.proposal == "best":
             return _largest(row.q, *self._layout(row.q, depth))
@@ -175,8 +176,7 @@ class Rule:
         if self.config.kind == "chain":
             return 1, 1
         if self.config.kind == "ranked":
-            count = self.config.k[depth] if depth < len(self.config.k) else 0
-            return count, count
+            return self.config.k[depth], self.config.k[depth]
         if self.config.kind == "cape":
             return next(count for below, count in BINS if share.max(initial=0.0) < below), 1
         return self.config.nodes, self.config.nodes
