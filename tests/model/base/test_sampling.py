@@ -103,9 +103,8 @@ def test_what_is_drawn_has_the_distribution_asked_for():
     sampling = Sampling(temperature=0.8, top_p=0.95)
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 1.5
     p = sampling.probabilities(logits)[0].numpy()
-    counts = np.zeros(12)
-    for position in range(20000):
-        counts[int(sampling.choose(logits, None, gumbel(0, position, 12, CPU)[None]))] += 1
+    noise = torch.stack([gumbel(0, position, 12, CPU) for position in range(20000)])
+    counts = np.bincount(sampling.choose(logits.expand(20000, -1), None, noise), minlength=12)
     assert not counts[p == 0].any()
     assert _chi_square(counts, p) > 1e-3
     assert _chi_square(counts, Sampling(temperature=0.9, top_p=0.95).probabilities(logits)[0].numpy()) < 1e-9
@@ -185,13 +184,10 @@ def test_shared_noise_accepts_more_than_that_of_another_position_and_changes_no_
 
 
 def _joint(base, prompt, length, temperature):
-    p = np.zeros((6,) * length)
-    for tokens in itertools.product(range(6), repeat=length):
-        ids = torch.tensor([[*prompt, *tokens]])
-        logits = base.logits(base.hidden(ids))[0, len(prompt) - 1 : -1]
-        log_p = (logits / temperature).log_softmax(-1)
-        p[tokens] = log_p[range(length), tokens].sum().exp().item()
-    return p
+    tokens = torch.tensor([*itertools.product(range(6), repeat=length)])
+    logits = base.logits(base.hidden(torch.cat([torch.tensor(prompt).expand(len(tokens), -1), tokens], dim=1)))
+    log_p = (logits[:, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return log_p.gather(2, tokens.unsqueeze(2)).sum(dim=(1, 2)).exp().view((6,) * length).numpy()
 
 
 def _pooled(values, p):
