@@ -21,7 +21,7 @@ from ctcdraft.data.records import Conversation, record_of
 from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_manifest
 from ctcdraft.data.template import prompt_ids, render
-from ctcdraft.launch.pipeline import configured_base, with_resolved_dtype
+from ctcdraft.launch.pipeline import configured_base, feature_store, with_resolved_dtype
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import free_bytes
@@ -186,13 +186,16 @@ def _steps(report: Report, config: TrainEntry, base: Base) -> None:
     if read_manifest(data) is None:
         report.add("time to finish", "not probed: the data is not prepared yet (`python launch/prepare.py` does it)")
         return
+    store = feature_store(config, base, data)
+    features = store.open() if store and store.done else None
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, base, data, Path(folder), runs_dir=Path(config.runs_dir))
+        trainer = Trainer(config, base, data, Path(folder), runs_dir=Path(config.runs_dir), features=features)
         seconds = trainer.probe(PROBE_STEPS)
     report.add(
         "time to finish",
         f"about {timedelta(seconds=round(seconds * config.train.steps))} for {config.train.steps} steps of "
-        f"{1000 * seconds:.0f} ms on one process ({PROBE_STEPS} steps probed; evaluations come on top)",
+        f"{1000 * seconds:.0f} ms on one process ({PROBE_STEPS} steps probed; evaluations come on top"
+        + ("; the base's layers ran in them, which data.features will spare)" if store and not features else ")"),
     )
     report.add("memory of a rank", f"{ds.peak_memory() / 2**30:.1f} GB at most in these steps, on one process")
 

@@ -102,13 +102,20 @@ def get_data(config: TrainEntry, base: Base) -> Path:
     return folder
 
 
-def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features | None:
-    """The base's hidden states of the training sequences, with the keys and values that the head attends to; stored
-    first where they are asked for and not there yet."""
+def feature_store(config: TrainEntry, base: Base, data_folder: Path) -> FeatureStore | None:
+    """Where the base's hidden states of the training sequences lie, with the keys and values that the head attends to,
+    if they are asked for."""
     if config.data.features is None:
         return None
     attended = attended_on(base, config.head)
-    store = FeatureStore(base, data_folder, config.data.features, Path(config.cache_dir), attended)
+    return FeatureStore(base, data_folder, config.data.features, Path(config.cache_dir), attended)
+
+
+def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features | None:
+    """The states of `feature_store`; stored first where they are not there yet."""
+    store = feature_store(config, base, data_folder)
+    if store is None:
+        return None
     there = store.done
     if not there:
         say(f"features: storing {store.check_room()}")

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from bases import TEMPLATE, tiny_tokenizer, write_base
@@ -123,9 +124,25 @@ def test_a_run_that_begins_as_another_runs_head_is_probed_from_that_head(tmp_pat
     monkeypatch.setattr(checks, "read_manifest", lambda _: {})
     monkeypatch.setattr("ctcdraft.train.loop.load_corpus", lambda *_: None)
     monkeypatch.setattr("ctcdraft.train.loop.Stepper", stepper)
-    config = typed(compose("train", ["train.start_from=first", f"runs_dir={tmp_path}/runs"]), TrainEntry)
+    config = typed(
+        compose("train", ["train.start_from=first", "data.features=null", f"runs_dir={tmp_path}/runs"]), TrainEntry
+    )
     with pytest.raises(Started) as probed:
         checks._steps(Report(), config, None)
     with pytest.raises(Started) as trained:
         Trainer(config, None, tmp_path, tmp_path / "runs" / "second")
     assert probed.value.args == trained.value.args == (tmp_path / "runs" / "first" / "head",)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_steps_are_probed_from_stored_states_where_there_are_some(tmp_path, monkeypatch, done):
+    probed, store = [], Mock(done=done)
+    monkeypatch.setattr(checks, "prepared_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(checks, "read_manifest", lambda _: {})
+    monkeypatch.setattr(checks, "feature_store", lambda *_: store, raising=False)
+    trainer = Mock(**{"probe.return_value": 0.5})
+    monkeypatch.setattr(checks, "Trainer", lambda *_, features=None, **__: probed.append(features) or trainer)
+    report = Report()
+    checks._steps(report, typed(compose("train", []), TrainEntry), None)
+    assert probed == [store.open.return_value if done else None]
+    assert ("which data.features will spare" in dict(report.rows)["time to finish"]) is not done
