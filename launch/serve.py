@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ def served(config: ServeEntry) -> tuple[str, Path, dict[str, Any]]:
     if config.head.path is None:
         run = runs.find_run(config.name, config.runs_dir)
         paths, head = runs.run_paths(run), run / "head"
+        if paths.get("eos"):
+            warnings.warn(
+                f"{run} was trained with base.eos={paths['eos']}, and vLLM ends answers where the model's folder says",
+                stacklevel=2,
+            )
     else:
         head = head_folder(config.head.path)
     base = config.base.path or paths["base"]

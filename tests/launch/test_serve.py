@@ -143,6 +143,15 @@ def test_the_engine_gets_the_base_the_head_and_what_training_knew(work):
     assert words[-2:] == ["--max-model-len", "64"]
 
 
+def test_ends_that_a_run_chose_and_the_engine_does_not_know_are_said(work):
+    (work / "run" / "config.yaml").touch()
+    paths = {"base": str(work / "base"), "data": "d", "dtype": "fp32", "identity": {}, "eos": "<a>"}
+    (work / "run" / "paths.json").write_text(json.dumps(paths))
+    config = options(work, work / "none", head=HeadPath(), base=BasePath(), name="run", runs_dir=str(work))
+    with pytest.warns(UserWarning, match="trained with base.eos=<a>, and vLLM ends answers where the model's folder"):
+        assert serve.served(config)[0] == str(work / "base")
+
+
 def test_a_base_in_the_home_folder_is_found_there(work, monkeypatch):
     """Training takes `~` too, and a run's record keeps it."""
     monkeypatch.setenv("HOME", str(work))
