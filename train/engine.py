@@ -103,7 +103,7 @@ def together() -> Iterator[Watchdog]:
     barrier()
     watchdog.stop()
     barrier()  # a process that ends with its group still open can abort in gloo's threads, and fail the others
-    dist.destroy_process_group()
+    deepspeed.comm.destroy_process_group()  # with what DeepSpeed remembers of it
 
 
 def _shared_store() -> dist.Store:

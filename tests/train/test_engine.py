@@ -5,6 +5,21 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from commands import run
+
+TWICE = """
+import deepspeed
+import torch
+from ctcdraft.train.engine import together
+
+for _ in range(2):
+    with together():
+        model = torch.nn.Linear(1, 1, bias=False)
+        options = {"optimizer": torch.optim.SGD(model.parameters()), "config": {"train_micro_batch_size_per_gpu": 1}}
+        engine, *_ = deepspeed.initialize(model=model, **options)
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        print(model.weight.grad.item())
+"""
 
 
 @pytest.mark.parametrize("zero", [["zero=1"], ["zero=2"], ["zero=3"], ["zero=3", "zero.offload=true"]])
@@ -23,6 +38,14 @@ def test_muon_is_not_compiled_for_an_engine_that_does_without(small, tmp_path, m
     small(tmp_path, "zero=1")
     assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
     assert not torch.compile.called
+
+
+@pytest.mark.slow
+def test_one_process_trains_again_and_again(tmp_path):
+    """As Hydra's --multirun does."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    done = run([tmp_path / "twice.py"], cwd=tmp_path)
+    assert done.stdout.split() == ["1.0", "1.0"], done.stderr
 
 
 @pytest.mark.slow
