@@ -41,9 +41,11 @@ def test_plain_output_is_the_base_models_own(base, answers):
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_output_is_the_base_models_own(base, answers, config, draft):
+    """Of three prompts alone, and of the others together."""
     speculative = Decoder(base, random_head(config, base), draft)
-    for prompt, want in answers:
-        assert speculative.generate(prompt, 40).tokens == want
+    asked, want = zip(*answers, strict=True)
+    alone = [speculative.generate(prompt, 40) for prompt in asked[:3]]
+    assert [out.tokens for out in (*alone, *speculative.generate(asked[3:], 40))] == [*want]
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -287,12 +289,13 @@ def test_an_empty_lattice_still_decodes(base):
 @pytest.mark.parametrize("right", [True, False])
 def test_seeded_speculative_output_is_seeded_plain_output(base, settings, right):
     """Token for token, whether drafts are right (a script that knows the answer) or random."""
-    for number, prompt in enumerate(prompts(6, seed=21)):
-        plain = Decoder(base).generate(prompt, 50, seed=number, **settings)
+    asked, head = prompts(6, seed=21), random_head(HEADS[0], base)
+    want = Decoder(base).generate(asked, 50, seed=[*range(6)], **settings)
+    for number, (prompt, plain) in enumerate(zip(asked, want, strict=True)):
         drafting = (
             oracle_decoder(base, plain.tokens + [5] * 10)
             if right
-            else Decoder(base, random_head(HEADS[0], base), DraftConfig("tree", 12, budget="fixed"))
+            else Decoder(base, head, DraftConfig("tree", 12, budget="fixed"))
         )
         out = drafting.generate(prompt, 50, seed=number, **settings)
         assert (out.tokens, out.finish, out.text) == (plain.tokens, plain.finish, plain.text)

@@ -44,10 +44,8 @@ def test_whatever_rests_and_is_cut_no_token_changes(base, config, settings):
     asked, limits = prompts(9, seed=60), [3, 40, 12, 25, 7, 30, 18, 5, 22]
     asked[1] = asked[5] = [*range(2, 92)]  # one is read while another is about to end
     seeds = list(range(9))
-    plain = [
-        Decoder(base).generate(p, n, seed=s, eos=[], **settings).tokens
-        for p, n, s in zip(asked, limits, seeds, strict=True)
-    ]
+    whole = Decoder(base).generate(asked, max(limits), seed=seeds, eos=[], **settings)
+    plain = [out.tokens[:limit] for out, limit in zip(whole, limits, strict=True)]
     for seed in range(3):
         decoder = decoder_of(base, config)
         decoder.lengths, decoder.cold = Whims(seed), 0
@@ -135,7 +133,7 @@ def test_where_nothing_pays_the_head_is_hardly_run(base, monkeypatch, row, draft
 
 def scripted(decoder, asked, right):
     """Whatever its head believes, six nodes that are what the base says next, or not."""
-    truth = [Decoder(decoder.base).generate(prompt, 40, eos=[]).tokens for prompt in asked]
+    truth = [out.tokens for out in Decoder(decoder.base).generate(asked, 40, eos=[])]
 
     def propose(request, one):
         at = len(request.tokens)
@@ -150,13 +148,14 @@ def test_all_is_drafted_where_it_is_right_and_costs_nothing_and_little_where_it_
     base, monkeypatch, config
 ):
     asked = prompts(4, seed=63)
+    plain = [out.tokens for out in Decoder(base).generate(asked, 40, eos=[])]
     for row, right in ((0.0, True), (1.0, False)):
         decoder = decoder_of(base, config)
         scripted(decoder, asked, right)
         clock = Time(monkeypatch, decoder.head, row, 0.0)
         for _ in range(3):
             outs = decoder.generate(asked, 40, seed=[0, 1, 2, 3], eos=[])
-        assert [out.tokens for out in outs] == [Decoder(base).generate(prompt, 40, eos=[]).tokens for prompt in asked]
+        assert [out.tokens for out in outs] == plain
         nodes = [out.nodes for out in outs]
         if right:
             assert all(sum(n == 6 for n in own[:-1]) >= len(own) - 2 for own in nodes)
