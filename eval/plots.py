@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ PAGE_STYLE = {
     "text.color": "#262626",
 }
 INCHES = 5.0  # across, in the page
-TALLEST = 60.0  # inches: of thousands of categories no PNG could be written
+TALLEST = 60.0  # inches: of thousands of categories no PNG could be written, and not each has its name beside it
 LONGEST_NAME = 32
 
 
@@ -68,6 +69,9 @@ def panels_of(results: dict[str, Any]) -> dict[str, list[Panel]]:
 def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: str = "") -> Panel:
     """Of each series, a figure of each named block with its interval, beside a line at plain decoding's."""
     names = list(dict.fromkeys(name for blocks in series.values() for name in blocks))
+    height = 1.2 + len(names) * (0.2 + 0.1 * len(series))
+    every = ceil(height / TALLEST)
+    named = range((len(names) - 1) % every, len(names), every)
 
     def paint(axes: Any) -> None:
         axes.axvline(1.0, color="#808080", linestyle=":")
@@ -75,11 +79,11 @@ def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: st
             values, bounds = zip(*(figure_of(block, figure) for block in blocks.values()), strict=True)
             places = np.array([names.index(name) for name in blocks]) + (i - (len(series) - 1) / 2) * 0.6 / len(series)
             axes.errorbar(values, places, xerr=np.abs(np.transpose(bounds) - values), fmt="o", capsize=3, label=label)
-        axes.set_yticks(range(len(names)), [_short(name) for name in names])
+        axes.set_yticks(named, [_short(names[i]) for i in named])
         axes.set_ylim(len(names) - 0.4, -0.6)
 
     title = f"{figure.replace('_', ' ')}{behind}, 95% interval (plain decoding = 1)"
-    return Panel(title, paint, min(TALLEST, 1.2 + len(names) * (0.2 + 0.1 * len(series))))
+    return Panel(title, paint, min(TALLEST, height))
 
 
 def draw(pictures: Mapping[str, Sequence[Panel]], folder: Path) -> None:

@@ -218,11 +218,12 @@ def test_the_policy_holds_where_escaping_would_not(browser, folder, tmp_path):
     assert hits == [None, "1"]
 
 
-@pytest.mark.slow
 def test_thousands_of_categories_are_drawn(tmp_path):
+    """With as many names as there is room for."""
     block = {"tokens_per_step": 2.0, "tokens_per_step_ci95": [1.0, 3.0]}
     panel = intervals({"one": {f"category {i}": block for i in range(3000)}}, "tokens_per_step")
     draw({"many": [panel]}, tmp_path)
     assert (tmp_path / "many.png").stat().st_size > 1000
     ((_, svg),) = svgs([panel])
     assert "category 2999" in svg
+    assert 100 < svg.count("category ") < 300
