@@ -198,6 +198,10 @@ def requests_of(
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop={stop!r}: give a list of non-empty strings")
+    try:
+        ends = None if eos is None else [index(token) for token in eos]
+    except TypeError:
+        raise ValueError(f"eos={eos!r}: give a list of tokens") from None
     seeds = [seed] * len(prompts) if isinstance(seed, int | np.integer) else list(seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each")
@@ -206,7 +210,7 @@ def requests_of(
         tokens = _tokens(base, prompt)
         text = TextStream(base.tokenizer, stop, tokens) if streamed or stop else None
         out = Generation(trees=[] if keep_trees else None)
-        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text, eos, out=out))
+        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text, ends, out=out))
         requests[-1].fit(base)
     return requests
 

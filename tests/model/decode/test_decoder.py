@@ -451,6 +451,15 @@ def test_a_last_token_that_is_a_word_is_text_through_every_door(base):
         assert (other.tokens, other.text, other.finish) == (whole.tokens, whole.text, "eos")
 
 
+def test_ends_may_be_any_numbers_of_tokens(base):
+    prompt = prompts(1, seed=8)[0]
+    whole = Decoder(base).generate(prompt, 20, eos=[]).tokens
+    last = whole[5]
+    for eos in ([last, 259], np.array([last, 259]), torch.tensor([last, 259]), iter([last, 259])):
+        out = Decoder(base).generate(prompt, 20, eos=eos)
+        assert (out.tokens, out.finish) == (whole[: whole.index(last) + 1], "eos")
+
+
 def test_what_cannot_be_asked_for_is_refused(base):
     decoder = Decoder(base)
     for settings, message in (
@@ -460,6 +469,7 @@ def test_what_cannot_be_asked_for_is_refused(base):
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ({"stop": "text"}, "list of non-empty strings"),
         ({"stop": [""]}, "list of non-empty strings"),
+        ({"eos": 5}, "eos=5: give a list of tokens"),
         ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
     ):
         with pytest.raises(ValueError, match=message):
