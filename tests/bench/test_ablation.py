@@ -33,10 +33,15 @@ def test_variants_stand_side_by_side_on_a_page():
 @pytest.mark.slow
 def test_ways_of_drafting_run_by_name_with_the_defaults_head(tmp_path, monkeypatch):
     only = "adaedl,mcsd"
-    words = ["--hours", "0.001", "--questions", "2", "--only", only, "--out", tmp_path, "experiment=smoke"]
+    words = ["--hours", "0.0002", "--questions", "2", "--only", only, "--out", tmp_path, "experiment=smoke"]
     folders = [f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache"]
     monkeypatch.setattr(sys, "argv", [ablation.__file__, *map(str, words), *folders])
-    monkeypatch.setattr(ablation.subprocess, "run", lambda words, **_: run(words[1:], cwd=tmp_path))
+
+    def quick(words, **_):
+        return run([*words[1:], *(["--tokens", 12] if words[1].name == "drafts.py" else [])], cwd=tmp_path)
+
+    monkeypatch.setattr(ablation.subprocess, "run", quick)
+    monkeypatch.setattr(ablation, "SETTLED", 4)
     ablation.main()
     report = (tmp_path / "ablation.md").read_text()
     heads = {line.split("|")[1].strip() for line in report.splitlines() if line.startswith("|")}
