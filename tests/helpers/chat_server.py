@@ -16,6 +16,7 @@ import torch
 from ctcdraft.data.template import prompt_ids
 from ctcdraft.model import Decoder, load_base
 
+ANSWERS = {}  # by base and request, of all servers of this process
 FAULTS = ("error", "busy", "half", "nothing", "hangup", "unfinished", "rubbish", "slow")
 
 
@@ -60,16 +61,18 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._send(self._answer(body))
 
-    def _answer(self, body, finish=True):
-        base = self.server.base
-        options = {"temperature": body.get("temperature", 0.0), "seed": body.get("seed", 0)}
+    def _answer(self, body):
+        base, options = self.server.base, {"temperature": body.get("temperature", 0.0), "seed": body.get("seed", 0)}
         with self.server.lock:
-            torch.set_num_threads(1)
-            prompt = prompt_ids(base.tokenizer, body["messages"], None, body.get("chat_template_kwargs", {}))
-            tokens = Decoder(base).generate(prompt, body["max_tokens"], **options).tokens
+            key = base.path, json.dumps(body)
+            if key not in ANSWERS:
+                torch.set_num_threads(1)
+                prompt = prompt_ids(base.tokenizer, body["messages"], None, body.get("chat_template_kwargs", {}))
+                ANSWERS[key] = Decoder(base).generate(prompt, body["max_tokens"], **options).tokens
+            tokens = ANSWERS[key]
         message = {"role": "assistant", "content": base.tokenizer.decode(tokens, skip_special_tokens=True)}
         reason = "stop" if tokens[-1] in base.eos_ids else "length"
-        return json.dumps({"choices": [{"message": message, "finish_reason": reason if finish else None}]}).encode()
+        return json.dumps({"choices": [{"message": message, "finish_reason": reason}]}).encode()
 
     def _fail(self, fault):
         if fault == "error":
@@ -100,5 +103,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+def serve(folder, port, *faults):
+    Server(load_base(folder), int(port), faults).serve_forever()
+
+
 if __name__ == "__main__":
-    Server(load_base(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]).serve_forever()
+    serve(*sys.argv[1:])

@@ -9,14 +9,14 @@ import threading
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import templates
 from bases import tiny_tokenizer, write_base
-from chat_server import FAULTS, Handler, Server
+from chat_server import ANSWERS, FAULTS, Handler, Server, serve
+from commands import free_port
 from regeneration import all_equal, config_of, conversations, done, lines
-from workers import preparing
+from workers import CONTEXT, preparing
 
 from ctcdraft.data import server as http
 from ctcdraft.data.records import conversation_of
@@ -28,8 +28,6 @@ from ctcdraft.train.prepare import prepare
 from ctcdraft.train.regenerate import Dialogue
 
 pytestmark = pytest.mark.slow
-
-SERVER = Path(__file__).parents[1] / "helpers" / "chat_server.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def impatient(monkeypatch):
 @contextmanager
 def serving(base, **options):
     server = Server(base, **options)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server
@@ -75,7 +73,7 @@ def test_every_fault_of_a_server_is_tried_again_and_nothing_is_lost(base, tmp_pa
     with serving(base) as server:
         want = prepare(base, config_of(tmp_path, 12, regenerate=through(server)), 0, tmp_path / "a")
     with serving(base, faults=FAULTS) as server:
-        options = through(server, concurrency=64, timeout=2.0)
+        options = through(server, concurrency=64)
         folder = prepare(base, config_of(tmp_path, 12, regenerate=options), 0, tmp_path / "b")
     assert all_equal(folder, want)
     turns = read_manifest(folder)["turns"]
@@ -157,59 +155,54 @@ def test_a_key_that_is_missing_is_no_reject(base, tmp_path, monkeypatch):
         prepare(base, config_of(tmp_path, regenerate=through(server)), 0, tmp_path / "a")
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def own_server(base_at, port):
-    return [str(SERVER), str(base_at), str(port)]
+    process = CONTEXT.Process(target=serve, args=(str(base_at), port), daemon=True)
+    process.start()
+    return process
 
 
 def transformers_server(base_at, port):
     if not all(find_spec(name) for name in ("fastapi", "uvicorn", "accelerate")):
         pytest.skip("transformers[serving] is not installed")
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", str(base_at)]
-    return ["-m", "transformers.cli.transformers", "serve", *options]
+    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", *options]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def started(words, port):
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def until(answers, port):
+    """Wait for a server to answer, or to be gone."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)) == 0:
-                return process
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError("the server did not start")
+            if (s.connect_ex(("127.0.0.1", port)) == 0) == answers:
+                return
+        time.sleep(0.05)
+    raise AssertionError("the server did not start, or end")
 
 
 @pytest.mark.parametrize("kind", [own_server, transformers_server])
 def test_a_server_killed_and_restarted_midway_changes_nothing(talking_base, base, tmp_path, kind):
     port = free_port()
-    words = kind(talking_base, port)
     options = {"url": f"http://127.0.0.1:{port}/v1", "concurrency": 4, "timeout": 60.0, "retries": 5000}
     config = config_of(tmp_path, count=48, regenerate={**options, "model": str(talking_base)})
-    server, cache = started(words, port), tmp_path / "cut"
+    server, cache = kind(talking_base, port), tmp_path / "cut"
+    until(True, port)
     worker = preparing(base, config, cache)
     worker.start()
     while lines(cache) + 20 * done(cache) < 15:
         assert worker.is_alive()
         time.sleep(0.005)
     server.kill()
-    server.wait()
+    until(False, port)
     time.sleep(0.5)
     assert worker.is_alive()
-    server = started(words, port)
+    server = kind(talking_base, port)
     try:
         worker.join()
         assert worker.exitcode == 0
         want = prepare(base, config, 0, tmp_path / "whole")
     finally:
         server.kill()
-        server.wait()
     assert all_equal(cache / want.name, want)
     assert read_manifest(want)["turns"]["errors"] == 0
     assert read_manifest(want)["turns"]["answered"] > 48
@@ -221,6 +214,7 @@ def test_a_client_killed_midway_asks_for_nothing_twice(base, tmp_path):
         want = prepare(base, config, 0, tmp_path / "whole")
         asked = sum(server.asked.values())
         server.asked.clear()
+        ANSWERS.clear()  # or the kills come too late
         cache, kills = tmp_path / "cut", 0
         for at in (5, 30):
             worker = preparing(base, config, cache)
