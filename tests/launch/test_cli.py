@@ -1,10 +1,10 @@
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import run
 
 from ctcdraft.launch import runs
 from ctcdraft.launch.cli import _quoted, compose, enter, typed
@@ -260,8 +260,9 @@ run("train", TrainEntry, task)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "code", "error"), [(0, 0, ""), (3, 3, ""), (5, 1, "said\n")])
-def test_a_command_ends_with_its_code_once_all_is_done_that_waits_for_its_end(seed, code, error):
-    done = subprocess.run([sys.executable, "-c", ENDS, f"seed={seed}"], capture_output=True, text=True)
+def test_a_command_ends_with_its_code_once_all_is_done_that_waits_for_its_end(tmp_path, seed, code, error):
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = run([tmp_path / "ends.py", f"seed={seed}"], cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (code, "waited for\nregistered", error)
 
 

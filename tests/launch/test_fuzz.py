@@ -1,25 +1,18 @@
 """A slice of `make fuzz`; and that it sees what it is there to see."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import fuzz
 import pytest
+from commands import run
 
 pytestmark = pytest.mark.slow
 
-FUZZ = Path(__file__).parents[1] / "helpers" / "fuzz.py"
 
-
-def test_sixty_broken_inputs_are_handled_or_refused_with_a_sentence():
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(FUZZ), "--inputs", "60", "--seed", "7"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=115)
+def test_sixty_broken_inputs_are_handled_or_refused_with_a_sentence(tmp_path):
+    done = run([fuzz.__file__, "--inputs", "60", "--seed", "7"], cwd=tmp_path, timeout=115)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = {line.split()[0]: [int(count) for count in line.split()[1:]] for line in done.stdout.splitlines()[1:]}
     assert set(rows) == {*fuzz.EDGES, "all"}

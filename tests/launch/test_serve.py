@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from bases import write_base
+from commands import free_port
 from drafting import HEADS, random_head
 
 from ctcdraft.launch import serve
@@ -54,12 +55,6 @@ def engine(work, name, before=""):
     python.write_text(ENGINE.format(python=sys.executable, before=before))
     python.chmod(0o755)
     return work / name
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def options(work, env, **changed):
