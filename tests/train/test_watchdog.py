@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import free_port
 from safetensors.torch import load_file
 from trainers import OPTIONS, write_inputs
 
@@ -25,11 +25,13 @@ BIN = Path(sys.executable).parent
 TRAIN = ROOT / "launch" / "train.py"
 SHARDS = ["data.shard_rows=8", "draft.budget=fixed"]  # a measured budget is what a clock decides
 
-# Plants a fault on rank 1 at the third step, then runs the entry.
+# Plants a fault on rank 1 at the third step, then runs the entry, with shorter waits of the watchdog.
 FAULTY = """
 import os, runpy, signal, sys, time
+from ctcdraft.train import watchdog
 from ctcdraft.train.task import DraftTask
 
+watchdog.TICK, watchdog.LOST_SECONDS = 0.5, 3.0
 forward, calls, fault = DraftTask.forward, [0], sys.argv[1]
 
 def faulty(self, *given):
@@ -66,12 +68,6 @@ def start(work, words):
     process = subprocess.Popen([*map(str, words)], cwd=work, env=env, start_new_session=True, **output)
     process.said = lambda: [stream.seek(0) or stream.read() for stream in streams]
     return process
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def nodes(work, words):
