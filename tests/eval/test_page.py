@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("page")
     base = load_base(str(write_base(root / "b", eos_token_id=1, initializer_range=0.05)))
     rows = [{"question_id": i, "category": EVIL_CATEGORY if i else "plain", "turns": [EVIL[i]]} for i in range(3)]
-    rows += [{"question_id": 7 + i, "category": f"category {i}", "turns": ["ask", "again"]} for i in range(9)]
+    rows += [{"question_id": 7 + i, "category": f"category {i}", "turns": ["ask", *["again"][i:]]} for i in range(7)]
     questions = root / "questions.jsonl"
     questions.write_text("\n".join(json.dumps(row) for row in rows))
     bench = BenchConfig("mt_bench", str(questions), max_new_tokens=24, temperatures=[0.0, 1.0], seeds=1)
