@@ -3,6 +3,7 @@ tiny. `python tests/helpers/architectures.py` prints what becomes of each, the t
 
 from collections import deque
 from dataclasses import replace
+from functools import cache
 
 import torch
 from bases import SIZES, tiny_tokenizer
@@ -252,6 +253,12 @@ def base_of_architecture(name, dtype=torch.float64, **overrides):
     return base_of(model, tiny_tokenizer(), name)
 
 
+@cache
+def own_base(name):
+    """In the precision that it can be compared in."""
+    return base_of_architecture(name, torch.float32 if name in SINGLE else torch.float64)
+
+
 def assert_decodes_as_generate(base):
     """Trees of any shape, eager and in fixed shapes, and rows that are decoded together, change no token, within the
     window and beyond."""
@@ -276,7 +283,7 @@ def assert_decodes_as_generate(base):
 def outcome(name):
     """(does it decode?, why not): raises AssertionError where it decodes another way than `generate`."""
     try:
-        base = base_of_architecture(name, torch.float32 if name in SINGLE else torch.float64)
+        base = own_base(name)
     except ValueError as error:
         return False, str(error).split(": ", 1)[1]
     assert_decodes_as_generate(base)

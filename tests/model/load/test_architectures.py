@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, NOT_ALONE, REFUSED, SINGLE, WINDOW, base_of_architecture, outcome
+from architectures import ARCHITECTURES, NOT_ALONE, REFUSED, WINDOW, base_of_architecture, outcome, own_base
 from bases import tiny_tokenizer
 from drafting import prompts, random_trees
 
@@ -36,7 +36,7 @@ def test_the_reason_does_not_depend_on_the_precision(name, dtype):
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_tree_mask_without_the_window_would_change_tokens(name, monkeypatch):
-    base = base_of_architecture(name)
+    base = own_base(name)
     prompt = prompts(1, seed=8, longest=60)[0]
     assert len(prompt) > WINDOW
     truth = Decoder(base).generate(prompt, 28, eos=[]).tokens
@@ -47,7 +47,7 @@ def test_a_tree_mask_without_the_window_would_change_tokens(name, monkeypatch):
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_node_behind_the_window_of_places_still_sees_by_positions(name):
     """More siblings than the window is wide lie between a node and its parent."""
-    base = base_of_architecture(name)
+    base = own_base(name)
     Q, past = 2 * WINDOW, 3 * WINDOW + 1
     sees = torch.eye(Q, dtype=torch.bool)
     sees[:, 0] = sees[-1, 1] = True
@@ -64,7 +64,7 @@ def test_a_node_behind_the_window_of_places_still_sees_by_positions(name):
 
 
 def test_a_window_that_a_mask_cannot_give_caps_the_context(monkeypatch):
-    model = base_of_architecture("mistral").model
+    model = own_base("mistral").model
     monkeypatch.setattr(Windows, "masks", lambda self, mask, positions, cached: mask)
     with pytest.warns(UserWarning, match=f"a context of {WINDOW} tokens, its window"):
         assert base_of(copy.deepcopy(model), tiny_tokenizer(), "b").context_length == WINDOW
@@ -83,6 +83,5 @@ def test_a_base_that_scales_queries_by_places_is_used_as_far_as_these_are_scaled
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(REFUSED)))
 def test_a_head_copies_layers_where_these_run_alone(name):
-    base = base_of_architecture(name, torch.float32 if name in SINGLE else torch.float64)
-    head = head_on(base, CtcConfig(layers=2))
+    head = head_on(own_base(name), CtcConfig(layers=2))
     assert (head.attended is None) == (head.body is None) == (name in NOT_ALONE)
