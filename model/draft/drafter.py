@@ -1,5 +1,6 @@
 """From what a head believes to the tree that is verified: the one place where drafts are made."""
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class Stop:
 @dataclass
 class Drafter:
     """Makes drafts as `config` says. calibration: what psi of the head is worth, where that was measured. shared, own:
-    phrases of all requests, and of each."""
+    phrases of all requests, and of each. said: of each request, see `Rule`."""
 
     config: DraftConfig
     calibration: Calibration | None = None
@@ -76,6 +77,7 @@ class Drafter:
     shared: Phrases = field(default_factory=Phrases)
     own: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
     learnt: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)  # tokens of each request's text
+    said: WeakKeyDictionary[Any, dict[int, Counter[int]]] = field(default_factory=WeakKeyDictionary)
 
     def tree(self, drafted: Drafted, frontier: Frontier) -> Tree:
         """The draft tree of a lattice, of the nodes that a head has scored, or of what either says behind some tokens.
@@ -99,7 +101,8 @@ class Drafter:
             tree = search(drafted, config.nodes, prune=NEGLIGIBLE, **limits)
         else:
             least = self.stop.least if config.stop == "adaedl" else None
-            rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least)
+            said = self.said.get(frontier.owner, {})
+            rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least, said)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
         if self.calibration is not None and not drawn and len(tree):
             tree = self.calibration.applied(tree)
@@ -129,6 +132,11 @@ class Drafter:
         """Learn from what became of a draft."""
         if self.config.stop == "adaedl":
             self.stop.observe(tree, outcome.path, frontier.max_depth)
+        if self.config.proposal == "shared" and self.config.jacobi and frontier.owner is not None:
+            said = self.said[frontier.owner] = defaultdict(Counter)
+            for row, token in outcome.said.items():
+                if row and tree.depths[row - 1] > len(outcome.path):  # it was rejected
+                    said[len(frontier.read) + int(tree.depths[row - 1])][token] += 1
         if pool := self._phrases(frontier.owner):
             pool.observe(tree, outcome.path)
             for token, phrase in tails(tree, outcome.path, outcome.said):

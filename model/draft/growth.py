@@ -8,8 +8,8 @@ each is worth, and which of them may be followed; the nodes that are worth most 
 Shapes: C candidates of a row.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -96,9 +96,7 @@ def prefix_of(drafted: Drafted) -> Prefix:
     return LatticePrefix(drafted) if isinstance(drafted, Lattice) else drafted
 
 
-def grow(
-    first: Prefix, rule: Callable[[Row, int], Picked], nodes: int, *, max_depth: int, leaves: NDArray[np.int64]
-) -> Tree:
+def grow(first: Prefix, rule: "Rule", nodes: int, *, max_depth: int, leaves: NDArray[np.int64]) -> Tree:
     """The tree of at most `nodes` nodes that are worth most, none deeper than max_depth; `leaves` get no children. Its
     psi is what each node is worth. rule: of a row and its depth, 0 behind the root."""
     tokens = list[int]()
@@ -113,8 +111,9 @@ def grow(
     while waiting and len(tokens) < nodes:
         negative, number, n, prefix = heappop(waiting)
         if prefix is not None:
-            node, row = number, prefix.row()
-            picked = rule(row, depths[node] if node >= 0 else 0)
+            node, depth = number, depths[number] if number >= 0 else 0
+            row = rule.widened(prefix.row(), depth)
+            picked = rule(row, depth)
             if picked.q is not None:
                 proposals[node + 1] = Row(row.tokens, picked.q)
             rows.append((prefix, row, picked))
@@ -129,7 +128,7 @@ def grow(
             parents.append(parent)
             depths.append(depth)
             worths.append(-negative)
-            if n < picked.followed and depth < max_depth and token not in leaves:
+            if n < picked.followed and depth < max_depth and token not in leaves and row.q[column] > 0:
                 following = prefix.followed_by(column, float(row.q[column]))
                 heappush(waiting, (negative, len(tokens) - 1, -1, following))
             n += 1
@@ -150,6 +149,7 @@ class Rule:
     seed: int
     position: int
     least: float | None
+    said: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
     def __call__(self, row: Row, depth: int) -> Picked:
         last = self.config.kind == "ranked" and depth == len(self.config.k)
@@ -162,7 +162,12 @@ class Rule:
         if self.config.proposal == "shared":
             score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
             drawn, own = np.exp(score - score.max()), np.exp(log_q - log_q.max())
-            share = row.q.sum() * ((1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum())
+            share = (1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum()
+            if said := self.said.get(self.position + depth):
+                share *= 1 - self.config.jacobi
+                for token, count in said.items():
+                    share[row.tokens == token] += self.config.jacobi * count / sum(said.values())
+            share *= row.q.sum()
             return _largest(share, *self._layout(share, depth))
         q = np.exp(log_q - np.logaddexp.reduce(log_q))
         score = log_q + gumbel_of(row.tokens, self.seed, self.position + depth, PROPOSAL)
@@ -170,6 +175,13 @@ class Rule:
         drawn = np.argsort(-score, kind="stable")[:count]  # without replacement: Gumbel top-k
         drawn = drawn[q[drawn] > 0]
         return Picked(drawn, q[drawn], followed, q)
+
+    def widened(self, row: Row, depth: int) -> Row:
+        """The row and, with a q of 0, the tokens that the base has said there and that are no candidates of it."""
+        if not (said := self.said.get(self.position + depth)):
+            return row
+        others = np.setdiff1d([*said], row.tokens)
+        return Row(np.append(row.tokens, others), np.append(row.q, np.zeros(len(others))))
 
     def _layout(self, share: NDArray[np.float64], depth: int) -> tuple[int, int]:
         """How many children a row of that depth has, and how many of them have children of their own."""
