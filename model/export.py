@@ -17,10 +17,11 @@ from .base.llm import Base
 from .draft.budget import Calibration
 from .folders import HUB_NAME, new_folder
 from .heads import Head, head_config, head_on, parameters_of
+from .heads.head import OnePassHead
 
 FORMAT = 4
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
-CARD = Path(__file__).with_name("card.md")  # its fields stand in braces
+CARD = Path(__file__).with_name("card.md")  # its fields stand in braces, and what not all heads can at its end
 SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""
 
 import inspect
@@ -58,7 +59,8 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "calibration": asdict(head.calibration) if head.calibration else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
-    card = CARD.read_text(encoding="utf-8").format(
+    card, *served = CARD.read_text(encoding="utf-8").partition("\n## Behind vLLM\n")
+    card = "".join([card, *(served if isinstance(head, OnePassHead) else ())]).format(
         kind=head.config.kind,
         slots=head.config.slots,
         parameters=parameters_of(head),

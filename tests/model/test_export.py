@@ -42,6 +42,12 @@ def test_export_then_load_gives_the_same_lattice_bit_for_bit(base_folder, tmp_pa
     assert (tmp_path / "head" / "README.md").read_text().count("prefix_ctc") == 1
 
 
+def test_the_card_of_a_head_that_no_engine_serves_says_nothing_of_engines(base, tmp_path):
+    for kind, served in (("medusa", True), ("mlp", False)):
+        export_head(random_head(head_config({"kind": kind, "slots": 3}), base), base, tmp_path / kind, TRAINING)
+        assert ("ctcdraft serve" in (tmp_path / kind / "README.md").read_text()) == served
+
+
 def test_what_heads_of_before_hold_besides_is_passed_over(exported, base):
     """Rates of copied tokens were fitted to each head's development sequences once."""
     _, folder = exported
