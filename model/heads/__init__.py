@@ -52,16 +52,14 @@ def head_on(base: Base, config: HeadConfig) -> Head:
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
     """The layers of the base that a head of that config copies or looks at, if any. Raises ValueError as `head_on`
-    does, and where it looks at layers of several shapes, or at such as are not found."""
+    does, and where it looks at layers of several shapes."""
     if isinstance(config, ParallelConfig):
         return layers_to_copy(base, config.layers)
     if not isinstance(config, GlideConfig) or not config.cross:
         return None
     attended = base.attended(config.layers)
-    if attended is None or not hasattr(base.decoder, "layers"):  # Falcon's have another name
-        raise ValueError(
-            f"head=glide: keys and values of {base.name} have several shapes, or are not found: take head.cross=false"
-        )
+    if attended is None:
+        raise ValueError(f"head=glide: keys and values of {base.name} have several shapes: take head.cross=false")
     return attended
 
 

@@ -52,6 +52,8 @@ class GlideHead(StepwiseHead):
         crosses: list[CrossAttention | None] = [None] * config.layers
         if attended is not None:
             heads, turns = base.decoder.config.num_attention_heads, [turn_of(base, layer) for layer in attended.layers]
+            if not hasattr(base.decoder, "layers"):  # Falcon's have another name
+                raise ValueError(f"head=glide: the layers of {base.name} are not found: take head.cross=false")
             crosses = [CrossAttention(config.width, heads, attended.width, turn) for turn in turns]
         self.blocks = nn.ModuleList(GlideBlock(config, number, cross) for number, cross in enumerate(crosses))
         self.norm = nn.RMSNorm(config.width)
