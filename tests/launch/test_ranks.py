@@ -121,6 +121,6 @@ def test_make_train_takes_the_gpus_that_it_may_see(tmp_path, visible, command):
     (tmp_path / "deepspeed").symlink_to(tmp_path / "python")
     (tmp_path / "stamp").touch()
     env = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
-    words = ["make", "train", f"BIN={tmp_path}", f"STAMP={tmp_path}/stamp", "ARGS=seed=1"]
+    words = ["make", "--no-print-directory", "train", f"BIN={tmp_path}", f"STAMP={tmp_path}/stamp", "ARGS=seed=1"]
     done = subprocess.run(words, cwd=RANKS.parents[1], env=env, capture_output=True, text=True)
     assert done.stdout == f"{visible}: {command} seed=1\n", done.stderr
