@@ -101,7 +101,7 @@ class Drafter:
             tree = search(drafted, config.nodes, prune=NEGLIGIBLE, **limits)
         else:
             least = self.stop.least if config.stop == "adaedl" else None
-            said = self.said.get(frontier.owner, {})
+            said = {} if frontier.owner is None else self.said.get(frontier.owner, {})
             rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least, said)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
         if self.calibration is not None and not drawn and len(tree):
