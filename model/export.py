@@ -21,7 +21,7 @@ from .heads.head import OnePassHead
 
 FORMAT = 4
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
-CARD = Path(__file__).with_name("card.md")  # its fields stand in braces, and what not all heads can at its end
+CARD = Path(__file__).with_name("card.md")  # its fields stand in braces; engines serve one-pass heads alone
 SHIM = '''"""For model.generate(**inputs, custom_generate="<this folder>", trust_remote_code=True)."""
 
 import inspect
@@ -59,8 +59,10 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "calibration": asdict(head.calibration) if head.calibration else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
-    card, *served = CARD.read_text(encoding="utf-8").partition("\n## Behind vLLM\n")
-    card = "".join([card, *(served if isinstance(head, OnePassHead) else ())]).format(
+    card, heading, served = CARD.read_text(encoding="utf-8").partition("\n## Behind vLLM\n")
+    if isinstance(head, OnePassHead):
+        card += heading + served
+    card = card.format(
         kind=head.config.kind,
         slots=head.config.slots,
         parameters=parameters_of(head),

@@ -132,7 +132,8 @@ class Drafter:
         """Learn from what became of a draft."""
         if self.config.stop == "adaedl":
             self.stop.observe(tree, outcome.path, frontier.max_depth)
-        if self.config.proposal == "shared" and self.config.jacobi and frontier.owner is not None:
+        looks = self.config.proposal == "shared" and self.config.jacobi and frontier.sampling.temperature
+        if looks and frontier.owner is not None:
             said = self.said[frontier.owner] = defaultdict(Counter)
             for row, token in outcome.said.items():
                 if row and tree.depths[row - 1] > len(outcome.path):  # it was rejected

@@ -8,6 +8,7 @@ each is worth, and which of them may be followed; the nodes that are worth most 
 Shapes: C candidates of a row.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -111,7 +112,8 @@ def grow(first: Prefix, rule: "Rule", nodes: int, *, max_depth: int, leaves: NDA
     while waiting and len(tokens) < nodes:
         negative, number, n, prefix = heappop(waiting)
         if prefix is not None:
-            node, depth = number, depths[number] if number >= 0 else 0
+            node = number
+            depth = depths[node] if node >= 0 else 0
             row = rule.widened(prefix.row(), depth)
             picked = rule(row, depth)
             if picked.q is not None:
@@ -149,7 +151,7 @@ class Rule:
     seed: int
     position: int
     least: float | None
-    said: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    said: Mapping[int, Counter[int]] = field(default_factory=dict)
 
     def __call__(self, row: Row, depth: int) -> Picked:
         last = self.config.kind == "ranked" and depth == len(self.config.k)
@@ -165,8 +167,9 @@ class Rule:
             share = (1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum()
             if said := self.said.get(self.position + depth):
                 share *= 1 - self.config.jacobi
+                each = self.config.jacobi / said.total()
                 for token, count in said.items():
-                    share[row.tokens == token] += self.config.jacobi * count / sum(said.values())
+                    share[row.tokens == token] += each * count
             share *= row.q.sum()
             return _largest(share, *self._layout(share, depth))
         q = np.exp(log_q - np.logaddexp.reduce(log_q))

@@ -58,7 +58,7 @@ def test_accumulation_gives_the_losses_of_one_large_batch(work):
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_bf16_follows_fp32(work, stage):
-    same_losses(work, f"bf16-{stage}", 0.02)  # one step behind would be off by up to 10%
+    same_losses(work, f"bf16-{stage}", 1e-3)  # one step behind would be off by 0.6% to 4%
 
 
 def test_one_two_and_one_rank_continue_each_other_under_every_zero_stage(work):

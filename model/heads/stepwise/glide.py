@@ -85,7 +85,8 @@ class GlideBlock(Block):
         layer = self.layer
         x_BLW = x_BLW + layer.self_attn(layer.input_layernorm(x_BLW), **self.attending(x_BLW, mask, cache))[0]
         if self.cross is not None and read is not None:
-            x_BLW = x_BLW + self.cross(x_BLW, mask, *read)
+            keys, values = read
+            x_BLW = x_BLW + self.cross(x_BLW, mask, keys, values)
         return x_BLW + layer.mlp(layer.post_attention_layernorm(x_BLW))
 
 

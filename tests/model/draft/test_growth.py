@@ -1,6 +1,7 @@
 """Trees that a rule grows, by brute force on tiny lattices."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_what_the_base_said_elsewhere_at_that_place_has_its_share_of_the_belief(
     row, config = Row(np.arange(6), np.full(6, 0.15)), DraftConfig(proposal="shared", jacobi=0.4)
 
     def shares(said):
-        rule = Rule(config, SAMPLED, 3, 10, None, said)
+        rule = Rule(config, SAMPLED, 3, 10, None, {place: Counter(tokens) for place, tokens in said.items()})
         wide = rule.widened(row, 1)
         picked = rule(wide, 1)
         return dict(zip(wide.tokens[picked.columns].tolist(), picked.share, strict=True))
@@ -122,7 +123,7 @@ def test_what_the_base_said_elsewhere_at_that_place_has_its_share_of_the_belief(
 
 def test_a_token_that_is_no_candidate_but_was_said_there_is_drafted_without_children():
     lattice, _, _ = random_lattice(4, 6, 0)
-    rule = Rule(DraftConfig(proposal="shared", jacobi=0.9), SAMPLED, 0, 10, None, {10: {99: 1}})
+    rule = Rule(DraftConfig(proposal="shared", jacobi=0.9), SAMPLED, 0, 10, None, {10: Counter([99])})
     tree = grow(LatticePrefix(lattice), rule, 12, max_depth=99, leaves=NO_LEAVES)
     (node,) = np.flatnonzero(tree.tokens == 99)
     assert tree.depths[node] == 1

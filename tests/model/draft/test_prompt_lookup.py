@@ -142,11 +142,8 @@ def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):
         (None, random_head(HEADS[0], base), calibrated), (("tree", 12, 32), ("tree", 3, 5), ("chain", 6, 32))
     ):
         decoder = Decoder(base, head, DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed"))
-        decoder.graphs = fixed  # of single requests alone
-        if fixed:
-            outs = [decoder.generate(p, 40, seed=s, **settings) for p, s in zip(asked, seeds, strict=True)]
-        else:
-            outs = decoder.generate(asked, 40, seed=seeds, **settings)
+        decoder.graphs = fixed
+        outs = [decoder.generate(p, 40, seed=s, **settings) for p, s in zip(asked, seeds, strict=True)]
         assert [(got.tokens, got.finish) for got in outs] == [(plain.tokens, plain.finish) for plain in want]
         assert [sum(got.accepted_from.values()) for got in outs] == [sum(got.accepted) for got in outs]
     assert settings or any(got.accepted_from["lookup"] for got in outs)
