@@ -22,6 +22,7 @@ torch.set_num_threads(1)  # for what fixtures make before the first test
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 HEAVY = (  # files that take longest, longest first (`make test ARGS=--durations=0`)
+    "serve/test_engine.py",
     "train/test_training.py",
     "train/test_watchdog.py",
     "bench/test_gpu.py",
