@@ -122,9 +122,7 @@ def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, 
     if config.dashboard and step == 0 and not run.offline:
         try:
             print(f"W&B: dashboard at {set_up_dashboard(config.entity or run.entity, config.project)}", flush=True)
-        except Exception as error:  # what W&B does not allow, or no network
-            if isinstance(error.__cause__, ImportError):
-                raise
+        except Exception as error:  # what W&B does not allow, no network, or a package is missing
             print(f"W&B: no dashboard ({first_line(error)})", flush=True)
     return Wandb(run)
 
@@ -243,41 +241,39 @@ def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[s
     """A run, online or offline; None where W&B cannot even log offline."""
     import wandb
 
+    id_file = folder / "wandb_id"
+
+    def started(mode: Literal["online", "offline"]) -> Any:
+        return wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=name,
+            id=id_file.read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
+            config=masked(dict(settings)),
+            mode=mode,
+            settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
+        )
+
     try:
         known = wandb_settings()
-    except ValueError as error:
-        print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
-        return None
-    if known.mode == "disabled":
-        return None
-    id_file = folder / "wandb_id"
-    if not id_file.is_file():
-        id_file.write_text(uuid.uuid4().hex[:12])
-    online = config.mode == "wandb" and known.mode not in OFFLINE and has_key(known)
-    if config.mode == "wandb" and not online:
-        print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
-
-    modes: list[Literal["online", "offline"]] = ["online", "offline"] if online else ["offline"]
-    for mode in modes:
-        try:
-            return wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=name,
-                id=id_file.read_text().strip(),
-                resume="allow" if mode == "online" else None,
-                dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
-                config=masked(dict(settings)),
-                mode=mode,
-                settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
-            )
-        except Exception as error:  # no network, a wrong key, a full disk: the training matters more
-            if mode == "online":
+        if known.mode == "disabled":
+            return None
+        if not id_file.is_file():
+            id_file.write_text(uuid.uuid4().hex[:12])
+        if config.mode == "wandb" and known.mode not in OFFLINE and has_key(known):
+            try:
+                return started("online")
+            except Exception as error:  # no network, or a wrong key
                 print(f"W&B: cannot go online ({first_line(error)}), logging offline", flush=True)
                 wandb.teardown()  # its process goes on trying, and would call the run's id one in use
-            else:
-                print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
-    return None
+        elif config.mode == "wandb":
+            print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
+        return started("offline")
+    except Exception as error:  # a wrong setting, a full disk: the training matters more
+        print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
+        return None
 
 
 def first_line(error: Exception) -> str:
