@@ -6,7 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ class Trainer:
             disable=ds.rank() > 0,
             mininterval=1,
         )
-        with self._signals(), bar:
+        with ExitStack() as handlers, bar:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                handlers.callback(signal.signal, number, signal.signal(number, self._ask_to_stop))
             self._doing("its start")
             while not self._stop():
                 row = self._one_step()
@@ -214,14 +216,5 @@ class Trainer:
         self.state.seconds = seconds / ds.world_size()
         return asked > 0 or self.finished()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def ask(number: int, frame: Any) -> None:
-            self.stopped_by = number
-
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _ask_to_stop(self, number: int, frame: Any) -> None:
+        self.stopped_by = number
