@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -206,13 +205,11 @@ class OverfitCheck:
                 raise Disagreement(
                     f"verification accepts what the base does not say, first at token {at} of the answer"
                 )
-        text, able = [*self.prompt, *drafted.tokens], self._learnt()[1].sum(dim=1).tolist()
-        rows = zip(self.batch.position_N.tolist(), self.batch.labels_NU.tolist(), able, strict=True)
-        learnt = {t: row[:count] for t, row, count in rows}
+        able = self._learnt()[1].sum(dim=1).tolist()
+        learnt = dict(zip(self.batch.position_N.tolist(), able, strict=True))
         at, whole = len(self.prompt) - 1, [0]  # the anchor of the first step: the root comes after it
         for accepted in drafted.accepted:
-            right = np.cumprod([a == b for a, b in zip(learnt.get(at, ()), text[at + 2 :], strict=False)]).sum()
-            if at in learnt and accepted >= min(right, self.draft.nodes):
+            if at in learnt and accepted >= min(learnt[at], self.draft.nodes):
                 whole.append(accepted)
             at += accepted + 1
         if max(whole) < min(2, max(able)):
