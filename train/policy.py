@@ -11,9 +11,7 @@ Shape suffixes: B rows, L positions, N anchors, U labels, P drafted tokens that 
 
 import hashlib
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ctcdraft.data.batches import Batch
@@ -35,8 +33,14 @@ def on_policy(policy: Policy, head: Head, base: Base, batch: Batch, hidden_BLX: 
     if policy == "base":
         return batch
     chosen_M = _chosen(batch, SHARES[policy])
-    labels_NU, lengths_N = batch.labels_NU.clone(), batch.lengths_N.clone()
-    for n, chain in zip(chosen_M.tolist(), chains(head, base, batch, hidden_BLX, chosen_M), strict=True):
+    labels_NU, lengths_N, rooms = batch.labels_NU.clone(), batch.lengths_N.clone(), batch.lengths_N.tolist()
+    drafter = Drafter(DraftConfig(kind="chain", nodes=labels_NU.shape[1], prompt_lookup=0))
+    few = batch._replace(batch_N=batch.batch_N[chosen_M], position_N=batch.position_N[chosen_M])
+    roots_BL, vocabulary = roots_of(batch), head.vocabulary(base, drafter.config.top_k)
+    roots = roots_BL[few.batch_N, few.position_N].cpu().numpy()
+    drafts = head.drafts(hidden_BLX, roots_BL, anchors_of(few), vocabulary) if len(chosen_M) else []
+    for m, (n, draft) in enumerate(zip(chosen_M.tolist(), drafts, strict=True)):
+        chain = drafter.tree(draft, Frontier(roots[m : m + 1], base.eos_ids, rooms[n])).tokens
         if len(chain):
             labels_NU[n, : len(chain)] = torch.from_numpy(chain)
             lengths_N[n] = len(chain)
@@ -51,20 +55,6 @@ def _chosen(batch: Batch, share: float) -> Tensor:
         words = hashlib.blake2b(f"{seed} {position} {labels}".encode(), digest_size=8).digest()
         kept += [n] if int.from_bytes(words) < share * 2**64 else []
     return torch.tensor(kept, dtype=torch.long, device=batch.batch_N.device)
-
-
-def chains(head: Head, base: Base, batch: Batch, hidden_BLX: Tensor, chosen_M: Tensor) -> list[NDArray[np.int64]]:
-    """The head's chain at each of those anchors."""
-    if not len(chosen_M):
-        return []
-    few = batch._replace(batch_N=batch.batch_N[chosen_M], position_N=batch.position_N[chosen_M])
-    drafter = Drafter(DraftConfig(kind="chain", nodes=batch.labels_NU.shape[1], prompt_lookup=0))
-    roots_BL, vocabulary = roots_of(batch), head.vocabulary(base, drafter.config.top_k)
-    drafts = head.drafts(hidden_BLX, roots_BL, anchors_of(few), vocabulary)
-    roots, rooms = roots_BL[few.batch_N, few.position_N].cpu().numpy(), batch.lengths_N[chosen_M].tolist()
-    return [
-        drafter.tree(draft, Frontier(roots[m : m + 1], base.eos_ids, rooms[m])).tokens for m, draft in enumerate(drafts)
-    ]
 
 
 def states_behind(base: Base, batch: Batch) -> Tensor:
