@@ -203,19 +203,17 @@ def base_says(base: Base, hidden_BLX: Tensor, batch: Batch, weight_SD: Tensor, b
     """What the base says where it said each anchor's labels, from its states; bias: see `anchor_losses`."""
     D, L = base.hidden_size, hidden_BLX.shape[1]
     if batch.said_NUD is not None:
-        number_NU = torch.arange(batch.labels_NU.numel(), device=hidden_BLX.device).view_as(batch.labels_NU)
-        return Said(_logits(base, batch.said_NUD.flatten(0, 1), weight_SD, bias_S), number_NU)
-    column_U = torch.arange(batch.labels_NU.shape[1], device=batch.labels_NU.device)
-    before_NU = batch.position_N.unsqueeze(1) + 1 + column_U
-    place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
-    once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
-    return Said(_logits(base, hidden_BLX[..., :D].flatten(0, 1)[once_K], weight_SD, bias_S), number_NU)
-
-
-def _logits(base: Base, states_KD: Tensor, weight_SD: Tensor, bias_S: Tensor | None) -> Tensor:
+        states_KD = batch.said_NUD.flatten(0, 1)
+        number_NU = torch.arange(len(states_KD), device=states_KD.device).view_as(batch.labels_NU)
+    else:
+        column_U = torch.arange(batch.labels_NU.shape[1], device=batch.labels_NU.device)
+        before_NU = batch.position_N.unsqueeze(1) + 1 + column_U
+        place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
+        once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
+        states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K]
     products_KS = F.linear(states_KD.to(weight_SD.dtype), weight_SD)
     logits_KS = base.scaled(products_KS.to(torch.promote_types(weight_SD.dtype, torch.float32)))
-    return logits_KS if bias_S is None else logits_KS + bias_S
+    return Said(logits_KS if bias_S is None else logits_KS + bias_S, number_NU)
 
 
 def soft_labels(said: Said, labels_NU: Tensor, weight_SD: Tensor, share: float) -> Tensor:
