@@ -227,7 +227,6 @@ def make_deterministic(seed: int) -> None:
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
     torch.manual_seed(seed)
 
 

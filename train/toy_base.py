@@ -5,7 +5,6 @@ template, made in minutes on one CPU core.
 """
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,8 +40,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}{% endif %}"
 )
 FORMAT_VERSION = 5  # of the tokenizer and the training recipe: a change makes cached bases stale
-
-
 MAX_POSITIONS = 1024  # its context
 LR, MATRIX_LR = 3e-3, 4.5e-3  # of embeddings and norms, and of weight matrices
 WARMUP_STEPS = 40  # in which they rise
@@ -93,7 +90,6 @@ def toy_base(cache: Path, config: ToyBaseConfig = ToyBaseConfig()) -> Path:
 
 
 def _build(folder: Path, config: ToyBaseConfig) -> None:
-    start = time.perf_counter()
     chats = [conversation_of(row, "") for row in TOY.conversations(config.conversations, config.seed)]
     tokenizer = _train_tokenizer([turn["content"] for chat in chats for turn in chat.messages], config)
     held_out = TOY.conversations(config.held_out_conversations, config.seed, held_out=True)
@@ -114,8 +110,6 @@ def _build(folder: Path, config: ToyBaseConfig) -> None:
     _train(model, _documents(chats, tokenizer), config)
     measured = {
         "held_out": _held_out_loss(model, _documents([conversation_of(row, "") for row in held_out], tokenizer)),
-        "parameters": model.num_parameters(),
-        "seconds": round(time.perf_counter() - start, 1),
         "config": asdict(config),
     }
     model.generation_config = GenerationConfig(**ids)
