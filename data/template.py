@@ -2,8 +2,8 @@
 
 An answer is learned as the template writes it while no turn follows it, which is what serving sees: some templates drop
 thoughts, or more, once the conversation goes on. Which characters it has there is told by the template's own
-{% generation %} marks, or, for the well-known templates that have none, found by incremental rendering: what is
-rendered before the answer must be a prefix, and the answer must follow it word for word up to its end-of-turn token.
+{% generation %} marks, or, where it has none, found by incremental rendering: what is rendered before the answer must
+be a prefix, and the answer must follow it word for word up to the special token that ends it.
 """
 
 import json
@@ -43,26 +43,6 @@ ADVICE = (
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 NO_LABEL = "none of its answers is to be learned (it has none, or weight, train or loss is 0)"
 LOST_TURN = "a turn behind the last answer that is learned (the template would change that answer)"
-
-
-class Family(NamedTuple):
-    """signs: what all its templates contain; end: what ends an answer (None: the end-of-sequence token); call_end: what
-    ends one that calls tools, where that is another."""
-
-    name: str
-    signs: tuple[str, ...]
-    end: str | None
-    call_end: str | None = None
-
-
-FAMILIES = (  # the first that fits
-    Family("llama-3", ("<|start_header_id|>",), "<|eot_id|>"),
-    Family("gemma", ("<start_of_turn>",), "<end_of_turn>"),
-    Family("chatml", ("<|im_start|>",), "<|im_end|>"),  # Qwen's too
-    Family("gpt-oss", ("<|start|>", "<|channel|>"), "<|return|>", "<|call|>"),
-    Family("mistral", ("[INST]",), None),  # and llama-2
-    Family("vicuna", ("USER", "ASSISTANT"), None),
-)
 
 
 class Rendered(NamedTuple):
@@ -163,17 +143,11 @@ def render(
 ) -> Rendering:
     """The conversation's sequences, with `each` of its answers or the `last` alone as labels.
 
-    Raises RowError where it has none, and ValueError, with advice, for a template that does not mark its answers and is
-    of no known family.
+    Raises RowError where it has none, with advice where the template does not show where they end.
     """
     texts, unread = _Template(tokenizer, conversation.tools, template_args).texts(conversation.messages, turns)
     encodings = _encoded(tokenizer, [text.text for text in texts])
     return Rendering([_masked(encoding, text) for encoding, text in zip(encodings, texts, strict=True)], unread)
-
-
-def family_of(template: str) -> Family | None:
-    """The known family of a template: its own marks come first and need none."""
-    return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), None)
 
 
 def unread_in_prompt(tokenizer: Any, conversation: Conversation, template_args: TemplateArgs = NO_ARGS) -> list[str]:
@@ -192,11 +166,10 @@ class _Template:
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None, args: TemplateArgs) -> None:
         self.text, self.tools, self.args = tokenizer.get_chat_template(tools=tools), tools, args
-        self.marked, self.family = bool(MARKS.search(self.text)), family_of(self.text)
-        self._specials, self.eos = dict(tokenizer.special_tokens_map), tokenizer.eos_token
-        unknown = {None, tokenizer.unk_token_id}
-        known = [f.end for f in FAMILIES if f.end and tokenizer.convert_tokens_to_ids(f.end) not in unknown]
-        self._ends = tuple({end: None for end in (*known, self.eos) if end})
+        self.marked = bool(MARKS.search(self.text))
+        self._specials = dict(tokenizer.special_tokens_map)
+        added = tokenizer.added_tokens_decoder.values()
+        self._ends = tuple(token.content for token in added if token.special)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and what the template's {% generation %} marks cover. Raises RowError where the template refuses
@@ -227,13 +200,8 @@ class _Template:
         """Texts that hold the answers to be learned, each as it is while no turn follows it, in order: the whole
         conversation's alone where that holds them all. And the names of what none of them shows.
 
-        Raises RowError where an answer is not found, ValueError where the template is none that shows where it is.
+        Raises RowError where an answer is not found.
         """
-        if not self.marked and self.family is None:
-            raise ValueError(
-                "the tokenizer's chat template does not mark the assistant's tokens, and is none of the known ones "
-                f"({', '.join(f.name for f in FAMILIES)}): {ADVICE}"
-            )
         learned = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [i for i in (learned[-1:] if turns == "last" else learned) if messages[i].get("label", True)]
         if not learned:
@@ -270,17 +238,17 @@ class _Template:
         if not text.startswith(before):
             args = f" with data.template_args={json.dumps(self.args)}" if self.args else ""
             raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on{args}")
-        family, calls = self.family, "tool_calls" in messages[index]
-        assert family is not None
-        end = (family.call_end if calls else None) or family.end or self.eos
-        start, stop = len(before), text.rfind(end)
-        if stop < start:
-            raise RowError(f"the chat template does not end turn {index} with {end}")
+        calls, whole = "tool_calls" in messages[index], text.rstrip()
+        end = next((token for token in self._ends if whole.endswith(token)), None)
+        if end is None:
+            raise RowError(f"the chat template ends turn {index} with no special token: {ADVICE}")
+        start, stop = len(before), len(whole) - len(end)
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
             content = content.removeprefix(THOUGHT_START).lstrip()
         words = text[start:stop].rstrip()
         shown = str.__contains__ if calls else str.endswith  # calls stand between the words and the end
-        if not shown(words, content) and not shown("".join(words.split()), "".join(content.split())):
+        found = shown(words, content) or shown("".join(words.split()), "".join(content.split()))
+        if stop < start or not found:
             raise RowError(f"the chat template does not show turn {index} as it is")
         if not calls and end in words.removesuffix(content):
             raise RowError(f"the chat template ends turn {index} with {end} before its words")
