@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ctcdraft.data.batches import Batch
-from ctcdraft.data.features import FORMATS, Features, encoded, shard_name, shard_tensors
+from ctcdraft.data.features import Features, shard_name, shard_tensors
 from ctcdraft.eval.report import markdown_table
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, attended_on, head_on
@@ -133,13 +133,12 @@ def random_batch(shape, anchors):
     return Batch(ids_BL, batch_N, position_N, labels_NU, torch.full((len(batch_N),), LABELS)).to(torch.device(DEVICE))
 
 
-def stored_states(base, batch, kind, folder):
+def stored_states(base, batch, folder):
     """The batch's hidden states on disk, as training reads them."""
     path, states_BLX = folder / shard_name(0), base.hidden(batch.ids_BL, attended=attended_on(base, CtcConfig()))
-    save_file(shard_tensors([encoded(states, kind).cpu() for states in states_BLX]), path)
-    facts = {"kind": kind, "size": states_BLX.shape[2]}
-    shards = [{"first": 0, "bytes": path.stat().st_size}]
-    (folder / "manifest.json").write_text(json.dumps({**facts, "shards": shards}))
+    save_file(shard_tensors([states.to(torch.bfloat16).cpu() for states in states_BLX]), path)
+    facts = {"size": states_BLX.shape[2], "shard": len(states_BLX)}
+    (folder / "manifest.json").write_text(json.dumps(facts))
     return Features(folder, np.full(len(batch.ids_BL), batch.ids_BL.shape[1]), facts)
 
 
@@ -205,7 +204,7 @@ def whole_steps(dtype, rounds):
     shape = replace(SHAPES["smollm2"], dtype=dtype)
     base, anchors = random_base(shape), shape.anchors[0]
     with tempfile.TemporaryDirectory() as folder:
-        stored = stored_states(base, random_batch(shape, anchors), "bf16", Path(folder))
+        stored = stored_states(base, random_batch(shape, anchors), Path(folder))
         calls = {"forward in the step, float32 GEMMs, 20 slots": Step(base, shape, anchors, mixed=False)}
         for slots in (20, 10, 8):
             calls[f"stored states, {slots} slots"] = Step(base, shape, anchors, stored, slots=slots)
@@ -223,9 +222,7 @@ def compared(name, base, shape, anchors, rounds, folder):
     step = Step(base, shape, anchors)
     calls = {"step": step, "forward": lambda: base.hidden(step.batch.ids_BL)}
     calls["without"] = Step(base, shape, anchors, transition="none")
-    for kind in FORMATS:
-        (folder / kind).mkdir()
-        calls[kind] = Step(base, shape, anchors, stored_states(base, step.batch, kind, folder / kind))
+    calls["stored"] = Step(base, shape, anchors, stored_states(base, step.batch, folder))
     seconds = interleaved(calls, rounds)
     middle = {call: spread(found)["median"] for call, found in seconds.items()}
     tokens = shape.batch * shape.length
@@ -239,7 +236,7 @@ def compared(name, base, shape, anchors, rounds, folder):
         "share_of_bare_forward": middle["forward"] / middle["step"],
         "time_share": share,
         "times_the_step_without_transition": middle["step"] / middle["without"],
-        "stored_step_time": {kind: middle[kind] / middle["step"] for kind in FORMATS},
+        "stored_step_time": middle["stored"] / middle["step"],
     }
 
 
@@ -253,11 +250,10 @@ def table(rows):
             f"{row['share_of_bare_forward']:.0%}",
             *(f"{row['time_share'][part]:.0%}" for part in PARTS),
             f"{row['times_the_step_without_transition']:.2f}",
-            *(f"{row['stored_step_time'][kind]:.0%}" for kind in FORMATS),
+            f"{row['stored_step_time']:.0%}",
         )
         for row in rows
     ]
-    stored = (f"step from stored {kind}" for kind in FORMATS)
     header = (
         "shape",
         "anchors per sequence",
@@ -266,7 +262,7 @@ def table(rows):
         "of it",
         *PARTS,
         "transition, times",
-        *stored,
+        "step from stored states",
     )
     return markdown_table(header, lines)
 

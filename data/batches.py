@@ -25,8 +25,8 @@ class Batch(NamedTuple):
 
     Where a row holds several documents, document_BL says which (from 0; -1 on padding), and place_BL counts
     each document's positions from 0. Both are None where a row is one document. stored_BLX: the base's hidden states
-    with the attended layers' keys and values behind them, as they were encoded, where they were stored. said_NUD: the
-    base's states that say each label, where the labels are none of the row (train/policy.py).
+    with the attended layers' keys and values behind them, where they were stored. said_NUD: the base's states that say
+    each label, where the labels are none of the row (train/policy.py).
     """
 
     ids_BL: Tensor

@@ -2,16 +2,14 @@
 once per (base, layers, sequences, format), at all positions of the training sequences.
 
 A folder holds shards `NNNNN.safetensors` of whole sequences and manifest.json, which is written last and says what
-they belong to. A shard has `hidden` of its P positions, bfloat16 [P, X], or bytes [P, X + 4]: float8-e4m3 and behind it
-a power of two, the position's scale, as float32; and a `checksum` per sequence that every reading is held against.
-X: a hidden state, and behind it the keys and values of the layers that the head attends to
+they belong to. A shard has `hidden` of its P positions, bfloat16 [P, X], and a `checksum` per sequence that every
+reading is held against. X: a hidden state, and behind it the keys and values of the layers that the head attends to
 (`Base.hidden(attended=...)`).
 
 Shards are shared out among processes like those of preparing. Each is a function of base and sequences alone, so
 whoever dies leaves nothing but its claim.
 """
 
-import bisect
 import hashlib
 import json
 import zlib
@@ -36,47 +34,9 @@ from ctcdraft.model.folders import MANIFEST, digest_of, free_bytes, share_out, w
 
 from .store import Column, load_corpus, read_object
 
-VERSION = 4
-FORMATS = {"bf16": torch.bfloat16, "fp8": torch.uint8}  # what the numbers are kept as
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-SCALE = 4  # bytes
-SHARD_POSITIONS = 32768
+VERSION = 5
+SHARD = 64  # sequences
 BATCH = 8  # sequences per forward: part of what decides the bits
-
-
-def encoded(hidden: Tensor, kind: str) -> Tensor:
-    """Hidden states [..., X] rounded to `bf16`, or as bytes [..., X + 4] to `fp8` with a scale per position.
-
-    The relative error per number is at most 2^-8 and 2^-4; the scale is a power of two, so that what fp8 can say comes
-    back exactly, and as bfloat16. A position that holds a number that is not finite is NaN in fp8.
-    """
-    if kind == "bf16":
-        return hidden.to(torch.bfloat16)
-    wide = hidden.float()
-    largest = wide.abs().amax(dim=-1, keepdim=True)
-    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST).exponent)
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return torch.cat([(wide / scale).to(FP8).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
-
-
-def decoded(stored: Tensor) -> Tensor:
-    """Hidden states in bfloat16, which holds whatever `encoded` kept."""
-    if stored.dtype == torch.bfloat16:
-        return stored
-    scale = stored[..., -SCALE:].contiguous().view(torch.float32)
-    return stored[..., :-SCALE].view(FP8).to(torch.bfloat16) * scale.to(torch.bfloat16)
-
-
-def shards_of(lengths: NDArray[np.int64], positions: int = SHARD_POSITIONS) -> list[range]:
-    """Consecutive sequences per shard, as many as reach so many positions."""
-    shards, first, held = [], 0, 0
-    for number, length in enumerate(lengths.tolist()):
-        held += length
-        if held >= positions or number == len(lengths) - 1:
-            shards.append(range(first, number + 1))
-            first, held = number + 1, 0
-    return shards
 
 
 def shard_name(number: int) -> str:
@@ -87,11 +47,6 @@ def shard_tensors(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     """What the file of a shard holds."""
     checksums = torch.tensor([_checksum(sequence) for sequence in sequences], dtype=torch.int64)
     return {"hidden": torch.cat([*sequences]), "checksum": checksums}
-
-
-def bytes_of(lengths: NDArray[np.int64], size: int, kind: str) -> int:
-    """What sequences of these lengths take on a disk, `size` numbers per position."""
-    return int(lengths.sum()) * (2 * size if kind == "bf16" else size + SCALE) + 8 * len(lengths)
 
 
 def hidden_states(
@@ -113,64 +68,52 @@ class Features:
     """
 
     def __init__(self, folder: Path, lengths: NDArray[np.int64], facts: dict[str, Any]) -> None:
-        self.folder, self.kind = folder, facts["kind"]
-        manifest = read_object(folder / "manifest.json", "shards")
+        self.folder = folder
+        manifest = read_object(folder / MANIFEST)
         for key, wanted in facts.items():
             if manifest.get(key) != wanted:
                 raise ValueError(f"{folder} holds hidden states of another {key}: delete it and run the command again")
-        self._firsts = [shard.get("first", -1) for shard in manifest["shards"]]
-        self._starts = np.concatenate([[0], np.cumsum(lengths)])
-        self._open: dict[int, Any] = {}
-        sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-        ends = [*self._firsts[1:], len(lengths)]
-        for number, (shard, first, end) in enumerate(zip(manifest["shards"], self._firsts, ends, strict=True)):
-            if sizes.get(shard_name(number)) != shard.get("bytes"):
-                raise self._damage(number, "is missing, or has another size than its manifest says")
-            if not 0 <= first < end:
-                raise self._damage(number, "is listed wrongly in manifest.json")
-        self.bytes = sum(sizes.values())  # what they take on the disk
+        self._size, self._starts = facts["shard"], np.concatenate([[0], np.cumsum(lengths)])
+        self._shards: list[dict[str, Tensor]] = []
+        for number in range(-(-len(lengths) // self._size)):
+            try:
+                with safe_open(folder / shard_name(number), "pt") as file:
+                    self._shards.append({name: file.get_tensor(name) for name in ("hidden", "checksum")})
+            except (SafetensorError, OSError) as error:
+                raise self._damage(number, str(error)) from error
+        # what they take on the disk
+        self.bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
     def __getitem__(self, sequence: int) -> Tensor:
-        """All positions of one sequence, as they were encoded. Raises ValueError when they are not what was stored."""
-        number = bisect.bisect_right(self._firsts, sequence) - 1
-        first = self._firsts[number]
-        start, end = (int(self._starts[i] - self._starts[first]) for i in (sequence, sequence + 1))
-        try:
-            if number not in self._open:
-                self._open[number] = safe_open(self.folder / shard_name(number), "pt")
-            found = self._open[number].get_slice("hidden")[start:end]
-            known = int(self._open[number].get_slice("checksum")[sequence - first])
-        except (SafetensorError, OSError, IndexError) as error:
-            raise self._damage(number, f"cannot be read ({error})") from error
-        if found.dtype != FORMATS[self.kind] or _checksum(found) != known:
-            raise self._damage(number, f"is damaged in sequence {sequence} (its checksum differs)")
+        """All positions of one sequence. Raises ValueError when they are not what was stored."""
+        number, place = divmod(sequence, self._size)
+        before = self._starts[sequence - place]
+        start, end = self._starts[sequence : sequence + 2] - before
+        found = self._shards[number]["hidden"][start:end]
+        if _checksum(found) != int(self._shards[number]["checksum"][place]):
+            raise self._damage(number, f"the checksum of sequence {sequence} differs")
         return found
 
     def rows(self, rows: Sequence[Sequence[int]], longest: int) -> Tensor:
-        """Sequences end to end in their rows, each cut after `longest` positions, as encoded; 0 on padding."""
+        """Sequences end to end in their rows, each cut after `longest` positions; 0 on padding."""
         pieces = [torch.cat([self[number][:longest] for number in row]) for row in rows]
         return pad_sequence(pieces, batch_first=True)
 
     def _damage(self, number: int, what: str) -> ValueError:
-        return ValueError(f"{self.folder / shard_name(number)} {what}: delete {self.folder} and run the command again")
+        path = self.folder / shard_name(number)
+        return ValueError(f"{path} is missing or damaged ({what}): delete {self.folder} and run the command again")
 
 
 class FeatureStore:
     """Where the hidden states of a prepared folder's training sequences lie, and how they come there.
 
-    attended: the layers whose keys and values are kept with them, if any (`attended_on`).
+    attended: the layers whose keys and values are kept with them, if any (`attended_on`). shard: sequences in a file.
     """
 
     def __init__(
-        self,
-        base: Base,
-        data_folder: Path,
-        kind: str,
-        cache: Path,
-        attended: Attended | None = None,
-        positions: int = SHARD_POSITIONS,
+        self, base: Base, data_folder: Path, cache: Path, attended: Attended | None = None, shard: int = SHARD
     ) -> None:
-        self.base, self.kind, self.attended = base, kind, attended
+        self.base, self.attended, self.shard = base, attended, shard
         self.size = base.hidden_size + (0 if attended is None else attended.size)
         self.corpus = load_corpus(data_folder, "train")  # of development the base itself reads the few there are
         identity = base.identity
@@ -178,15 +121,14 @@ class FeatureStore:
             sequences = hashlib.file_digest(stream, "sha256").hexdigest()
         self.facts = {  # any other base, layers, tokenizer or sequences have other hidden states
             "format": VERSION,
-            "kind": kind,
             "size": self.size,
+            "shard": shard,
             "base": " ".join((identity["config"], identity["lm_head"], base.weights, str(base.dtype))),
             "layers": "" if attended is None else " ".join(map(str, attended.layers)),
             "tokenizer": identity["tokenizer"],
             "data": sequences,
         }
-        self.folder = cache / f"features-{kind}-{digest_of(self.facts)[:12]}"
-        self._shards = shards_of(self.corpus.lengths, positions)
+        self.folder = cache / f"features-{digest_of(self.facts)[:12]}"
 
     @property
     def done(self) -> bool:
@@ -196,7 +138,8 @@ class FeatureStore:
     def bytes_left(self) -> int:
         """An estimate of what is still to be written."""
         there = sum(path.stat().st_size for path in self.folder.glob("*"))
-        return max(0, bytes_of(self.corpus.lengths, self.size, self.kind) - there)
+        whole = 2 * self.size * len(self.corpus.ids) + 8 * len(self.corpus)  # numbers, and checksums
+        return max(0, whole - there)
 
     def check_room(self) -> str:
         """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""
@@ -205,12 +148,11 @@ class FeatureStore:
         what = f"hidden states of {self.base.hidden_size} numbers"
         if self.attended is not None:
             what += f" and {self.attended.size} of the layers that the head copies"
-        needed = f"{_gigabytes(left)} for {what} at {len(self.corpus.ids):,} positions in {self.kind}"
+        needed = f"{_gigabytes(left)} for {what} at {len(self.corpus.ids):,} positions"
         if left > free:
-            smaller = ", take data.features=fp8 (half of it)" if self.kind == "bf16" else ""
             raise ValueError(
-                f"data.features={self.kind} needs {needed}, and {self.folder.parent} has {_gigabytes(free)} free: make "
-                f"room, name another disk as cache_dir{smaller}, or leave data.features out"
+                f"data.features=bf16 needs {needed}, and {self.folder.parent} has {_gigabytes(free)} free: make room, "
+                "name another disk as cache_dir, or leave data.features out"
             )
         return f"{needed}; {_gigabytes(free)} are free"
 
@@ -221,30 +163,28 @@ class FeatureStore:
             self.check_room()
         total = len(self.corpus.ids)
         with tqdm(total=total, desc="base states", unit="token", unit_scale=True, disable=self.done) as bar:
-            share_out(self.folder, lambda: self._shards, partial(self._store, bar), self._write_manifest)
+            firsts = range(0, len(self.corpus), self.shard)
+            share_out(self.folder, lambda: firsts, partial(self._store, bar), self._write_manifest)
 
     def open(self) -> Features:
         """The stored hidden states. Raises ValueError where they are damaged, or not this base's on this data."""
         return Features(self.folder, self.corpus.lengths, self.facts)
 
-    def _store(self, bar: tqdm, number: int, shard: range) -> None:
+    def _store(self, bar: tqdm, number: int, first: int) -> None:
         """Write a shard, unless it is there: its hidden states, made in batches of like length."""
         path = self.folder / shard_name(number)
+        shard = range(first, min(first + self.shard, len(self.corpus)))
         if path.is_file():
             bar.update(int(self.corpus.lengths[shard].sum()))
             return
         found: dict[int, Tensor] = {}
         for i, hidden_LX in hidden_states(self.base, [self.corpus[n].ids for n in shard], BATCH, self.attended):
-            found[i] = encoded(hidden_LX, self.kind).cpu()
+            found[i] = hidden_LX.to(torch.bfloat16).cpu()
             bar.update(len(hidden_LX))
         write_atomically(path, save(shard_tensors([found[i] for i in range(len(shard))])))
 
     def _write_manifest(self) -> None:
-        shards = [
-            {"first": shard[0], "bytes": (self.folder / shard_name(number)).stat().st_size}
-            for number, shard in enumerate(self._shards)
-        ]
-        write_atomically(self.folder / MANIFEST, json.dumps({**self.facts, "shards": shards}, indent=1).encode())
+        write_atomically(self.folder / MANIFEST, json.dumps(self.facts, indent=1).encode())
 
 
 def _checksum(stored: Tensor) -> int:

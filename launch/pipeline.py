@@ -108,7 +108,7 @@ def feature_store(config: TrainEntry, base: Base, data_folder: Path) -> FeatureS
     if config.data.features is None:
         return None
     attended = attended_on(base, config.head)
-    return FeatureStore(base, data_folder, config.data.features, Path(config.cache_dir), attended)
+    return FeatureStore(base, data_folder, Path(config.cache_dir), attended)
 
 
 def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features | None:
@@ -122,7 +122,7 @@ def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features 
         store.fill()
     found = store.open()
     say(
-        f"features: {store.folder} ({'reused' if there else 'stored'}; {found.bytes / 2**30:.2f} GB in {found.kind}: "
+        f"features: {store.folder} ({'reused' if there else 'stored'}; {found.bytes / 2**30:.2f} GB in bf16: "
         "training reads them, the base's layers run for evaluations alone)"
     )
     return found

@@ -52,8 +52,8 @@ ACCOUNT = "account.json"  # of a shard, in its folder
 class DataConfig(AnswersConfig, RowsConfig):
     """Which rows, what becomes of their answers, and how training reads them."""
 
-    # bf16 | fp8: store the base's hidden states once, train without its forward; null: at each step
-    features: Literal["bf16", "fp8"] | None = None
+    # bf16: store the base's hidden states once, train without its forward; null: at each step
+    features: Literal["bf16"] | None = None
     show: MayDiffer[NonNegativeInt] = 0  # print so many prepared sequences, labels in colour
 
     def __post_init__(self) -> None:

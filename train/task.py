@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from ctcdraft.data.batches import Batch
-from ctcdraft.data.features import decoded
 from ctcdraft.data.store import Corpus
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
@@ -236,7 +235,7 @@ def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | Non
     """
     attended = None if head is None else head.attended
     if batch.stored_BLX is not None:
-        hidden_BLX = decoded(batch.stored_BLX)
+        hidden_BLX = batch.stored_BLX
         assert hidden_BLX.shape[2] == base.hidden_size + (0 if attended is None else attended.size)
     else:
         hidden_BLX = base.hidden(batch.ids_BL, document_mask(batch), attended=attended)

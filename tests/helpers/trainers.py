@@ -65,7 +65,7 @@ class Trainers:
         data, features = prepare(self.base, config.data, config.seed, self.work / "cache"), None
         if config.data.features:
             attended = attended_on(self.base, config.head)
-            store = FeatureStore(self.base, data, config.data.features, self.work / "cache", attended)
+            store = FeatureStore(self.base, data, self.work / "cache", attended)
             store.fill()
             features = store.open()
         return Trainer(config, self.base, data, folder, features=features)

@@ -19,7 +19,7 @@ from ctcdraft.train.prepare import prepare
 
 NO_DISK = 77
 NAMESPACES = 0x10020000  # of users and of mounts, in unshare(2)
-POSITIONS = 120  # per shard of stored states: a dozen shards
+SHARD = 5  # sequences in a file of stored states: a dozen files
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "ctcdraft.data.features", "ctcdraft.train.prepare"])
 
@@ -40,8 +40,8 @@ def joining(parts, disk, kilobytes):
     return CONTEXT.Process(target=_join, args=(parts, disk, kilobytes), daemon=True)
 
 
-def store_of(base, data, cache, kind="bf16", layers=0, positions=POSITIONS):
-    return FeatureStore(base, data, kind, cache, base.attended(layers) if layers else None, positions)
+def store_of(base, data, cache, layers=0):
+    return FeatureStore(base, data, cache, base.attended(layers) if layers else None, SHARD)
 
 
 def wait_for(log, seconds=60):

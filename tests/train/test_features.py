@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from bases import tiny_tokenizer, write_base
-from workers import logged_batches, store_of, storing, wait_for
+from workers import SHARD, logged_batches, store_of, storing, wait_for
 
 from ctcdraft.data import features as stage
 from ctcdraft.data.batches import Sampler
-from ctcdraft.data.features import Features, decoded
+from ctcdraft.data.features import Features
 from ctcdraft.data.store import Example, load_corpus, save_corpus
 from ctcdraft.model import load_base
 from ctcdraft.model.base.llm import Base
@@ -24,10 +24,10 @@ from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
 pytestmark = pytest.mark.slow
 
-# A number is off by at most 2^-8 (bf16) or 2^-4 (fp8) of itself, a third of that in the root mean square and in any
-# direction: a gradient, linear in them, by about as much, a loss, a mean over many anchors, by less. Measured: 3e-5
-# and 4e-4 (loss), 1.3e-3 and 2.1e-2 (gradient); 2^-8 / 3 is 1.3e-3, 2^-4 / 3 is 2.1e-2.
-TOLERANCES = {"bf16": (3e-4, 2.6e-3), "fp8": (4e-3, 4.2e-2)}
+# A number is off by at most 2^-8 of itself, a third of that in the root mean square and in any direction: a gradient,
+# linear in them, by about as much, a loss, a mean over many anchors, by less. Measured: 3e-5 (loss) and 1.3e-3
+# (gradient); 2^-8 / 3 is 1.3e-3.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 3e-4, 2.6e-3
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,8 @@ def task_on(base, layers=0):
 
 @pytest.mark.parametrize("layers", [0, 2])
 @pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("kind", TOLERANCES)
-def test_stored_and_online_losses_and_gradients_are_equal_within_rounding(base, data, tmp_path, kind, pack, layers):
-    features, task = stored(base, data, tmp_path, kind, layers).open(), task_on(base, layers)
+def test_stored_and_online_losses_and_gradients_are_equal_within_rounding(base, data, tmp_path, pack, layers):
+    features, task = stored(base, data, tmp_path, layers).open(), task_on(base, layers)
     corpus = load_corpus(data, "train")
     options = {"batch": 3, "anchors": 6, "labels": 4, "max_length": 64 if pack else 24, "seed": 0, "pack": pack}
     online, reading = Sampler(corpus, **options), Sampler(corpus, features=features, **options)
@@ -94,8 +93,8 @@ def test_stored_and_online_losses_and_gradients_are_equal_within_rounding(base, 
     loss, gradient = outcome(base, task, online, steps)
     got, got_gradient = outcome(base, task, reading, steps)
     off, off_gradient = np.abs(got / loss - 1).max(), (got_gradient - gradient).norm() / gradient.norm()
-    assert 0 < off < TOLERANCES[kind][0]
-    assert 0 < off_gradient < TOLERANCES[kind][1]
+    assert 0 < off < LOSS_TOLERANCE
+    assert 0 < off_gradient < GRADIENT_TOLERANCE
 
 
 def test_a_half_precision_base_loses_nothing(base, data, tmp_path):
@@ -105,8 +104,8 @@ def test_a_half_precision_base_loses_nothing(base, data, tmp_path):
     steps = 12  # of one row each, as they were not stored: another batch may round the base's sums in another way
     loss, gradient = outcome(half, task, Sampler(corpus, **options), steps)
     got, got_gradient = outcome(half, task, Sampler(corpus, features=features, **options), steps)
-    assert np.abs(got / loss - 1).max() < TOLERANCES["bf16"][0]
-    assert (got_gradient - gradient).norm() < TOLERANCES["bf16"][1] * gradient.norm()
+    assert np.abs(got / loss - 1).max() < LOSS_TOLERANCE
+    assert (got_gradient - gradient).norm() < GRADIENT_TOLERANCE * gradient.norm()
     assert (got == loss).mean() > 0.5
 
 
@@ -126,16 +125,15 @@ def test_the_states_of_another_sequence_would_not_do(base, data, tmp_path, colum
 
     sampler.collate = swapped
     _, other = outcome(base, task, sampler, 1)
-    assert (other - gradient).norm() > 3 * TOLERANCES["fp8"][1] * gradient.norm()
+    assert (other - gradient).norm() > 0.12 * gradient.norm()
 
 
-@pytest.mark.parametrize("kind", TOLERANCES)
-def test_losses_are_bitwise_equal_where_the_format_can_say_the_states(base, data, tmp_path, kind, monkeypatch):
+def test_losses_are_bitwise_equal_where_the_format_can_say_the_states(base, data, tmp_path, monkeypatch):
     def coarse(self, ids_BL, *_, **__):  # of one token alone, in steps of 1/4
         return (self.embed(ids_BL) * 4).round().clamp(-15, 15) / 4
 
     monkeypatch.setattr(type(base), "hidden", coarse)
-    features, task = stored(base, data, tmp_path, kind).open(), task_on(base)
+    features, task = stored(base, data, tmp_path).open(), task_on(base)
     options = {"batch": 3, "anchors": 6, "labels": 4, "max_length": 24, "seed": 0}
     corpus = load_corpus(data, "train")
     loss, gradient = outcome(base, task, Sampler(corpus, **options), 8)
@@ -166,7 +164,7 @@ def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, data, t
     log = tmp_path / "batches"
     monkeypatch.setattr(Base, "hidden", logged_batches(log))
     rng, cache = random.Random(3), tmp_path / "cut"
-    batches = sum(-(-len(shard) // stage.BATCH) for shard in store_of(base, data, cache)._shards)
+    batches = -(-len(store_of(base, data, cache).corpus) // SHARD)  # one for each file
     for kill in range(5):
         process = storing(base, data, cache, log)
         process.start()
@@ -180,7 +178,7 @@ def test_killed_at_five_random_moments_it_ends_with_the_same_bytes(base, data, t
         assert not store_of(base, data, cache).done
     store = stored(base, data, cache)
     assert files(store.folder) == want
-    assert log.stat().st_size <= batches + 5 * max(-(-len(shard) // stage.BATCH) for shard in store._shards)
+    assert log.stat().st_size <= batches + 5
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [store.folder.name]
 
 
@@ -203,18 +201,15 @@ def test_two_processes_share_the_shards_and_one_may_die(base, data, tmp_path, di
 def test_a_full_disk_is_refused_before_anything_is_read(base, data, tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "free_bytes", lambda folder: 80_000)
     monkeypatch.setattr(type(base), "hidden", None)
-    with pytest.raises(ValueError, match=r"features=bf16 needs 0.00 GB .* has 0.00 GB free: .*fp8 \(half of it\)"):
+    with pytest.raises(ValueError, match=r"features=bf16 needs 0.00 GB .* has 0.00 GB free: make room"):
         store_of(base, data, tmp_path / "c").fill()
-    monkeypatch.undo()
-    monkeypatch.setattr(stage, "free_bytes", lambda folder: 60_000)
-    stored(base, data, tmp_path / "c", "fp8")
 
 
 def test_the_estimate_is_what_the_files_take(base, data, tmp_path):
     store = store_of(base, data, tmp_path, layers=1)
     estimate = store.bytes_left
     store.fill()
-    assert estimate <= store.open().bytes < 1.1 * estimate + 4096  # headers, on shards of 120 positions
+    assert estimate <= store.open().bytes < 1.1 * estimate + 4096  # headers
     assert store.bytes_left == 0
     assert "0.00 GB for hidden states of 32 numbers and 64 of the layers that the head copies at" in store.check_room()
 
@@ -271,4 +266,4 @@ def test_every_position_is_stored(base, data, tmp_path):
     for number in range(len(store.corpus)):
         ids = torch.from_numpy(store.corpus[number].ids.astype(int)).unsqueeze(0)
         hidden = base.hidden(ids, attended=base.attended(1))[0]
-        assert (decoded(features[number]).float() - hidden).norm() < 2**-8 * hidden.norm()
+        assert (features[number].float() - hidden).norm() < 2**-8 * hidden.norm()
