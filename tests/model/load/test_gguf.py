@@ -1,6 +1,5 @@
 import multiprocessing
 import shutil
-from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -125,13 +124,6 @@ def test_a_weight_that_is_not_there_is_not_drawn_at_random(tmp_path):
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(file, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "free")
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf.shutil, "disk_usage", lambda folder: usage(1000))
-        with pytest.raises(ValueError, match="make room, or give another cache_dir"):
-            convert_gguf(file, tmp_path)
-    assert left_in(tmp_path) == []
-
     def fill(self, folder):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
@@ -139,7 +131,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(file, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "save_pretrained", fill)
-        with pytest.raises(ValueError, match=r"could not be written .*No space left on device"):
+        with pytest.raises(ValueError, match=r"could not be written .*No space left .*: make room"):
             convert_gguf(file, tmp_path)
     assert left_in(tmp_path) == []
     assert convert_gguf(file, tmp_path).is_dir()
