@@ -42,15 +42,14 @@ def missing_end(tokenizer: Any, eos_ids: Sequence[int], base: str) -> str | None
         return None
     end, token = found
     own = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in eos_ids) or "none"
-    said = f"{base}'s chat template ends an answer with {end!r}"
     if token is None:
-        return (
-            f"{said}, which is no token: where the base does not say an end of sequence ({own}) by itself, its answers "
-            "run on into turns that it invents; base.eos=<token> names another, base.template another template"
-        )
+        said, cure = f"{end!r}, which is no token, so", "base.eos=<token> names an end, base.template another template"
+    else:
+        said = f"{end!r} ({token}), which is"
+        cure = f"base.eos=[{','.join(map(str, (token, *eos_ids)))}] ends them there"
     return (
-        f"{said} ({token}), which is none of the base's ends of sequence ({own}): its answers run on into turns that "
-        f"it invents; base.eos=[{','.join(map(str, (token, *eos_ids)))}] ends them there"
+        f"{base}'s chat template ends an answer with {said} none of the base's ends of sequence ({own}): its "
+        f"answers run on into turns that it invents; {cure}"
     )
 
 
