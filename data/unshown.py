@@ -8,6 +8,7 @@ from .messages import Message
 
 NO_TOOLS = "tools (the template shows none)"
 SOME_TOOLS = "tools (the template shows a part of them)"
+SCHEMA_WORDS = (".name", ".description", ".properties")  # templates have ways of their own to write types
 
 
 def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequence[str]) -> list[str]:
@@ -18,12 +19,14 @@ def unshown(messages: Sequence[Message], tools: list[Any] | None, texts: Sequenc
         for name, value in _values(message, "turn")
         if not any(value.strip() in text or ("reasoning" not in name and shows(text, value)) for text in texts)
     ]
-    schemas = [any(shows(text, value) for text in texts) for value in _words_of(tools or [])]
+    words = [value for name, value in _values(tools or [], "tools") if name.endswith(SCHEMA_WORDS)]
+    schemas = [any(shows(text, value) for text in texts) for value in words]
     return found + ([] if all(schemas) else [SOME_TOOLS if any(schemas) else NO_TOOLS])
 
 
 def _values(found: Any, name: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every text in a message; what a call gives to its tool has one name, its keys included."""
+    """(name, text) of every text in a message or a schema, the names of properties included; what a call gives to its
+    tool has one name, its keys included."""
     if isinstance(found, str):
         yield name, found
     elif isinstance(found, list):
@@ -33,23 +36,10 @@ def _values(found: Any, name: str) -> Iterator[tuple[str, str]]:
         yield from _values([*found, *found.values()], name)
     elif isinstance(found, dict):
         for key, inner in found.items():
-            yield from () if key in ("role", "type") else _values(inner, f"{name}.{key}")
-
-
-def _words_of(schema: Any) -> Iterator[str]:
-    """The names and descriptions in schemas of tools: templates have ways of their own to write types."""
-    if isinstance(schema, list):
-        for inner in schema:
-            yield from _words_of(inner)
-    elif isinstance(schema, dict):
-        for key, inner in schema.items():
-            if key in ("name", "description") and isinstance(inner, str):
-                yield inner
-            if key == "properties" and isinstance(inner, dict):
-                yield from inner
-                yield from _words_of(list(inner.values()))
-            else:
-                yield from _words_of(inner)
+            if name.endswith(".properties"):
+                yield name, key
+            if key not in ("role", "type") or not isinstance(inner, str):
+                yield from _values(inner, f"{name}.{key}")
 
 
 def shows(text: str, value: str) -> bool:

@@ -21,7 +21,7 @@ def test_no_value_of_eighty_rows_in_any_convention_is_lost_in_silence():
     ("place", "broken"),
     [
         ((template, "unshown"), lambda *_: []),
-        ((unshown, "_values"), lambda message, _: [("turn.content", message["content"])]),
+        ((unshown, "_values"), lambda found, name: [(f"{name}.content", found["content"])] if name == "turn" else []),
         ((records, "_unread"), lambda left: ()),
     ],
 )
