@@ -1,13 +1,11 @@
 """Records -> training sequences with the base's own words as labels."""
 
 import hashlib
-import os
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -16,7 +14,7 @@ from ctcdraft.data.features import hidden_states
 from ctcdraft.data.prompts import cut_prompts, prompt_lengths
 from ctcdraft.data.records import Conversation, Record, Text, Tokens
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.store import Example, Journal
+from ctcdraft.data.store import Example
 from ctcdraft.data.template import Rendered, Rendering, render, unread_in_prompt
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import continued
@@ -33,8 +31,7 @@ TOKENS_STAY = (
 def example_of(base: Base, config: AnswersConfig, record: Record, seed: int) -> Example:
     """What one record gives, outside any folder. Raises ValueError with the reason when that is nothing."""
     account = Account()
-    with closing(Journal(Path(os.devnull))) as journal:
-        made = ExampleMaker(base, config, seed, journal, account, "one record").examples([record])
+    made = ExampleMaker(base, config, seed, {}, account, "one record").examples([record])
     if not made:
         raise ValueError(f"the record {record.id} cannot be used: {account.rejects[0]['reason']}")
     return made[0]
@@ -47,7 +44,7 @@ class ExampleMaker:
     base: Base
     config: AnswersConfig
     seed: int
-    journal: Journal
+    journal: dict[str, Any]
     account: Account
     title: str
 

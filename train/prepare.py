@@ -241,13 +241,13 @@ def _lend_dev(folder: Path) -> None:
 
 def _counted(folder: Path, split: str) -> dict[str, Any]:
     """The sequences of a split, with quantiles of their lengths in tokens."""
-    corpus, lengths = load_corpus(folder, split), {}
-    if len(corpus):
-        for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("longest", 1.0)):
-            lengths[name] = int(np.quantile(corpus.lengths, share, method="lower"))
+    corpus = load_corpus(folder, split)
+    lengths = corpus.lengths if len(corpus) else [0]
+    quantiles = np.quantile(lengths, [0.5, 0.9, 0.99, 1.0], method="lower")
+    names = ("median", "p90", "p99", "longest")
     return {
         "sequences": len(corpus),
         "tokens": len(corpus.ids),
         "answer_tokens": int(corpus.mask.sum()),
-        "lengths": lengths,
+        "lengths": dict(zip(names, quantiles.tolist(), strict=True)),
     }

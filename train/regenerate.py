@@ -18,7 +18,7 @@ from ctcdraft.data.records import Conversation
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.store import Example, Journal
+from ctcdraft.data.store import Example
 from ctcdraft.data.template import NO_LABEL, THOUGHT_END, THOUGHT_START, Rendered, answer_message, prompt_ids, render
 from ctcdraft.data.unshown import shows
 from ctcdraft.model.base.llm import Base
@@ -199,7 +199,7 @@ class Dialogue:
 
 
 def rewrite(
-    base: Base, conversations: Sequence[Conversation], config: AnswersConfig, journal: Journal, *, seed: int, title: str
+    base: Base, chats: Sequence[Conversation], config: AnswersConfig, journal: dict[str, Any], *, seed: int, title: str
 ) -> tuple[list[Dialogue], Counter[str]]:
     """Every conversation at every temperature, its turns answered, in order; and what became of the turns.
 
@@ -208,7 +208,7 @@ def rewrite(
     and not by chance: a last shard may ask it a single thing.
     """
     pairs, url = list(enumerate(config.regenerate.temperatures)), config.regenerate.url
-    dialogues = [Dialogue(base, c, temperature, sample) for c in conversations for sample, temperature in pairs]
+    dialogues = [Dialogue(base, chat, temperature, sample) for chat in chats for sample, temperature in pairs]
     asked = sum(d.left for d in dialogues)
     with tqdm(total=asked, desc=title, unit="turn", mininterval=1, disable=not asked) as bar:
         if url is None:
@@ -238,7 +238,7 @@ def rewrite(
 
 
 async def _ask_server(
-    url: str, dialogues: list[Dialogue], config: AnswersConfig, journal: Journal, *, seed: int, bar: tqdm
+    url: str, dialogues: list[Dialogue], config: AnswersConfig, journal: dict[str, Any], *, seed: int, bar: tqdm
 ) -> None:
     asking = config.regenerate
 
