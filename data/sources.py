@@ -56,16 +56,26 @@ class RowError(ValueError):
         super().__init__(reason[:LONGEST_REASON].encode(errors="backslashreplace").decode())
 
 
-def read_rows(path: str, option: str = "data.path") -> Iterator[Any]:
+def read_rows(
+    path: str, option: str = "data.path", *, split: str = "train", config: str | None = None
+) -> Iterator[Any]:
     """Raw rows of every file that `path` (a file, a glob, a Hub dataset) names; a RowError stands for each
-    row, or rest of a file, that cannot be read.
+    row, or rest of a file, that cannot be read. Of a Hub dataset with that configuration the split of that name, else
+    the first whose name begins so (`train_sft` of UltraChat), else its first.
 
     Raises ValueError when nothing is there.
     """
     check_source(option, path)
     files = local_files(path)
     if not files:
-        yield from _read_hub(option, path)
+        import datasets
+
+        try:
+            splits = datasets.load_dataset(path, config, streaming=True)
+            yield from splits[min(splits, key=lambda name: (name != split, not name.startswith(split)))]
+        except Exception as error:  # whatever the Hub or the network answers
+            reason = str(error).strip().split("\n")[0][:200]
+            raise ValueError(f"{option}={path}: no such file, and the Hub gave no dataset ({reason})") from error
     for file in files:
         number = 0
         try:
@@ -257,15 +267,3 @@ def _in_utf8(value: Any, text: str) -> Any:
 
 def _looks_like_hub(path: str) -> bool:
     return HUB_NAME.fullmatch(path) is not None and Path(path).suffix.lower() not in SUFFIXES
-
-
-def _read_hub(option: str, name: str) -> Iterator[Any]:
-    """Its split `train`, else the first whose name begins so (`train_sft` of UltraChat), else its first."""
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(name, streaming=True)
-        yield from splits[min(splits, key=lambda split: (split != "train", not split.startswith("train")))]
-    except Exception as error:  # whatever the Hub or the network answers
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(f"{option}={name}: no such file, and the Hub gave no dataset ({reason})") from error

@@ -18,7 +18,7 @@ from ctcdraft.data.generated import TOY
 from ctcdraft.data.messages import encodable, filled, read_tools, taken
 from ctcdraft.data.prompts import cut_prompts, prompt_lengths, question_ids
 from ctcdraft.data.records import SYSTEM, TOOLS, text_of, turns_of_text
-from ctcdraft.data.sources import RowError, check_source, local_files, read_rows
+from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.model.base.llm import Base
@@ -152,7 +152,7 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
 
 def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
     """Raw rows: those kept from training, our own, of local files (JSON, JSONL, .gz of them, globs), or of a Hub
-    dataset's test split (its only split where there is no test).
+    dataset's test split (its first split where there is no test).
 
     Raises ValueError, in one sentence, where there are none of them.
     """
@@ -162,17 +162,7 @@ def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
         return read_jsonl(data_folder / "heldout.jsonl")
     if config.path is None:
         return TOY.questions()
-    check_source("bench.path", config.path)
-    if local_files(config.path):
-        return read_rows(config.path)
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(config.path, HUB_CONFIGS.get(config.kind))
-        return splits["test"] if "test" in splits else next(iter(splits.values()))
-    except Exception as error:  # whatever the Hub or the network answers
-        reason = str(error).strip().split("\n")[0][:200]
-        raise ValueError(f"bench.path={config.path}: no such file, and the Hub gave no dataset ({reason})") from error
+    return read_rows(config.path, "bench.path", split="test", config=HUB_CONFIGS.get(config.kind))
 
 
 def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:
