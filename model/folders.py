@@ -131,23 +131,20 @@ def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
     sync(folder.parent)
 
 
-def unsealed(folder: Path) -> str | None:
-    """What is wrong with a folder that `seal` made, as a phrase; None where nothing is."""
-    facts = sealed_facts(folder)
-    if facts is None:
-        return f"it has no whole {MANIFEST}"
+def sealed_facts(folder: Path) -> dict[str, Any]:
+    """The facts that a folder was sealed with, and its `files`. Raises ValueError, a phrase, where it is not whole."""
+    try:
+        facts = json.loads((folder / MANIFEST).read_bytes())
+        whole = facts.pop("sha256") == digest_of(facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ValueError(f"it has no whole {MANIFEST}")
     known, there = facts["files"], _contents(folder)
     wrong = sorted(name for name in known.keys() | there.keys() if known.get(name) != there.get(name))
-    return f"{wrong[0]} is missing, damaged or no part of it (its checksum differs)" if wrong else None
-
-
-def sealed_facts(folder: Path) -> dict[str, Any] | None:
-    """The facts that a folder was sealed with, and its `files`; None where there are none, or damaged ones."""
-    try:
-        found = json.loads((folder / MANIFEST).read_bytes())
-        return found if found.pop("sha256") == digest_of(found) and isinstance(found["files"], dict) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    if wrong:
+        raise ValueError(f"{wrong[0]} is missing, damaged or no part of it (its checksum differs)")
+    return facts
 
 
 def free_bytes(folder: Path) -> int:

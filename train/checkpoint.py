@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.model.folders import seal, sealed_facts, unsealed, write_atomically
+from ctcdraft.model.folders import seal, sealed_facts, write_atomically
 
 from .engine import from_rank_zero, rank, world_size
 from .zero import restore_state, shapes_of, whole_state
@@ -98,11 +98,11 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     """
     candidates = _newest_first(folder)
     for path in candidates:
-        if wrong := unsealed(path):
+        try:
+            facts = sealed_facts(path)
+        except ValueError as wrong:
             print(f"warning: checkpoint {path} is passed over: {wrong}", file=sys.stderr, flush=True)
             continue
-        facts = sealed_facts(path)
-        assert facts is not None
         try:
             if facts["format"] != FORMAT:
                 raise ValueError(f"format {facts['format']}, not {FORMAT}")
