@@ -20,7 +20,6 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import attended_on, head_on, parameters_of
 from ctcdraft.model.load.pretrained import DTYPES
 from ctcdraft.model.loss.linear_lse import TILE_BYTES
-from ctcdraft.train.engine import PRECISIONS
 
 GPU_FLOPS = 4e14  # that a GPU gives, multiplications and additions apart: 40% of an H100's in bfloat16
 CUDA_CONTEXT = 0.5e9
@@ -63,7 +62,7 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
     base = described(path, dtype)
     head, attended = head_on(base, config.head), attended_on(base, config.head)
     ranks, micro = max(1, gpus), config.train.split(max(1, gpus))[0]
-    W, H = base.dtype.itemsize, PRECISIONS["bf16" if gpus else config.train.precision].itemsize
+    W, H = base.dtype.itemsize, DTYPES["bf16" if gpus else config.train.precision].itemsize
     B, L, D = micro, min(config.train.max_length, base.context_length), base.hidden_size
     F = getattr(base.model.config.get_text_config(), "intermediate_size", None) or 4 * D
     N, T, layers = B * config.train.anchors, config.head.slots, getattr(config.head, "layers", 1)

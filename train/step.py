@@ -1,5 +1,4 @@
-"""One optimizer step, a function of (seed, step): the base's features, the head, the loss, its gradient, AdamW; and
-the options that decide it."""
+"""One optimizer step, a function of (seed, step), and the options that decide it."""
 
 import math
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import trained_head
 from ctcdraft.model.heads import AnyHeadConfig
+from ctcdraft.model.load.pretrained import DTYPES
 
 from . import engine as ds
 from .checkpoint import TrainState
@@ -131,7 +131,7 @@ class Stepper:
                 raise ValueError(f"train.start_from: the head in {start} is {before.config}, and not {head.config}")
             head.load_state_dict(before.state_dict())
         self.task = DraftTask(head, plan.objective, base, negatives_for(plan.objective, head, base, corpus))
-        self.dtype = ds.PRECISIONS[plan.train.precision]
+        self.dtype = DTYPES[plan.train.precision]
         self.engine = ds.build_engine(
             self.task,
             plan.optim,
