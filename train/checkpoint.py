@@ -1,8 +1,7 @@
 """Everything that a run resumes from: weights, moments, the best head and one TrainState; safetensors and JSON alone.
 
 A checkpoint is written under a temporary name, sealed (checksums of every file, all of it forced to the disk) and
-renamed; `latest` is written after that. One that is half-written or damaged is never read. DeepSpeed's own files are
-not used: they fit one number of ranks, and they are pickles.
+renamed; `latest` is written after that. One that is half-written or damaged is never read.
 """
 
 import shutil
@@ -19,6 +18,7 @@ from torch import Tensor
 from ctcdraft.model.folders import seal, sealed_facts, write_atomically
 
 from .engine import from_rank_zero, rank, world_size
+from .log import first_line
 from .zero import restore_state, shapes_of, whole_state
 
 FORMAT = 5
@@ -133,7 +133,7 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
         shutil.rmtree(fresh, ignore_errors=True)
         before = "".join(f"; the checkpoint before, {path.name}, is untouched" for path in _newest_first(folder)[:1])
         raise ValueError(
-            f"{folder / tag} could not be written ({_reason(error)}): make room or check the disk and give the same "
+            f"{folder / tag} could not be written ({first_line(error)}): make room or check the disk and give the same "
             f"command again{before}"
         ) from error
     newest = _newest_first(folder)
@@ -142,11 +142,8 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be used, though it is whole ({_reason(error)}): delete it to use the one before")
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]
+    reason = first_line(error)
+    return ValueError(f"{path} cannot be used, though it is whole ({reason}): delete it to use the one before")
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """The whole state of an engine (weights and moments), gathered from ZeRO's shards, and put back onto any ranks.
 
-Under ZeRO an optimizer steps on flat shares of the parameters, and DeepSpeed knows what they are shares of. Engines
-that differ in ranks or stage alone hold the same state in other pieces, so a run that is saved whole goes on anywhere.
+Under ZeRO an optimizer steps on flat shares of the parameters, and DeepSpeed knows what they are shares of.
 """
 
 from typing import Any
@@ -67,8 +66,7 @@ def restore_state(engine: Any, state: dict[str, Tensor]) -> None:
     def spread(key: str) -> Tensor:
         """Rank 0's tensor on every rank: only its host needs to have the file."""
         value = state[key].to(engine.device) if key in state else torch.empty(wanted[key], device=engine.device)
-        if ranks > 1:
-            dist.broadcast(value, src=0)
+        dist.broadcast(value, src=0)
         return value
 
     for name, p in engine.module.named_parameters():
