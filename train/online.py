@@ -1,9 +1,7 @@
 """A decoder that trains its head on what it has answered, between calls: Online Speculative Decoding (Liu et al. 2024,
 ICML, arXiv 2310.07177). A head then follows its users where they leave what it was trained on.
 
-The original learns at the positions where drafts were wrong, every eight requests, and forgets these. Here a step takes
-a few anchors of the newest answers, and as many of others that are still kept. Output does not depend on a head, so it
-stays what it was.
+A step takes a few anchors of the newest answers, and as many of others that are still kept. Output stays what it was.
 
 Shape suffixes: B sequences, L positions, X what `Base.hidden` gives per position.
 """

@@ -1,10 +1,9 @@
 """Labels that a head drafts itself, and what the base says of them: sequences of the student (Zhou et al. 2024,
 DistillSpec, arXiv 2310.08461, section 3; Agarwal et al. 2024, GKD, arXiv 2306.13649, algorithm 1).
 
-Along the base's own continuation a head learns what comes behind right drafts alone. Here its chain takes the place of
-that continuation at some anchors. The base reads it behind each of them, all in one forward of every row, and its
-distributions there are the soft labels. Drafts carry no gradient. A chain is the head's likeliest one: the papers draw
-theirs at temperature 1.
+Along the base's own continuation a head learns what comes behind right drafts alone. Here its likeliest chain takes the
+place of that continuation at some anchors, and the base's distributions behind it are the soft labels. Drafts carry no
+gradient.
 
 Shape suffixes: B rows, L positions, N anchors, U labels, P drafted tokens that are read in a row, D hidden size.
 """
