@@ -11,7 +11,7 @@ from ctcdraft.data.show import shown
 from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.data.template import with_template_args
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.heads import HeadConfig, attended_on, flops_per_draft, head_on, parameters_of
+from ctcdraft.model.heads import HeadConfig, attended_on, head_on, parameters_of
 from ctcdraft.model.load.gguf import convert_gguf, is_gguf
 from ctcdraft.model.load.precision import resolve_dtype
 from ctcdraft.model.load.pretrained import load_base
@@ -129,11 +129,9 @@ def get_features(config: TrainEntry, base: Base, data_folder: Path) -> Features 
 
 
 def describe_head(config: HeadConfig, base: Base) -> str:
-    """Parameters and cost of a head, in a sentence. Raises ValueError where the base can have none such."""
+    """How large a head is, in a sentence. Raises ValueError where the base can have none such."""
     head = head_on(base, config)
-    body, lm_head = flops_per_draft(head, base)
     return (
-        f"head: {config.kind}, {config.slots} slots, {parameters_of(head):,} parameters; a draft costs "
-        f"{(body + lm_head) / 1e6:.1f}M multiply-adds ({body / 1e6:.1f}M body, {lm_head / 1e6:.1f}M LM head); "
-        f"the base has {parameters_of(base.model):,} parameters"
+        f"head: {config.kind}, {config.slots} slots, {parameters_of(head):,} parameters; "
+        f"the base has {parameters_of(base.model):,}"
     )

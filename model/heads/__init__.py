@@ -32,8 +32,6 @@ HEADS: dict[type[HeadConfig], Callable[[Any, Base, Attended | None], Head]] = {
     MlpConfig: MlpHead,
     GlideConfig: GlideHead,
 }
-# What is computed once for the whole vocabulary, or looked up, or counts as the LM head:
-TABLED = ("transition.to_state", "transition.from_context", "embedding", "output")
 
 
 def head_config(fields: Mapping[str, Any]) -> HeadConfig:
@@ -66,13 +64,3 @@ def attended_on(base: Base, config: HeadConfig) -> Attended | None:
 def parameters_of(module: nn.Module) -> int:
     """How many parameters a head, or what trains it, has."""
     return sum(p.numel() for p in module.parameters())
-
-
-def flops_per_draft(head: Head, base: Base) -> tuple[int, int]:
-    """(body, LM head) multiply-adds of one draft, the attention over the context and a transition's products left
-    out."""
-    body = 0
-    for name, p in head.named_parameters():
-        if p.dim() >= 2 and name.endswith("weight") and not name.startswith(TABLED):
-            body += p.numel() * (1 if name.startswith(head.once) else head.lm_rows)
-    return body, head.lm_rows * head.draft_vocabulary(base).output.numel()

@@ -49,10 +49,6 @@ class DiffusionHead(SlotHead):
         nn.init.zeros_(self.show.weight)
         nn.init.zeros_(self.show.bias)
 
-    @property
-    def lm_rows(self) -> int:
-        return self.config.fills * self.config.slots
-
     def forward(self, hidden_BLD: Tensor, root_BLD: Tensor, anchors: Anchors, label_NUD: Tensor | None = None) -> Slots:
         if label_NUD is None:
             return self.fill(hidden_BLD, root_BLD, anchors)

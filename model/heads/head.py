@@ -69,7 +69,6 @@ class Head(nn.Module, ABC):
 
     calibration: Calibration | None = None
     reads_labels: ClassVar[bool] = False  # is it trained along the labels?
-    once: ClassVar[tuple[str, ...]] = ()  # beginnings of names of weights that are used once per draft, not per slot
     draft_ids_X: Tensor
 
     def __init__(self, config: HeadConfig, base: Base, attended: Attended | None = None) -> None:
@@ -123,11 +122,6 @@ class Head(nn.Module, ABC):
         if cache is None:
             return self.attended.keys_and_values(hidden_BLX)
         return {layer: cache.committed(layer) for layer in self.attended.layers}
-
-    @property
-    def lm_rows(self) -> int:
-        """Rows that a draft puts through the LM head."""
-        return self.config.slots
 
     def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
         """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider."""

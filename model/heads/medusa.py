@@ -24,7 +24,6 @@ class MedusaConfig(HeadConfig):
 class MedusaHead(OnePassHead):
     """T independent stacks of `layers` residual blocks on h_t: no root, no context (Cai et al. 2024, section 2.1.1)."""
 
-    once = ("weight",)
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig, base: Base, attended: Attended | None = None) -> None:

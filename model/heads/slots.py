@@ -65,7 +65,6 @@ class SlotHead(OnePassHead):
     layers to copy (`attended`) blocks take its place in which slots see each other alone.
     """
 
-    once = ("enter",)
     scale: Tensor  # what is learnt of an input is as small as other weights, and states are not
 
     def __init__(self, config: ParallelConfig, base: Base, attended: Attended | None = None) -> None:

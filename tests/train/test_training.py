@@ -85,7 +85,7 @@ def test_a_run_leaves_everything_that_the_design_names(workplace, one_process):
     assert list(found) == [1, 2, 3, 4, 5, 6]
     assert yaml.safe_load((run / "config.yaml").read_text())["run"]["train"]["batch"] == 4
     assert "identical to plain decoding" in out
-    assert "parameters; a draft costs" in out
+    assert "parameters; the base has" in out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for key in ("optim/grad_norm", "draft/psi_sum", "draft/blank_rate/slot_1", "time/base"):
         assert rows[0][key] is not None

@@ -79,10 +79,6 @@ class StepwiseHead(Head):
             states.append(state_NE)
         return Slots(torch.stack(states, dim=1))
 
-    @property
-    def lm_rows(self) -> int:
-        return 1 + (self.config.slots - 1) * self.config.beam
-
     @torch.no_grad()
     def drafts(
         self,

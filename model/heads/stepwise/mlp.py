@@ -38,7 +38,6 @@ class MlpHead(StepwiseHead):
 
     config: MlpConfig
     attentions = 0
-    once = ("enter",)
 
     def __init__(self, config: MlpConfig, base: Base, attended: Attended | None = None) -> None:
         super().__init__(config, base, attended)
