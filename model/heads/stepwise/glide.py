@@ -55,7 +55,9 @@ class GlideHead(StepwiseHead):
             if not hasattr(base.decoder, "layers"):  # Falcon's have another name
                 raise ValueError(f"head=glide: the layers of {base.name} are not found: take head.cross=false")
             crosses = [CrossAttention(config.width, heads, attended.width, turn) for turn in turns]
-        self.blocks = nn.ModuleList(GlideBlock(config, number, cross) for number, cross in enumerate(crosses))
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, number, cross) for number, cross in enumerate(crosses)
+        )
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, base.hidden_size, bias=False)
 
@@ -66,28 +68,6 @@ class GlideHead(StepwiseHead):
         for block, pair in zip(self.blocks, read.values() or [None] * len(self.blocks), strict=True):
             x_BQW = block(x_BQW, mask, cache, pair)
         return self.leave(self.norm(x_BQW))
-
-
-class GlideBlock(Block):
-    """A layer of Llama, with attention to the base between its own and the MLP: `cross`, where there is any."""
-
-    def __init__(self, config: GlideConfig, number: int, cross: "CrossAttention | None") -> None:
-        super().__init__(config.width, config.heads, number)
-        self.cross = cross
-
-    def forward(
-        self,
-        x_BLW: Tensor,
-        mask: AttentionMask,
-        cache: Cache | None = None,
-        read: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        layer = self.layer
-        x_BLW = x_BLW + layer.self_attn(layer.input_layernorm(x_BLW), **self.attending(x_BLW, mask, cache))[0]
-        if self.cross is not None and read is not None:
-            keys, values = read
-            x_BLW = x_BLW + self.cross(x_BLW, mask, keys, values)
-        return x_BLW + layer.mlp(layer.post_attention_layernorm(x_BLW))
 
 
 class CrossAttention(nn.Module):
