@@ -185,11 +185,10 @@ class TreeCache(Cache):
                 block[:, sequence, :, :length] = block[:, source, :, :length]
         self.lengths[sequence] = length
 
-    def add(self) -> int:
-        """Another sequence, with nothing committed yet, behind those in use; its number."""
+    def add(self) -> None:
+        """Another sequence, with nothing committed yet, behind those in use."""
         self.lengths[self.batch] = 0
         self.batch += 1
-        return self.batch - 1
 
     def reserve(self, capacity: int) -> None:
         """Make room for so many entries per sequence; what is committed is copied where it was less."""

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 FULL = "full_attention"
-WIDTHS = {  # the config's names for how many positions a layer of each kind sees
-    "sliding_attention": ("sliding_window", "sliding_window_size"),
-    "chunked_attention": ("attention_chunk_size",),
-}
+# The config's names for how many positions a layer of each kind sees:
+WIDTHS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,10 @@ class Windows:
 def windows_of(config: Any) -> Windows:
     """Raises ValueError on a kind of window whose width is unknown."""
     listed = set(getattr(config, "layer_types", None) or ())
-    found = {}
-    for kind, names in WIDTHS.items():
-        name = next((name for name in names if getattr(config, name, None)), None)
-        if name is not None and getattr(config, "use_sliding_window", True) and (not listed or kind in listed):
-            found[kind] = name
+    widths = {kind: name for kind, name in WIDTHS.items() if getattr(config, name, None)}
+    used = getattr(config, "use_sliding_window", True)
+    found = {kind: name for kind, name in widths.items() if used and (not listed or kind in listed)}
     unknown = {kind for kind in listed - set(found) if any(word in kind for word in ("sliding", "chunk", "local"))}
-    if unknown and any(getattr(config, name, None) for names in WIDTHS.values() for name in names):
+    if unknown and widths:
         raise ValueError(f"its layers of kind {', '.join(sorted(unknown))} see a window that ctcdraft does not know")
     return Windows(config, found, bool(listed - set(found)))

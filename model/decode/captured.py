@@ -189,7 +189,7 @@ class _Shape:
         assert isinstance(head, OnePassHead)
         assert vocabulary is not None
         dtype = next(head.parameters()).dtype
-        root_11D = vocabulary.embed(self.root_1.unsqueeze(0), dtype)
+        root_11D = head.embedded(vocabulary.tokens, self.root_1.unsqueeze(0), dtype)
         anchors = Anchors.one_per_row(torch.zeros_like(self.position_1), AttentionMask(self.position_1.unsqueeze(0)))
         with cache.fixed(self.position_1, self.width):
             slots = head.fill(self.hidden_11D.to(dtype), root_11D, anchors, cache, vocabulary.tokens)

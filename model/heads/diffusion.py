@@ -69,12 +69,12 @@ class DiffusionHead(SlotHead):
     ) -> Slots:
         """Without `tokens` one fill, of masked slots alone."""
         x_NTD = self.states(hidden_BLX, root_BLD, anchors, cache)
-        T = self.config.slots
-        fills = self.config.fills
+        if tokens is None:
+            return Slots(x_NTD)
+        T, fills = self.config.slots, self.config.fills
         shown_NT = torch.zeros(x_NTD.shape[:2], dtype=torch.bool, device=x_NTD.device)
         token_NTD = torch.zeros_like(x_NTD)
-        for number in range(1, fills if tokens is not None else 1):
-            assert tokens is not None
+        for number in range(1, fills):
             logits_NTX = tokens.logits(x_NTD).float()
             sure_NT, token_NT = (logits_NTX - logits_NTX.logsumexp(dim=2, keepdim=True)).max(dim=2)
             token_NTD = token_NTD.where(shown_NT.unsqueeze(2), tokens.embed(token_NT).to(x_NTD.dtype))

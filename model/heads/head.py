@@ -53,10 +53,6 @@ class Vocabulary(NamedTuple):
     top_k: int
     tables: Tables | None
 
-    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """As the base's first layer gets them, [..., D]."""
-        return self.tokens.base.embed(ids).to(dtype)
-
 
 class Head(nn.Module, ABC):
     """What drafts.
@@ -107,7 +103,7 @@ class Head(nn.Module, ABC):
         """
 
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """What it reads of tokens of the base in training along them, [..., F]: as the base's first layer gets them."""
+        """What it reads of tokens of the base, [..., F]: as the base's first layer gets them."""
         return tokens.base.embed(ids).to(dtype)
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
@@ -166,7 +162,7 @@ class OnePassHead(Head):
         noise_NTV: Tensor | None = None,
         own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        root_BLD = vocabulary.embed(root_BL, hidden_BLD.dtype)
+        root_BLD = self.embedded(vocabulary.tokens, root_BL, hidden_BLD.dtype)
         slots = self.fill(hidden_BLD, root_BLD, anchors, cache, vocabulary.tokens)
         return [*self.candidates(slots, anchors.own(root_BL), vocabulary, noise_NTV).lattices()]
 

@@ -111,14 +111,13 @@ def turn_of(base: Base, layer: int) -> Turn:
         first, rest = heads_BHQw[..., : cos.shape[-1]], heads_BHQw[..., cos.shape[-1] :]  # rest: of partial rotary
         return torch.cat([own_class.apply_rotary_pos_emb(first, first, cos, sin)[0], rest], dim=-1)
 
-    def key(position: int) -> Tensor:
+    def key(at: Tensor) -> Tensor:
         watched = PassingCache(watched=[layer])
-        at = torch.full((1, 1), position, device=base.device)
         base.hidden(torch.ones_like(at), AttentionMask(at), cache=watched)
         return watched.made[layer][0]
 
     here, there = (torch.full((1, 1), position, device=base.device) for position in (0, TRIED))
-    key_here, key_there = key(0), key(TRIED)
+    key_here, key_there = key(here), key(there)
     turns: list[Turn] = [turned, *(partial(turned, layer_type=kind) for kind in kinds[layer : layer + 1]), _unturned]
     for turn in turns:
         try:
