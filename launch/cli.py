@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -135,26 +136,22 @@ def _quoted(word: str) -> str:
     read a number; the name of a file that is there is no syntax: `data.path=chats (1).jsonl`; nor is what has none:
     `base.eos=<|im_end|>`."""
     key, equals, value = word.partition("=")
+    quoted = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
     choice = value.isdecimal() and key.isidentifier() and resources.files(CONF).joinpath(key).is_dir()
     text = key in ("name", "prompt") and re.match(r"[-+.\d]", value)
     if choice or text or os.path.exists(os.path.expanduser(value)):
-        return f"{key}={_in_quotes(value)}"
+        return quoted
     if not equals or _parses(word):
         return word
     if value.startswith("[") and value.endswith("]"):
         return f"{key}=[{','.join(_quoted(f'{key}={part}')[len(key) + 1 :] for part in value[1:-1].split(','))}]"
-    return f"{key}={_in_quotes(value)}"
+    return quoted
 
 
 def _parses(word: str) -> bool:
     with suppress(HydraException):
         return bool(OverridesParser.create().parse_override(word))
     return False
-
-
-def _in_quotes(value: str) -> str:
-    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), value)
-    return f"'{escaped}'"
 
 
 def _guarded(task: Callable[[], int | None]) -> int:
@@ -174,8 +171,7 @@ def _guarded(task: Callable[[], int | None]) -> int:
 
 def _override_sentence(config_name: str, error: Exception) -> str:
     text = str(error)
-    key = re.search(r"Could not override '([^']+)'", text)
-    if key:
+    if key := re.search(r"Could not override '([^']+)'", text):
         default: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
         known = dict(options_in(default))
         if key[1] in known:
@@ -183,8 +179,7 @@ def _override_sentence(config_name: str, error: Exception) -> str:
         close = difflib.get_close_matches(key[1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "--cfg job shows all options"
         return f"{key[1]}: there is no such option; {hint}"
-    choice = re.search(r"Could not find '([^']+)/([^']+)'", text)
-    if choice:
+    if choice := re.search(r"Could not find '([^']+)/([^']+)'", text):
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         return f"{choice[1]}={choice[2]}: there is no such choice; choose one of {', '.join(options)}"
     return _short(error)
