@@ -6,6 +6,7 @@ python launch/doctor.py --plan gpus=8 base=<config.json> [options]   # memory an
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
@@ -33,33 +34,25 @@ def main(config: TrainEntry, as_json: bool) -> int:
     return 1 if report.errors else 0
 
 
-def show_plan(config: TrainEntry, path: str, gpus: int, as_json: bool) -> int:
-    found = plan.estimated(config, path, gpus)
+def show_plan(config: TrainEntry, as_json: bool, base: str = "", gpus: str = "") -> int:
+    """Raises ValueError where the file or the number is missing, or is none."""
+    if not base or not gpus:
+        raise ValueError("--plan needs gpus=<number, 0 for this CPU> and base=<config.json>")
+    if not gpus.isdecimal():
+        raise ValueError(f"gpus={gpus}: a whole number, 0 for this CPU")
+    found = plan.estimated(config, base, int(gpus))
     if as_json:
         print(json.dumps({**asdict(found), "total": found.total}, indent=2))
     else:
-        print(markdown_table(("what", "estimated"), plan.rows_of(config, found, gpus)))
+        print(markdown_table(("what", "estimated"), plan.rows_of(config, found, int(gpus))))
     return 0
 
 
-def taken(key: str) -> str:
-    """The value of an option of --plan, taken off the command line. Raises ValueError where it is not there."""
-    words = [word for word in sys.argv if word.startswith(f"{key}=")]
-    if not words:
-        raise ValueError("--plan needs gpus=<number, 0 for this CPU> and base=<config.json>")
-    sys.argv = [word for word in sys.argv if word not in words]
-    return words[-1].partition("=")[2]
-
-
 if __name__ == "__main__":
-    flags = {flag: flag in sys.argv for flag in ("--json", "--plan")}
-    sys.argv = [word for word in sys.argv if word not in flags]
-    if flags["--plan"]:
-        try:
-            path, gpus = taken("base"), taken("gpus")
-            if not gpus.isdecimal():
-                raise ValueError(f"gpus={gpus}: a whole number, 0 for this CPU")
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        run("train", TrainEntry, partial(show_plan, path=path, gpus=int(gpus), as_json=flags["--json"]))
-    run("train", TrainEntry, partial(main, as_json=flags["--json"]))
+    words = sys.argv[1:]
+    task: Callable[..., int] = main
+    asked: dict[str, str] = {}
+    if "--plan" in words:
+        task, asked = show_plan, dict(word.split("=", 1) for word in words if word.startswith(("base=", "gpus=")))
+    sys.argv[1:] = [word for word in words if word not in ("--json", "--plan") and word.partition("=")[0] not in asked]
+    run("train", TrainEntry, partial(task, as_json="--json" in words, **asked))
