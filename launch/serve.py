@@ -54,7 +54,8 @@ def main(config: ServeEntry) -> int:
         # in a session of its own: Ctrl-C is for us, who ask it how it went before it ends
         engine = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     # a shell that starts us in the background has SIGINT ignored
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     address = f"http://{'127.0.0.1' if config.host == '0.0.0.0' else config.host}:{config.port}"
     try:
         wait_until_healthy(engine, address, log, config.wait)
@@ -65,8 +66,6 @@ def main(config: ServeEntry) -> int:
         print(f"\n{acceptance(address)}", flush=True)
     finally:
         end(engine)
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0
 
 
