@@ -7,6 +7,7 @@ the page's Content-Security-Policy allows no other script and no address.
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ctcdraft.model.draft.tree import Tree, source_name
 
 from .plots import Panel, intervals, panels_of, svgs
 from .report import DEPTHS, at_depths, draft_rows, figure_rows, figures, setting_rows
-from .results import Block, columns, heads_at
+from .results import columns, heads_at
 from .run import Turn
 
 HTML = Path(__file__).resolve().parent / "html"
@@ -32,17 +33,17 @@ def page(
     panels: Iterable[Panel],
     tables: Sequence[Table],
     *,
-    tiles: Sequence[Any] = (),
+    tiles: Mapping[str, Mapping[str, str]] | None = None,
     times: Mapping[str, Mapping[str, float]] | None = None,
     answers: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """HTML of one page. tiles: what `_tile` says of each head; times: shares by what is timed; answers: `shown`."""
+    """HTML of one page. tiles: `figures` of each head; times: shares by what is timed; answers: `shown`."""
     script = (HTML / "page.js").read_text(encoding="utf-8")
     environment = Environment(loader=FileSystemLoader(HTML), autoescape=True, undefined=StrictUndefined)
     return environment.get_template("page.html").render(
         title=title,
         about=about,
-        tiles=tiles,
+        tiles=tiles or {},
         charts=[(name, Markup(svg)) for name, svg in svgs(panels)],
         times=times or {},
         answers=answers,
@@ -79,7 +80,7 @@ def evaluation_page(results: dict[str, Any], turns: Mapping[str, Sequence[Turn]]
             ("Steps that accept at least so many draft tokens", ("head", "category", "questions", *DEPTHS), depths),
             ("Measured", ("", ""), setting_rows(results)),
         ],
-        tiles=[_tile(label, block) for label, block in first.items()],
+        tiles={label: figures(block) for label, block in first.items()},
         times={label: block["time_share"] for label, block in blocks.items()},
         answers=answers,
     )
@@ -104,12 +105,10 @@ def count_page(results: dict[str, Any]) -> str:
 def shown(head: str, turn: Turn, tokenizer: Any) -> dict[str, Any]:
     """An answer whose drafts were kept, as the page steps through it: per token its text, per step its tree."""
     out, question = turn.drafted, turn.question
-    texts: dict[int, str] = {}
 
+    @cache
     def text_of(token: int) -> str:
-        if token not in texts:
-            texts[token] = tokenizer.decode([token])
-        return texts[token]
+        return tokenizer.decode([token])
 
     def nodes(tree: Tree) -> list[tuple[str, int, float, str]]:
         found = zip(tree.tokens, tree.parents, tree.psi, tree.all_sources(), strict=True)
@@ -142,11 +141,3 @@ def shown(head: str, turn: Turn, tokenizer: Any) -> dict[str, Any]:
             "text": None if turn.text == out.text else turn.text,
         },
     }
-
-
-def _tile(label: str, block: Block) -> tuple[str, list[str], list[str], str]:
-    """The head, tokens per step and speedup with their intervals, and what is identical."""
-    said = figures(block)
-    tau = said["tokens per step (plain = 1.00)"]
-    speedup = said["speedup over plain decoding"]
-    return label, tau.split(" ", 1), speedup.split(" ", 1), said["identical to plain decoding"]

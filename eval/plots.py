@@ -72,6 +72,7 @@ def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: st
     height = 1.2 + len(names) * (0.2 + 0.1 * len(series))
     every = ceil(height / TALLEST)
     named = range((len(names) - 1) % every, len(names), every)
+    short = [f"{names[i][:LONGEST_NAME]}..." if names[i][LONGEST_NAME:] else names[i] for i in named]
 
     def paint(axes: Any) -> None:
         axes.axvline(1.0, color="#808080", linestyle=":")
@@ -79,7 +80,7 @@ def intervals(series: Mapping[str, Mapping[str, Block]], figure: str, behind: st
             values, bounds = zip(*(figure_of(block, figure) for block in blocks.values()), strict=True)
             places = np.array([names.index(name) for name in blocks]) + (i - (len(series) - 1) / 2) * 0.6 / len(series)
             axes.errorbar(values, places, xerr=np.abs(np.transpose(bounds) - values), fmt="o", capsize=3, label=label)
-        axes.set_yticks(named, [_short(names[i]) for i in named])
+        axes.set_yticks(named, short)
         axes.set_ylim(len(names) - 0.4, -0.6)
 
     title = f"{figure.replace('_', ' ')}{behind}, 95% interval (plain decoding = 1)"
@@ -123,10 +124,6 @@ def _figure(inches: tuple[float, float], *styles: dict[str, Any]) -> Iterator[An
 
     with style.context(["seaborn-v0_8-whitegrid", STYLE, *styles]):
         yield Figure(figsize=inches, layout="constrained")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
 
 
 def _themed(svg: str) -> str:
