@@ -53,8 +53,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     if option := draft.needs_decoding(bench.temperatures[0]):
         raise ValueError(f"count=true does not decode, and {option} goes by what was decoded: leave out one of the two")
     setting = {**measurement.setting(head_folders), "counted": True}
-    before = existing(folder, setting)
-    if before:
+    if before := existing(folder, setting):
         return before
     drafts, bare = {"": draft}, replace(draft, prompt_lookup=0)
     if draft.prompt_lookup:

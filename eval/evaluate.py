@@ -130,8 +130,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     several side by side. Raises ValueError as its parts do, and nothing is written then.
     """
     setting = measurement.setting(head_folders)
-    found = existing(folder, setting)
-    if found:
+    if found := existing(folder, setting):
         return found
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
     heads = {label: load_head(head, base) for label, head in head_folders.items()}

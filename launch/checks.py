@@ -152,12 +152,10 @@ def _tokenizer(report: Report, config: TrainEntry, base: Base) -> None:
 
 def _template(report: Report, config: TrainEntry, base: Base) -> None:
     tokenizer = base.tokenizer
-    never = missing_end(tokenizer, base.eos_ids, base.name)
-    if never:
+    if never := missing_end(tokenizer, base.eos_ids, base.name):
         report.warnings.append(never)
     prompt = prompt_ids(tokenizer, HELLO, None, base.template_args)
-    unreadable = base.unreadable(prompt)
-    if unreadable:
+    if unreadable := base.unreadable(prompt):
         report.errors.append(f"the chat template cannot be used: {unreadable}")
     answer = {"role": "assistant", "content": "The Rhine, the Danube and the Elbe."}
     try:
