@@ -60,13 +60,12 @@ def check_inputs(config: TrainEntry) -> Path:
     check_source("bench.path", config.bench.path)
     if config.train.start_from is not None:
         read_config(run_folder(config.train.start_from, config.runs_dir) / "head")
-    settings = _settings(config)
     source = Path(config.base.path or config.base.kind).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(departures(config))[:6]}"
     folder = run_folder(name, config.runs_dir)
     if not (folder / "config.yaml").is_file():
         return folder
-    before, now = dict(options_in(settings_of(folder))), dict(options_in(settings))
+    before, now = dict(options_in(settings_of(folder))), dict(options_in(decisive(config)))
     defaults = dict(options_in(defaults_of(TrainEntry) | {"head": defaults_of(type(config.head))}))
     for key in before | now:
         values = before.get(key, defaults.get(key)), now.get(key)
@@ -142,7 +141,7 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
             )
     if ds.rank() == 0 and not all((folder / name).is_file() for name in ("paths.json", "config.yaml")):
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"run": _settings(config), "all": masked(asdict(config))}
+        record = {"run": decisive(config), "all": masked(asdict(config))}
         paths = {"base": base.path, "data": str(data_folder), "identity": base.identity}
         paths |= {name: getattr(config.base, name) for name in RECORDED}
         write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
@@ -150,13 +149,8 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
     ds.barrier()
 
 
-def _settings(config: TrainEntry) -> dict[str, Any]:
-    """The part of the configuration that decides what is trained, as it is read back."""
-    return json.loads(json.dumps(decisive(config)))
-
-
 def settings_of(folder: Path) -> dict[str, Any]:
-    """That part of a run's configuration."""
+    """The part of a run's configuration that decides what is trained."""
     return _read(folder / "config.yaml", run=dict, all=dict)["run"]
 
 
