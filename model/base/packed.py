@@ -1,7 +1,7 @@
 """Linear layers whose weights a CPU's GEMM library (oneDNN) has laid out in its blocks, once.
 
-Otherwise every product lays them out anew, and with the few rows of a draft that takes as long as the product itself:
-nine rows of SmolLM2 in float32 cost 1.9 times one row, packed 1.2 times (bench/packed.py).
+Otherwise every product lays them out anew, and with the few rows of a draft that takes as long as the product itself
+(bench/packed.py).
 """
 
 from copy import deepcopy

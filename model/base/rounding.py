@@ -1,9 +1,7 @@
 """What rounding does to a base's logits: the same tokens give other ones in a forward of another shape.
 
-Verifying a tree is a forward of N + 1 rows where plain decoding has one, and a GEMM of another shape rounds in another
-way; through many layers in bfloat16 this moves logits by tenths. Here tokens that are known go through the base `width`
-at a time, with an ordinary cache and an ordinary causal mask: no head, no tree, no compaction. What moves then is the
-shape's doing and nobody else's.
+Tokens that are known go through the base `width` at a time, with an ordinary cache and an ordinary causal mask: no
+head, no tree, no compaction. What moves then is the shape's doing and nobody else's.
 
 Shape suffixes: V vocabulary, Q rows of a forward, K cached and new entries, R rows of logits.
 """

@@ -1,9 +1,7 @@
 """The base's last decoder layers, copied: the body of a head. Slots go through them on the base's own keys and values.
 
-A slot asks for a token that stands where the base has not read yet. The base's last layers turn a state into the next
-token, and what they know of the context lies in their keys and values, so a head that begins as a copy of them need not
-learn either. A drafter whose layers look at the keys and values of the base's last ones: GliDe (Du et al. 2024, arXiv
-2402.02082), whose own begin at random.
+Why copies: docs/method.md, "The head". A drafter whose layers look at the keys and values of the base's last ones:
+GliDe (Du et al. 2024, arXiv 2402.02082), whose own begin at random.
 
 Shape suffixes: B sequences, Q new positions of each, S positions before them, D hidden size.
 """

@@ -4,11 +4,9 @@ A slot's state moves before it meets the LM head, by a product of low rank:
 
     p_t(v | u) ~ exp <w_v, s_t + P hardswish(A x_t + B e(u))>        (u: the root, behind nothing)
 
-with x_t the slot within the head and s_t what it leaves. The whole vocabulary is moved, and the normaliser is the LM
-head's own. Along known labels u is known, so every recursion of the lattice stays exact: a slot has one state per
-prefix that it can stand behind. While drafting, <w_v, P gate> is a product of rank R over a table of P^T w_v: no
-network is called for a node. A Markov head as in DSpark (vllm-project/speculators), gated; hardswish, not gelu, since
-it costs no exponential.
+with x_t the slot within the head and s_t what it leaves. Along known labels a slot has one state per prefix that it can
+stand behind; while drafting, <w_v, P gate> is a product of rank R over a table of P^T w_v. A gated Markov head, as in
+DSpark (vllm-project/speculators); hardswish, not gelu, since it costs no exponential.
 
 Shape suffixes: N anchors, T slots, S contexts (prefixes of the labels), W of them in a slot's window
 (`Topology.window`), R rank, X draft tokens, D hidden of the base.

@@ -1,9 +1,7 @@
 """Which tokens a head drafts: the base's whole vocabulary, or the most frequent ones of its training answers.
 
-The LM head over the whole vocabulary is most of a draft's cost and nearly all of a training step's, and few of its rows
-are ever needed: EAGLE-3's reduced draft vocabulary (Li et al. 2025, arXiv 2503.01840), FR-Spec (Zhao et al. 2025,
-arXiv 2502.14856). Verification is the base's own over its whole vocabulary, so nothing is lost but drafts of rare
-tokens.
+EAGLE-3's reduced draft vocabulary (Li et al. 2025, arXiv 2503.01840), FR-Spec (Zhao et al. 2025, arXiv 2502.14856):
+nothing is lost but drafts of rare tokens.
 
 Inside a head tokens are numbered by their place among the draft tokens. One number more, X, stands for every other
 token: it can be read, and is embedded as zeros, but never drafted.

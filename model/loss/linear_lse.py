@@ -3,11 +3,9 @@
 The derivative of a row's lse with respect to hidden is `softmax @ weight`. It does not depend on what is done with lse
 afterwards, so it is computed while a tile's logits are still there.
 
-A CPU with units for bfloat16 multiplies more than twice as fast in it: float32 states may therefore meet a frozen
-weight in bfloat16. The states are rounded, as drafting rounds them, and all but the GEMMs is float32's. A GEMM rounds
-each logit once more, which moves a large one by a few hundredths: the gathered and the largest logit are computed again
-in float32, and the largest is put right in the sum and in the slope. What stays rounded are the many small terms of the
-sum, whose errors have no common sign.
+On a CPU float32 states may meet a frozen weight in bfloat16. The GEMMs are then bfloat16's, and round each logit: the
+gathered and the largest are computed again in float32, and the largest is put right in the sum and in the slope. What
+stays rounded are the many small terms of the sum, whose errors have no common sign.
 
 Shape suffixes: M rows, V vocabulary, D hidden, K gathered columns; R rows of one tile.
 """

@@ -1,9 +1,8 @@
 """Sampled softmax: a training step's logits are those of its labels and of a sample of all other tokens.
 
-The LM head over the vocabulary is most of a training step. Of a label's log-probability only the normaliser needs the
-other tokens, and that is a sum: it is estimated from some of its terms, each divided by the probability P_v that its
-token is among them (Horvitz and Thompson 1952), frequent tokens with P_v near 1. The step's labels are all there, so
-that the estimate is unbiased whatever they are. Bengio and Senecal 2008; Jean et al. 2015 (arXiv 1412.2007).
+The normaliser is estimated from some of its terms, each divided by the probability P_v that its token is among them
+(Horvitz and Thompson 1952). The step's labels are all there, so that the estimate is unbiased whatever they are. Bengio
+and Senecal 2008; Jean et al. 2015 (arXiv 1412.2007).
 
 Shape suffixes: X draft tokens, S of them in a sample, N anchors, U labels.
 """

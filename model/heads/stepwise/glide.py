@@ -1,9 +1,8 @@
 """`glide`: a small causal LM whose layers look at the keys and values of the base's last ones.
 
 Du et al. 2024 (GliDe with a CaPE, ICML, arXiv 2402.02082, section 3.1): layer l of n looks at layer L - n + l of the
-base, between its own attention and MLP, by queries that are turned as the base's keys are. What it knows of the base is
-these alone, up to the anchor; so no block of keys has to be hidden in training. Here words come from the base's
-embedding and go to its LM head.
+base, between its own attention and MLP, by queries that are turned as the base's keys are. Here words come from the
+base's embedding and go to its LM head.
 
 Shape suffixes: B batch, Q rows of one pass, S positions of the base, H heads, W width.
 """
