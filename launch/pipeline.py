@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 def with_resolved_dtype(config: TrainEntry) -> TrainEntry:
     """base.dtype=auto as what it comes to here, so that the run's name, keys and records hold that."""
-    dtype = resolve_dtype(config.base.dtype)
+    dtype = resolve_dtype(config.base.dtype, Path(config.cache_dir))
     return replace(config, base=replace(config.base, dtype=dtype))
 
 

@@ -53,7 +53,7 @@ class BaseConfig(BasePath):
     given) or `local` (path)."""
 
     path: str | None = None  # folder, name on the Hub, or .gguf file
-    dtype: Dtype = "auto"  # auto: bf16 where this machine has units for it, else fp32
+    dtype: Dtype = "auto"  # auto: bf16 where this machine is faster in it, else fp32
     date: str = PINNED_DATE
     kind: Literal["toy", "smollm2", "local"] = "smollm2"
     training: ToyBaseConfig = field(default_factory=ToyBaseConfig)

@@ -40,7 +40,7 @@ def load_base(
     """Load a frozen base and its tokenizer from a local folder or the Hub: safetensors alone, never pickles, and none
     of its Python code unless trust_remote_code asks for it. A GGUF file is converted in `cache` first (gguf.py).
 
-    dtype: fp32, bf16, fp64, or auto, which is bf16 where the machine has units for it (precision.py).
+    dtype: fp32, bf16, fp64, or auto, which is bf16 where the machine is faster in it (precision.py).
     On a CPU its linear layers are packed (packed.py), which takes the memory of its weights once more.
     template names a built-in chat template (TEMPLATES) for a tokenizer that comes without one, or with
     another; None keeps the tokenizer's own, and gives one that has none the plain format.
@@ -53,7 +53,7 @@ def load_base(
         raise ValueError(f"base.dtype={dtype!r} is unknown: choose one of {get_args(Dtype)}")
     if device == "auto":
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    dtype = resolve_dtype(dtype, device)
+    dtype = resolve_dtype(dtype, Path(cache), device)
     if template is not None and template not in TEMPLATES:
         raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
     if is_gguf(path):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from bases import write_base
@@ -12,37 +14,60 @@ from ctcdraft.model.load.precision import resolve_dtype
 
 @pytest.fixture
 def machine(monkeypatch):
-    """make(has bf16 units): without a GPU."""
+    """make(has bf16 units, measured speedup) -> how often it was measured."""
+    measured = []
 
-    def make(units):
+    def make(units, speedup):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(precision, "cpu_has_bf16", lambda: units)
+        monkeypatch.setattr(precision, "bf16_speedup", lambda: measured.append(speedup) or speedup)
+        return measured
 
     return make
 
 
-@pytest.mark.parametrize(("units", "dtype"), [(True, "bf16"), (False, "fp32")])
-def test_auto_is_bf16_where_the_cpu_has_units_for_it(machine, units, dtype):
-    machine(units)
-    assert resolve_dtype("auto") == resolve_dtype("auto", "cpu") == dtype
+@pytest.mark.parametrize(
+    ("units", "speedup", "dtype"), [(True, 2.4, "bf16"), (True, 1.3, "bf16"), (True, 1.29, "fp32"), (False, 9, "fp32")]
+)
+def test_auto_is_bf16_where_the_cpu_has_it_and_is_faster_in_it(machine, tmp_path, units, speedup, dtype):
+    machine(units, speedup)
+    assert resolve_dtype("auto", tmp_path) == dtype
 
 
-def test_a_name_is_taken_as_it_is(machine):
-    machine(True)
-    assert [resolve_dtype(name) for name in ("fp32", "bf16", "fp64")] == ["fp32", "bf16", "fp64"]
+def test_a_name_is_taken_as_it_is_and_nothing_is_measured(machine, tmp_path):
+    measured = machine(True, 9)
+    assert [resolve_dtype(name, tmp_path) for name in ("fp32", "bf16", "fp64")] == ["fp32", "bf16", "fp64"]
+    assert measured == []
 
 
-def test_cuda_is_bf16_where_it_has_it(machine, monkeypatch):
-    machine(True)
+def test_it_is_measured_once_for_all_processes_that_share_a_cache(machine, tmp_path):
+    measured = machine(True, 2.0)
+    assert resolve_dtype("auto", tmp_path) == "bf16"
+    machine(True, 1.0)  # a busy moment later
+    assert resolve_dtype("auto", tmp_path) == "bf16"
+    assert measured == [2.0]
+    record = next(tmp_path.glob("bf16-*.json"))
+    assert json.loads(record.read_text())["bf16_speedup"] == 2.0
+    record.write_text("{")
+    assert resolve_dtype("auto", tmp_path) == "fp32"
+
+
+def test_cuda_is_bf16_where_it_has_it(machine, tmp_path, monkeypatch):
+    measured = machine(True, 1.0)
     for has, dtype in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has: has)
-        assert resolve_dtype("auto", "cuda:0") == dtype
+        assert resolve_dtype("auto", tmp_path, "cuda:0") == dtype
+    assert measured == []
+
+
+def test_the_measurement_is_a_ratio():
+    assert 0.01 < precision.bf16_speedup() < 100
 
 
 def test_a_run_is_named_and_recorded_with_the_dtype_that_auto_came_to(machine, tmp_path):
     write_base(tmp_path / "base")
     common = [f"base.path={tmp_path}/base", f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache"]
-    machine(True)
+    machine(True, 2.0)
     auto, bf16, fp32 = (
         pipeline.with_resolved_dtype(typed(compose("train", ["base=local", *common, *words]), TrainEntry))
         for words in ([], ["base.dtype=bf16"], ["base.dtype=fp32"])
