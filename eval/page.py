@@ -111,7 +111,7 @@ def shown(head: str, turn: Turn, tokenizer: Any) -> dict[str, Any]:
         return tokenizer.decode([token])
 
     def nodes(tree: Tree) -> list[tuple[str, int, float, str]]:
-        found = zip(tree.tokens, tree.parents, tree.psi, tree.all_sources(), strict=True)
+        found = zip(tree.tokens, tree.parents, tree.psi, tree.source.tolist(), strict=True)
         return [(text_of(int(t)), int(parent), round(float(psi), 4), source_name(by)) for t, parent, psi, by in found]
 
     left, steps = len(out.tokens) - 1, []

@@ -21,9 +21,8 @@ class DraftConfig:
     it (Daliri et al. 2024, arXiv 2408.07978); `sampled` is accepted so that output has the base's distribution, though
     not the tokens that the seed gives plain decoding (Yang et al. 2024). jacobi: with the same noise the base may say
     the same behind another prefix (Teng et al. 2024, arXiv 2410.01699). stop `adaedl`: Agrawal et al. 2024, arXiv
-    2410.18351. graft: Zhao et al. 2024 (Ouroboros, arXiv 2402.13720) and Gong et al. 2024 (arXiv 2407.16207);
-    `shared_phrases` are of all that the decoder has written: then one user's time tells what another's text holds.
-    schedule `pearl`: Liu et al. 2024, arXiv 2408.11850 (model/decode/pearl.py).
+    2410.18351. graft: Zhao et al. 2024 (Ouroboros, arXiv 2402.13720) and Gong et al. 2024 (arXiv 2407.16207). schedule
+    `pearl`: Liu et al. 2024, arXiv 2408.11850 (model/decode/pearl.py).
     """
 
     # tree: nodes that are worth most | chain | cape: a chain, more beside it where the head is less sure | ranked: by k
@@ -42,8 +41,8 @@ class DraftConfig:
     # of shared noise: the share of belief that is what the base said at the same place behind rejected nodes
     jacobi: Annotated[float, Field(ge=0, lt=1)] = 0.3
     stop: Literal["none", "adaedl"] = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
-    # hung into the tree beside: phrases (shared_phrases: of all requests), siblings of what was rejected
-    graft: list[Literal["phrases", "shared_phrases", "siblings"]] = field(default_factory=list)
+    # hung into the tree beside: phrases of the request's text, what follows the same tokens elsewhere in the tree
+    graft: list[Literal["phrases", "siblings"]] = field(default_factory=list)
     # serial: the head drafts, then the base verifies | pearl: both at once, drafts are a step old
     schedule: Literal["serial", "pearl"] = "serial"
 
@@ -65,11 +64,11 @@ class DraftConfig:
 
     def needs_decoding(self, temperature: float) -> str:
         """The option whose drafts, or what becomes of them, decoding alone can tell; empty where there is none."""
-        phrases = [source for source in self.graft if "phrases" in source]
-        if self.schedule == "pearl":
-            return "draft.schedule=pearl"
-        if self.proposal == "sampled":
-            return "draft.proposal=sampled"
-        if self.proposal == "shared" and self.jacobi and temperature:
-            return f"draft.jacobi={self.jacobi:g}"
-        return "draft.stop=adaedl" if self.stop == "adaedl" else f"draft.graft={phrases}" if phrases else ""
+        options = {
+            "draft.schedule=pearl": self.schedule == "pearl",
+            "draft.proposal=sampled": self.proposal == "sampled",
+            f"draft.jacobi={self.jacobi:g}": self.proposal == "shared" and self.jacobi and temperature,
+            "draft.stop=adaedl": self.stop == "adaedl",
+            "draft.graft=[phrases]": "phrases" in self.graft,
+        }
+        return next((option for option, asked in options.items() if asked), "")

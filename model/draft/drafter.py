@@ -68,15 +68,13 @@ class Stop:
 
 @dataclass
 class Drafter:
-    """Makes drafts as `config` says. calibration: what psi of the head is worth, where that was measured. shared, own:
-    phrases of all requests, and of each. said: of each request, see `Rule`."""
+    """Makes drafts as `config` says. calibration: what psi of the head is worth, where that was measured. phrases, said
+    (see `Rule`): of each request."""
 
     config: DraftConfig
     calibration: Calibration | None = None
     stop: Stop = field(default_factory=Stop)
-    shared: Phrases = field(default_factory=Phrases)
-    own: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
-    learnt: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)  # tokens of each request's text
+    phrases: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
     said: WeakKeyDictionary[Any, dict[int, Counter[int]]] = field(default_factory=WeakKeyDictionary)
 
     def tree(self, drafted: Drafted, frontier: Frontier) -> Tree:
@@ -104,13 +102,12 @@ class Drafter:
             said = {} if frontier.owner is None else self.said.get(frontier.owner, {})
             rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least, said)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
-        if self.calibration is not None and not drawn and len(tree):
+        if self.calibration is not None and not drawn:
             tree = self.calibration.applied(tree)
         if config.prompt_lookup:
             tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))
         if pool := self._phrases(frontier.owner):
-            pool.learn(frontier.read, self.learnt.get(frontier.owner, 0))
-            self.learnt[frontier.owner] = len(frontier.read)
+            pool.learn(frontier.read)
             tree = best(grafted(tree, pool.paths(tree, root), PHRASES, frontier.max_depth))
         if "siblings" in config.graft:
             tree = best(grafted(tree, siblings(tree, root), SIBLINGS, frontier.max_depth))
@@ -124,8 +121,7 @@ class Drafter:
         noise_NTV = torch.zeros(len(frontiers), slots, vocab, device=device)
         for rows, one in zip(noise_NTV, frontiers, strict=True):
             for slot in range(slots if one.sampling.temperature else 0):
-                noise_V = gumbel(one.seed, len(one.read) + slot, vocab, device)
-                torch.mul(noise_V, one.sampling.temperature, out=rows[slot])
+                rows[slot] = gumbel(one.seed, len(one.read) + slot, vocab, device) * one.sampling.temperature
         return noise_NTV
 
     def observe(self, frontier: Frontier, tree: Tree, outcome: Outcome) -> None:
@@ -151,9 +147,7 @@ class Drafter:
         return max(self.config.prompt_lookup, slots) + phrases
 
     def _phrases(self, owner: Hashable) -> Phrases | None:
-        """The phrases that a request drafts from; None where there are none."""
-        if owner is None:
+        """Those that a request drafts from; None where it drafts from none."""
+        if owner is None or "phrases" not in self.config.graft:
             return None
-        if "shared_phrases" in self.config.graft:
-            return self.shared
-        return self.own.setdefault(owner, Phrases()) if "phrases" in self.config.graft else None
+        return self.phrases.setdefault(owner, Phrases())

@@ -5,7 +5,7 @@ Phrases: Ouroboros (Zhao et al. 2024, arXiv 2402.13720). Siblings: graph-structu
 2024, arXiv 2407.16207), whose graph is unrolled into the tree.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,9 +30,10 @@ class Path(NamedTuple):
 
 
 class Phrases:
-    """Token -> the phrases that were seen behind it, the newest last."""
+    """Of one request. behind: token -> the phrases that were seen behind it, the newest last."""
 
     def __init__(self) -> None:
+        self.learnt = 0  # tokens of its text
         self.behind: OrderedDict[int, deque[tuple[int, ...]]] = OrderedDict()
         self.first = self.later = 0.3  # how often a phrase's first token, and a further one, was accepted
 
@@ -49,10 +50,11 @@ class Phrases:
         if len(self.behind) > MOST_KEYS:
             self.behind.popitem(last=False)
 
-    def learn(self, read: NDArray[np.int64], learnt: int = 0) -> None:
-        """The phrases of a text, whose first `learnt` tokens were learnt from before."""
-        for at in range(max(0, learnt - LENGTH), len(read) - LENGTH):
+    def learn(self, read: NDArray[np.int64]) -> None:
+        """The phrases of a text that grows from call to call."""
+        for at in range(max(0, self.learnt - LENGTH), len(read) - LENGTH):
             self.add(int(read[at]), read[at + 1 : at + 1 + LENGTH].tolist())
+        self.learnt = len(read)
 
     def paths(self, tree: Tree, root: int) -> Iterator[Path]:
         rate = [self.first, *[self.later] * (LENGTH - 1)]
@@ -64,8 +66,6 @@ class Phrases:
 
     def observe(self, tree: Tree, path: Sequence[int]) -> None:
         """What became of the phrases behind accepted nodes."""
-        if tree.source is None:
-            return
         stood = {-1, *path}
         for node in np.flatnonzero(tree.source & PHRASES).tolist():
             parent = int(tree.parents[node])
@@ -92,35 +92,22 @@ def tails(tree: Tree, path: Sequence[int], said: Mapping[int, int]) -> Iterator[
 
 def siblings(tree: Tree, root: int) -> Iterator[Path]:
     """Below each leaf what follows the likeliest other node that ends in the same two tokens: all paths behind it."""
-    children = defaultdict[int, list[int]](list)
-    for node, parent in enumerate(tree.parents.tolist()):
-        children[parent].append(node)
-
-    def ending(node: int) -> tuple[int, int]:
-        parent = int(tree.parents[node])
-        return root if parent < 0 else int(tree.tokens[parent]), int(tree.tokens[node])
-
-    sees, known = tree.ancestors(), defaultdict[tuple[int, int], list[int]](list)
-    for node in range(len(tree)):
-        if children[node]:
-            known[ending(node)].append(node)
-    for leaf in range(len(tree)):
-        twins = [node for node in known[ending(leaf)] if not sees[leaf + 1, node + 1]]  # not on its own path
-        if not children[leaf] and twins:
-            twin = twins[0]
-            waiting: list[tuple[int, list[int]]] = [(node, [node]) for node in children[twin]]
-            while waiting:
-                node, nodes = waiting.pop()
-                above = [twin, *nodes[:-1]]
-                rate = [float(tree.psi[a] / tree.psi[b]) for a, b in zip(nodes, above, strict=True)]
-                yield Path(leaf, tree.tokens[nodes].tolist(), rate)
-                waiting += [(further, [*nodes, further]) for further in children[node]]
+    behind = tree.ancestors()[1:, 1:]  # is node i node j, or one behind it?
+    inner = behind.sum(axis=0) > 1
+    before = np.where(tree.parents < 0, root, tree.tokens[tree.parents])
+    for leaf in np.flatnonzero(~inner).tolist():
+        same = (tree.tokens == tree.tokens[leaf]) & (before == before[leaf])
+        twins = np.flatnonzero(same & inner & ~behind[leaf])  # not on its own path
+        for end in np.flatnonzero(behind[:, twins[0]])[1:] if len(twins) else ():
+            nodes = np.flatnonzero(behind[end] & behind[:, twins[0]])  # from the twin on
+            rate = tree.psi[nodes[1:]] / tree.psi[nodes[:-1]]
+            yield Path(leaf, tree.tokens[nodes[1:]].tolist(), rate.tolist())
 
 
 def grafted(tree: Tree, paths: Iterator[Path], source: int, deepest: int) -> Tree:
     """The tree with these paths in it, not ordered yet (`tree.chosen`); a node that is there stays as it is."""
-    rows = [tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist(), tree.psi.tolist(), tree.all_sources()]
-    tokens, parents, depths, psi, sources = rows
+    rows = (tree.tokens, tree.parents, tree.depths, tree.psi, tree.source)
+    tokens, parents, depths, psi, sources = (row.tolist() for row in rows)
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     for at, phrase, rate in paths:
         for token, share in zip(phrase, rate, strict=True):

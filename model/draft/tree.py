@@ -3,9 +3,6 @@
 psi never grows along a path, so the N best prefixes form a tree, and it is the N-node tree with the
 largest expected number of accepted tokens under the head's own beliefs. Best-first finds them in order.
 
-A node's children are all scored at once (a SIMD loop over the candidates), and only its best child that is not
-taken yet competes with those of other nodes: no heap of all children.
-
 Shape suffixes: N nodes, B sequences, Q rows (root, nodes, padding), K cached and new entries.
 """
 
@@ -30,7 +27,7 @@ NAMES = {HEAD: "head", LOOKUP: "lookup", PHRASES: "phrases", SIBLINGS: "siblings
 class Tree:
     """Draft nodes, parents first: token ids, parent index (-1: the root), depth (1..), psi. All [N].
 
-    source: who proposed each node, HEAD, LOOKUP, PHRASES, SIBLINGS or several; None: the head did all. proposals: of
+    source [N]: who proposed each node, HEAD, LOOKUP, PHRASES, SIBLINGS or several; by default the head. proposals: of
     rows (0: the root, n + 1: node n) whose children were drawn, in the order of their nodes, the tokens and the
     probabilities that they were drawn from.
     """
@@ -39,16 +36,20 @@ class Tree:
     parents: NDArray[np.int64]
     depths: NDArray[np.int64]
     psi: NDArray[np.float32]
-    source: NDArray[np.int8] | None = None
+    source: NDArray[np.int8] = None  # type: ignore[assignment]
     proposals: Mapping[int, tuple[NDArray[np.int64], NDArray[np.float64]]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.source is None:
+            object.__setattr__(self, "source", np.full(len(self), HEAD, np.int8))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, nodes: int) -> "Tree":
         """The tree of the first nodes: parents come first, so it is one."""
-        source = None if self.source is None else self.source[:nodes]
-        return Tree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.psi[:nodes], source)
+        n = slice(nodes)
+        return Tree(self.tokens[n], self.parents[n], self.depths[n], self.psi[n], self.source[n])
 
     def ancestors(self) -> NDArray[np.bool_]:
         """[N + 1, N + 1]: may row i attend to column j? Index 0 is the root, i + 1 is node i."""
@@ -57,23 +58,18 @@ class Tree:
     def walk(self, said: Callable[[int], int]) -> tuple[list[int], int]:
         """The accepted nodes, and what is said behind the last of them: from the root, to the child that holds what is
         said where we stand. said(row): after the root (row 0) or node row - 1."""
-        at, path, token = -1, list[int](), said(0)
-        while len(self):
+        at, path = -1, list[int]()
+        while True:
+            token = said(at + 1)
             children = np.flatnonzero((self.parents == at) & (self.tokens == token))
             if not len(children):
-                break
+                return path, token
             at = int(children[0])
             path.append(at)
-            token = said(at + 1)
-        return path, token
 
     def sources(self, path: Sequence[int]) -> list[str]:
         """Who proposed each node of a path: `head`, `lookup`, `both` for these two, or others joined by +."""
-        return [source_name(HEAD if self.source is None else int(self.source[node])) for node in path]
-
-    def all_sources(self) -> list[int]:
-        """The source of every node."""
-        return [HEAD] * len(self) if self.source is None else self.source.tolist()
+        return [source_name(int(self.source[node])) for node in path]
 
     def path_of(self, labels: Sequence[int]) -> list[int]:
         """The nodes that hold the labels, the base's own continuation of the root, as far as they go."""
@@ -108,8 +104,7 @@ def search(
     depth = min(max_depth, len(lattice.log_p))
     if nodes < 1 or depth < 1:
         return EMPTY
-    found = best_first.search(lattice, leaves, nodes, max_depth=depth, chain=chain, prune=np.float32(prune))
-    return Tree(*found)
+    return Tree(*best_first.search(lattice, leaves, nodes, max_depth=depth, chain=chain, prune=np.float32(prune)))
 
 
 def chosen(
@@ -121,14 +116,12 @@ def chosen(
     chain: bool = False,
 ) -> Tree:
     """The best `nodes` nodes by psi of a tree whose psi never grows along a path: what `search` is for a lattice."""
-    if not len(scored):
-        return scored
     tree = scored.tokens, scored.parents, scored.depths, scored.psi
     kept = _chosen(*tree, ends=leaves, nodes=nodes, max_depth=max_depth, chain=chain)
     number = np.full(len(scored) + 1, -1)
     number[kept] = np.arange(len(kept))
-    source = None if scored.source is None else scored.source[kept]
-    return Tree(scored.tokens[kept], number[scored.parents[kept]], scored.depths[kept], scored.psi[kept], source)
+    parents, source = number[scored.parents[kept]], scored.source[kept]
+    return Tree(scored.tokens[kept], parents, scored.depths[kept], scored.psi[kept], source)
 
 
 def tree_mask(drafts: Sequence[Tree], lengths: NDArray[np.int64], device: torch.device) -> AttentionMask:

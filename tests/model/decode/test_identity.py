@@ -9,6 +9,7 @@ from drafting import HEADS, prompts, random_head, random_trees
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.draft.drafter import Drafter
+from ctcdraft.model.draft.grafts import Phrases
 from ctcdraft.model.heads.head import OnePassHead
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,6 @@ OPTIONS = {
     "ranked": {"kind": "ranked", "k": [3, 2, 1]},
     "adaedl": {"stop": "adaedl"},
     "phrases": {"graft": ["phrases"]},
-    "shared phrases": {"graft": ["shared_phrases"]},
     "siblings": {"graft": ["siblings"]},
     "pearl": {"schedule": "pearl"},
     "coupled pearl": {"schedule": "pearl", "proposal": "shared", "graft": ["phrases"]},
@@ -99,12 +99,13 @@ def test_no_draft_option_changes_a_token(wordy_base, drafting, plain, option, se
         assert [one.tokens for one in got] == want
 
 
-def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base):
-    rng = np.random.default_rng(0)
-    decoder = Decoder(wordy_base, None, DraftConfig(nodes=14, budget="fixed", graft=["shared_phrases"]))
+def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base, monkeypatch):
+    rng, poisoned = np.random.default_rng(0), Phrases()
+    decoder = Decoder(wordy_base, None, DraftConfig(nodes=14, budget="fixed", graft=["phrases"]))
     for token in range(260):
         for _ in range(5):
-            decoder.drafter.shared.add(token, rng.integers(0, 259, 6).tolist())
+            poisoned.add(token, rng.integers(0, 259, 6).tolist())
+    monkeypatch.setattr(decoder.drafter, "_phrases", lambda owner: poisoned)
     asked = prompts(8, seed=400, longest=30)
     for prompt, want in zip(asked, Decoder(wordy_base).generate(asked, 30, eos=[]), strict=True):
         assert decoder.generate(prompt, 30, eos=[]).tokens == want.tokens

@@ -23,7 +23,7 @@ def tree_of(paths, psi=0.5):
 def test_a_pool_keeps_the_newest_phrases_of_a_token():
     pool, text = Phrases(), np.arange(40) % 7
     pool.learn(text[:20])
-    pool.learn(text, 20)
+    pool.learn(text)
     assert list(pool.behind[3]) == [tuple((4 + i) % 7 for i in range(LENGTH))]
     for n in range(PER_KEY + 5):
         pool.add(99, [n] * LENGTH)
@@ -36,10 +36,9 @@ def test_a_pool_keeps_the_newest_phrases_of_a_token():
 
 def test_growing_texts_are_learnt_once_and_whole():
     rng = np.random.default_rng(0)
-    text, pool, learnt = rng.integers(0, 5, 60), Phrases(), 0
+    text, pool = rng.integers(0, 5, 60), Phrases()
     for end in (3, 9, 10, 31, 60):
-        pool.learn(text[:end], learnt)
-        learnt = end
+        pool.learn(text[:end])
     for at in range(60 - LENGTH):
         assert tuple(text[at + 1 : at + 1 + LENGTH]) in set(pool.behind[int(text[at])])
     whole = Phrases()
@@ -135,18 +134,6 @@ def test_no_tree_is_deeper_than_its_drafter_says():
     assert longest > 8 + LENGTH
 
 
-def test_requests_that_take_turns_share_what_each_has_written():
-    """A shared pool knows how far it has learnt each text, not one of them alone."""
-    drafter = Drafter(DraftConfig(prompt_lookup=0, graft=["shared_phrases"]))
-    texts = {Owner(): np.arange(100, 140), Owner(): np.arange(30)}
-    for end in (15, 20, 30):
-        for owner, text in texts.items():
-            drafter.tree(EMPTY, Frontier(text[:end], (), owner=owner))
-    for text in texts.values():
-        for at in range(30 - LENGTH):
-            assert drafter.shared.behind[int(text[at])][-1] == tuple(text[at + 1 : at + 1 + LENGTH])
-
-
 def test_a_request_of_its_own_phrases_knows_nothing_of_another():
     drafter = Drafter(DraftConfig(prompt_lookup=0, graft=["phrases"]))
     first, second = Owner(), Owner()
@@ -155,7 +142,7 @@ def test_a_request_of_its_own_phrases_knows_nothing_of_another():
     assert len(tree) == 0
     assert len(drafter.tree(EMPTY, Frontier(np.array([*range(20), 3]), (), owner=first))) == LENGTH
     del first
-    assert len(drafter.own) == 1  # what ended is forgotten
+    assert len(drafter.phrases) == 1  # what ended is forgotten
 
 
 class Owner:
