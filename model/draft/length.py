@@ -1,21 +1,19 @@
 """How long the drafts of a batch should be: what each node is worth against the time of the steps as they come.
 
 A step of B requests with n drafted tokens in all yields B + (sum of their psi) tokens and takes the time of drafting
-and time(B + n). psi never grows along a draft, so the likeliest n tokens of all of them are beginnings of them, and the
-n with the most tokens per second is the best. psi counts as much as it was seen to be worth, from the head and from
-copies alone. Time is a line through rows for steps with drafts, and another for those without, which run in other ways.
-In large batches, whose rows are dear, drafts get short. A head rests where its latest drafts would not have paid for
-drafting them, beside what copies alone would have brought; those, which cost little, go on. Where none of them has paid
-in many looks, most steps go without a look: a small base in a large batch is done in the time of a few of them.
+and time(B + n). psi never grows along a draft, so the likeliest n tokens of all are beginnings of drafts. The n with
+the most tokens per second is the best. psi counts as much as it was seen to be worth, from the head and from copies
+alone. Time is a line through rows for steps with drafts, and another for those without. A head rests where its latest
+drafts would not have paid for drafting them, beside what copies alone would have brought; those go on. Where none has
+paid in many looks, most steps go without a look: a small base in a large batch is done in the time of a few of them.
 
-Requests cost more than their rows, so batches of another size have lines of their own: who asks keeps a `Lengths` for
-each power of two of the requests. In our own decoder rows are padded to the longest draft, so that another row of one
-request is one of each: all have their first n nodes, and a step takes time(B + B n). For a sequence alone, whose steps
-are timed beforehand: `budget.Budget`.
+Who asks keeps a `Lengths` for each power of two of the requests, which cost more than their rows. In our own decoder
+rows are padded to the longest draft: all have their first n nodes, and a step takes time(B + B n). For a sequence
+alone, whose steps are timed beforehand: budget.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,34 +64,6 @@ class Line:
         return seconds + min(max(slope, 0.0), seconds / mean) * (size - mean)
 
 
-class Ranked(NamedTuple):
-    """psi of all tokens of so many chains, and how many are taken before each: the likelier ones, or where drafts are
-    padded its place."""
-
-    chains: int
-    psi_N: NDArray[np.float32]
-    rank_N: NDArray[np.int64]
-
-
-class Looks:
-    """Looks for drafts, which become few where many in a row have found none that pays. in_vain: these; left_out: steps
-    without one, from now on; requests: of the last one."""
-
-    def __init__(self) -> None:
-        self.in_vain, self.left_out, self.requests = 0, 0, 0
-
-    def next_is_left_out(self, requests: int) -> bool:
-        self.left_out = self.left_out - 1 if 2 * requests > self.requests else 0
-        return self.left_out > 0
-
-    def observe(self, requests: int, found: bool, cost: float) -> None:
-        """cost: of the look, in steps without drafts. Twice as many steps from one to the next, until it is LOOKING."""
-        self.in_vain = 0 if found else min(self.in_vain + 1, 2 * FRUITLESS)
-        if self.in_vain >= FRUITLESS:
-            self.left_out = 1 + int(min(2 ** (self.in_vain - FRUITLESS), cost / LOOKING))
-            self.requests = requests
-
-
 class Lengths:
     """Seconds: of steps without drafts, by requests; of those with, by rows; of drafting with the head, by requests.
 
@@ -110,7 +80,8 @@ class Lengths:
         self._hope = 0.0, False  # psi of the drafts under way, and whether the head made them
         self._seen = {True: np.zeros(2), False: np.zeros(2)}  # by head, of copies alone: psi, accepted; sums that fade
         self._saved = 0.0  # seconds for the next try
-        self._looks = Looks()
+        # Looks in a row that found nothing; steps without one from now on; requests of the last one behind many such.
+        self._in_vain, self._left_out, self._looked = 0, 0, 0
 
     def observe(self, requests: int, rows: int, seconds: float, accepted: float) -> None:
         """The step of the drafts that `cut` has returned last."""
@@ -125,7 +96,8 @@ class Lengths:
 
     def sleeps(self, requests: int) -> bool:
         """Is this a step without a look? Then `rests` and `cut` are not asked. Half as many requests wake it."""
-        if not self._looks.next_is_left_out(requests):
+        self._left_out = self._left_out - 1 if 2 * requests > self._looked else 0
+        if self._left_out <= 0:
             return False
         self._saved += TRYING * self.plain.at(requests)
         self._hope, self.count = (0.0, False), self.count + 1
@@ -136,10 +108,10 @@ class Lengths:
         self._trying = not self._latest
         if self._trying or self._timed_plainly:
             return self._timed_plainly
-        _, copied, without = self._best(requests, self._ranked(self._alone), False)
-        latest = self._ranked(self._latest)
+        _, copied, without = self._best(requests, len(self._alone), self._gains(self._alone), False)
+        gain = self._gains(self._latest)
         for self._trying in (False, True):
-            count, tokens, seconds = self._best(requests, latest, True, self._trying)
+            count, tokens, seconds = self._best(requests, len(self._latest), gain, True, some=self._trying)
             lost = seconds - tokens * without / copied
             if count and lost <= 0:
                 return False
@@ -157,42 +129,49 @@ class Lengths:
     ) -> list[Tree]:
         """The beginnings that pay. by_head: the head has drafted; look: seconds that it took to find these, without
         it; alone: what one of the requests would have without the head, asked of one where it has drafted."""
-        psi, tried = [chain.psi for chain in chains], by_head and self._trying
-        request = self.count % len(psi)  # one of each step: that many steps are remembered, whatever the batch
+        psi, tried, requests = [chain.psi for chain in chains], by_head and self._trying, len(chains)
+        request = self.count % requests  # one of each step: that many steps are remembered, whatever the batch
         self._alone = [*self._alone, alone(request).psi if by_head else psi[request]][-LATEST:]
         if by_head:  # what it was worth before it rested says little
             self._latest = [*(psi if tried else [*self._latest, psi[request]])][-LATEST:]
-        ranked = self._ranked(psi)
-        count = 0 if self._timed_plainly else self._best(len(chains), ranked, by_head, tried)[0]
+        gain = self._gains(psi)
+        count = 0 if self._timed_plainly else self._best(requests, requests, gain, by_head, some=tried)[0]
         if not self._timed_plainly and not tried:
-            self._looks.observe(len(chains), count > 0, look / self.plain.at(len(chains)))
+            self._in_vain = 0 if count else min(self._in_vain + 1, 2 * FRUITLESS)
+            if self._in_vain >= FRUITLESS:  # twice as many steps from one look to the next, until it is LOOKING
+                plain_steps = look / self.plain.at(requests)
+                self._left_out = 1 + int(min(2 ** (self._in_vain - FRUITLESS), plain_steps / LOOKING))
+                self._looked = requests
         if count and not self.padded:
-            count = min(whole(len(chains) + count) - len(chains), len(ranked.psi_N))
+            count = min(whole(requests + count) - requests, len(gain))
         self.count += 1
-        taken_N = ranked.rank_N < count
-        self._hope = float(ranked.psi_N[taken_N].sum()), by_head
-        chain_N = np.repeat(np.arange(len(chains)), list(map(len, psi)))
-        counts = np.bincount(chain_N[taken_N], minlength=len(chains))
-        return [chain.first(int(count)) for chain, count in zip(chains, counts, strict=True)]
+        self._hope = float(gain[:count].sum()), by_head
+        if self.padded:
+            return [chain.first(count) for chain in chains]
+        chain_N = np.repeat(np.arange(requests), list(map(len, psi)))
+        taken = np.argsort(-np.concatenate(psi), kind="stable")[:count]
+        counts = np.bincount(chain_N[taken], minlength=requests)
+        return [chain.first(int(n)) for chain, n in zip(chains, counts, strict=True)]
 
     @property
     def _timed_plainly(self) -> bool:
         """Does this step go without drafts, whatever pays?"""
         return self.count % PLAIN == 0
 
-    def _ranked(self, psi: Sequence[NDArray[np.float32]]) -> Ranked:
-        psi_N = np.concatenate(psi)
+    def _gains(self, psi: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+        """What another token brings, the likeliest of all chains first; where padded, another one of each of them."""
+        psi_N = np.concatenate(psi).astype(np.float64)
         if self.padded:
-            return Ranked(len(psi), psi_N, np.concatenate([np.arange(len(own)) for own in psi]))
-        rank_N = np.empty(len(psi_N), np.int64)
-        rank_N[np.argsort(-psi_N, kind="stable")] = np.arange(len(psi_N))
-        return Ranked(len(psi), psi_N, rank_N)
+            places_N = np.concatenate([np.arange(len(own)) for own in psi])
+            return np.bincount(places_N, psi_N).astype(np.float64)
+        return -np.sort(-psi_N)
 
-    def _best(self, requests: int, ranked: Ranked, by_head: bool, some: bool = False) -> tuple[int, float, float]:
-        """How many of the likeliest tokens of these chains pay most (of each, where padded), where `requests` have such
-        chains; tokens and seconds of that step. some: as many as there are chains at least, so that their time is
-        seen."""
-        gain, each = np.bincount(ranked.rank_N, ranked.psi_N), requests / ranked.chains  # of each rank
+    def _best(
+        self, requests: int, chains: int, gain: NDArray[np.float64], by_head: bool, *, some: bool = False
+    ) -> tuple[int, float, float]:
+        """How many tokens of so many chains pay most (of each, where padded), where `requests` have such chains; tokens
+        and seconds of that step. some: as many as there are chains at least, so that their time is seen."""
+        each = requests / chains
         hoped, accepted = self._seen[by_head]
         worth = (accepted + 1) / (hoped + 1)
         tokens = requests + each * worth * np.concatenate([[0.0], np.cumsum(gain)])
@@ -200,6 +179,6 @@ class Lengths:
         seconds = MARGIN * self.drafted.at(rows, self.plain)
         seconds[0] = min(seconds[0], self.plain.at(requests))  # no longer than one of as many rows with drafts
         seconds += self.drafts.at(requests) if by_head else 0.0  # each step has one: the dearer, the more tokens of it
-        first = min(1 if self.padded else ranked.chains, len(gain)) if some else 0
+        first = min(1 if self.padded else chains, len(gain)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]
