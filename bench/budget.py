@@ -66,7 +66,7 @@ def main():
         *("budget", "nodes per step", "foretold / accepted", "tokens per step"),
         *("ms per step", "speedup", "beside the best N"),
     )
-    times = ", ".join(f"{n}: {1e3 * decoders['measured'].budget.seconds[n]:.0f} ms" for n in (0, *options.nodes))
+    times = ", ".join(f"{n}: {1e3 * decoders['measured'].budget[n]:.0f} ms" for n in (0, *options.nodes))
     print(f"Machine: {machine()}. {len(prompts)} prompts, {options.dtype}; steps as measured: {times}\n")
     print(markdown_table(header, table))
 

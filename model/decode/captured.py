@@ -70,7 +70,7 @@ class CapturedStep(EagerStep):
         (request,), (tree,) = self.active, drafts
         past, rows = int(self.cache.lengths[0]), 1 + next(size for size in self.sizes if len(tree) <= size)
         # A new stream or event is of the current device, and that may be another one than the base's.
-        with self.clock("verify"), torch.cuda.device_of(self.noise_PV):
+        with self.timed("verify"), torch.cuda.device_of(self.noise_PV):
             if request.sampling.temperature:
                 V, device = self.base.vocab_size, self.base.device
                 if not len(self.noise_PV):
@@ -84,8 +84,8 @@ class CapturedStep(EagerStep):
                 self._shapes[rows, width, sampling] = _Shape(self, rows, width, sampling)
             shape = self._shapes[rows, width, sampling]
             outcome, self.drafted = shape.run(tree, request.root, past)
-        self.clock.seconds["verify"] -= shape.draft_seconds
-        self.clock.seconds["draft"] += shape.draft_seconds
+        self.seconds["verify"] -= shape.draft_seconds
+        self.seconds["draft"] += shape.draft_seconds
         self.cache.lengths[0] += len(outcome.path) + 1
         return [outcome]
 
@@ -120,7 +120,8 @@ class _Shape:
         sees[:rows, :rows] = tree.ancestors()
         self.given.copy_(self.host_given, non_blocking=True)
         if not self.halves:
-            self.halves = self._captured() if self.step.capture else self._eager_halves()
+            halves = [self._verify] if self.step.head is None else [self._verify, self._draft]
+            self.halves = self._captured(halves) if self.step.capture else halves
         for number, half in enumerate(self.halves):
             half()
             if self.ends:
@@ -135,27 +136,23 @@ class _Shape:
         outcome = Outcome(path, int(said[order[count - 1]]), dict(enumerate(said[:rows].tolist())))
         return outcome, lattice
 
-    def _captured(self) -> list[Callable[[], None]]:
+    def _captured(self, halves: list[Callable[[], None]]) -> list[Callable[[], None]]:
         """Both halves as CUDA graphs. A base that cannot be captured runs them as they are."""
-        step = self.step
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for mode in ("default", "error"):  # libraries allocate their workspaces; then what waits is refused
                     with _sync_debug_mode(mode):
-                        for half in self._eager_halves():
+                        for half in halves:
                             half()
             torch.cuda.current_stream().wait_stream(stream)
-            return [_graph_of(half) for half in self._eager_halves()]
+            return [_graph_of(half) for half in halves]
         except RuntimeError as error:
             reason = str(error).split("\n")[0]
-            warnings.warn(f"{step.base.name} is decoded without CUDA graphs: {reason}", stacklevel=2)
-            step.capture = False
-            return self._eager_halves()
-
-    def _eager_halves(self) -> list[Callable[[], None]]:
-        return [self._verify] if self.step.head is None else [self._verify, self._draft]
+            warnings.warn(f"{self.step.base.name} is decoded without CUDA graphs: {reason}", stacklevel=2)
+            self.step.capture = False
+            return halves
 
     def _verify(self) -> None:
         """Forward under the tree mask, choose, accept, compact; what the head drafts from stays in buffers."""

@@ -11,21 +11,20 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
-from typing import cast, overload
+from typing import Unpack, cast, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..base.llm import Base
-from ..draft import tree as trees
-from ..draft.budget import SIZES, Budget, chain_of, step_seconds
+from ..draft.budget import SIZES, best_size, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
 from ..draft.growth import Drafted
 from ..draft.length import Lengths
-from ..draft.tree import Tree
+from ..draft.tree import EMPTY, Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from .captured import CapturedStep
 from .pearl import PearlStep, check_angles
@@ -63,7 +62,7 @@ class Decoder:
         serial = self.draft.schedule == "serial" and self.draft.proposal != "sampled"
         fits = self.draft.most_nodes + 1 < base.context_length  # the chains that are timed
         self.measures = self.drafts and self.draft.budget in measured and serial and fits
-        self.budget: Budget | None = None  # of one sequence
+        self.budget: NDArray[np.float64] | None = None  # of one sequence: seconds of a step with so many nodes
         self.lengths: dict[int, Lengths] = defaultdict(partial(Lengths, padded=True))  # of several, by powers of two
         self.cold = 2  # steps of several to come that compile
         self._captured: CapturedStep | None = None
@@ -138,7 +137,7 @@ class Decoder:
                 self._draft(step)
                 rewind()
 
-            self.budget = Budget(step_seconds(most, verify, draft))
+            self.budget = step_seconds(most, verify, draft)
 
     @property
     def slots(self) -> int:
@@ -176,7 +175,7 @@ class Decoder:
 
     def advance(self, step: EagerStep) -> None:
         """One step of every request in flight: draft, verify, take what was accepted."""
-        began, by_head = time.perf_counter(), step.clock.seconds["draft"]
+        began, by_head = time.perf_counter(), step.seconds["draft"]
         drafts, accepted = self._draft(step), 0
         for request, tree, outcome in zip(step.active, drafts, step.verify(drafts), strict=True):
             path = outcome.path
@@ -186,7 +185,7 @@ class Decoder:
             request.out.steps += 1
             request.out.nodes.append(len(tree))
             request.out.accepted.append(len(path))
-            request.out.expected.append(float(tree.psi.sum()) if len(tree) else 0.0)
+            request.out.expected.append(float(tree.psi.sum()))
             request.out.accepted_from.update(tree.sources(path))
             if request.out.trees is not None:
                 request.out.trees.append((tree, path))
@@ -196,7 +195,7 @@ class Decoder:
         if self.cold:  # the first two steps, which compile, tell nothing
             self.cold -= 1
             return
-        by_head = step.clock.seconds["draft"] - by_head
+        by_head = step.seconds["draft"] - by_head
         seconds = time.perf_counter() - began - by_head
         requests, lengths = len(drafts), self.lengths[len(drafts).bit_length()]
         lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, accepted)
@@ -239,7 +238,7 @@ class Decoder:
         return kept
 
     def _draft(self, step: EagerStep) -> list[Tree]:
-        drafts = [trees.EMPTY] * len(step.active)
+        drafts = [EMPTY] * len(step.active)
         if not self.drafts:
             return drafts
 
@@ -253,16 +252,16 @@ class Decoder:
             return drafts
         by_head = self.head is not None and not (lengths and lengths.rests(len(drafts)))  # copies go on
         drafted: Sequence[Drafted] = step.draft(noise) if by_head else drafts
-        with step.clock("tree"):
+        with step.timed("tree"):
             began = time.perf_counter()
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]
             if lengths is not None:
                 look = time.perf_counter() - began
-                drafts = lengths.cut(drafts, by_head, look, lambda i: self._propose(step.active[i], trees.EMPTY))
+                drafts = lengths.cut(drafts, by_head, look, lambda i: self._propose(step.active[i], EMPTY))
             elif several:  # with a node and without, whatever pays
                 drafts = [draft.first(self.cold - 1) for draft in drafts]
             elif self.budget is not None and not step.several:
-                drafts = [drafts[0].first(self.budget.choose(drafts[0]))]
+                drafts = [drafts[0].first(best_size(drafts[0], self.budget))]
         return drafts
 
     def _propose(self, request: Request, drafted: Drafted) -> Tree:

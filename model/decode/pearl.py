@@ -1,11 +1,10 @@
 """Base and head at the same time: PEARL (Liu et al. 2024, arXiv 2408.11850).
 
-While the base verifies a draft, the head drafts anew from where that draft began. Once the base has chosen, what the
-head believed to follow exactly these tokens is the next draft (post-verify, in the paper's words). Where it did not
-expect them, nothing is pending, and the base reads the root alone while the head drafts (pre-verify). A step takes as
-long as the slower of the two, and drafts come a step late: of T slots those are left that the base has not chosen yet.
-In the paper the drafter goes on behind its own pending tokens; these heads draft from states of the base, which has not
-read them.
+While the base verifies a draft, the head drafts anew from where that draft began. What it believed to follow the tokens
+that the base then chose is the next draft (post-verify, in the paper's words). Where it did not expect them, the base
+reads the root alone while the head drafts (pre-verify). A step takes as long as the slower of the two, and drafts come
+a step late. In the paper the drafter goes on behind its own pending tokens; these heads draft from states of the base,
+which has not read them.
 
 On a CPU the head has a thread, on a GPU a stream too. Nothing that it reads changes meanwhile: what the base wrote is
 committed when both are done.
@@ -18,10 +17,9 @@ from typing import Any
 import torch
 
 from ..base.llm import Base
-from ..draft import tree as trees
 from ..draft.drafter import Outcome
 from ..draft.growth import Drafted, behind
-from ..draft.tree import Tree
+from ..draft.tree import EMPTY, Tree
 from ..lattice.candidates import Lattice
 from .request import Request
 from .step import EagerStep, Noise
@@ -47,12 +45,12 @@ class PearlStep(EagerStep):
     def draft(self, noise: Noise) -> Sequence[Drafted]:
         """What the head expected behind each root before the base chose it."""
         self.noise = noise
-        with self.clock("tree"):
-            return [self._expected(request) for request in self.active]
-
-    def _expected(self, request: Request) -> Drafted:
-        drafted, length = self.early.get(request, (trees.EMPTY, request.length))
-        return behind(drafted, request.read[length:].tolist())
+        expected = []
+        with self.timed("tree"):
+            for request in self.active:
+                drafted, length = self.early.get(request, (EMPTY, request.length))
+                expected.append(behind(drafted, request.read[length:].tolist()))
+        return expected
 
     def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
         """As the eager step does, and the next draft with it; `draft` seconds are those that the base was done
@@ -64,14 +62,14 @@ class PearlStep(EagerStep):
             self.stream.wait_stream(torch.cuda.current_stream(self.base.device))
         drafting = self.beside.submit(self._draft_beside, lambda: noise)
         try:
-            with self.clock("verify"):
+            with self.timed("verify"):
                 found, hidden_BQD = self._verified(drafts)
         finally:  # whatever becomes of the base, the head is done before anything else happens
             wait([drafting])
-        with self.clock("draft"):
+        with self.timed("draft"):
             drafted = drafting.result()
         del states
-        with self.clock("other"):
+        with self.timed("other"):
             self._commit(found, hidden_BQD)
         self.early = dict(zip(self.active, zip(drafted, lengths, strict=True), strict=True))
         return found

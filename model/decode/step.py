@@ -33,19 +33,6 @@ Noise = Callable[[], Tensor | None]  # see `Head.drafts`
 Place = tuple[Request, Tree, int]  # where the base says something: behind the root (row 0) or node row - 1 of a draft
 
 
-class Clock:
-    """Seconds per part. `verify` and `draft` end with a copy to the host, so they wait for an accelerator."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start
-
-
 class EagerStep:
     """The requests in flight, sequence b of the caches for `active[b]`, and what a step does with them: `verify` their
     drafts, then `draft` anew. Every shape is as it comes.
@@ -71,13 +58,20 @@ class EagerStep:
     def begin(self) -> None:
         """Forget every sequence, keep the memory."""
         self.active: list[Request] = []
-        self.clock = Clock()
+        self.seconds: dict[str, float] = defaultdict(float)
         for cache in self.caches:
             cache.clear()
 
     def end(self) -> None:
         """A call is done with it."""
         self.in_use = False
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds to seconds of that part. `verify` and `draft` end with a copy to the host, so they wait for a device."""
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
 
     @torch.no_grad()
     def admit(self, request: Request, row: int | None = None) -> None:
@@ -88,8 +82,8 @@ class EagerStep:
         with a cache of its own has to see every state, so for it all is read.
         """
         base, cache = self.base, self.cache
-        request.out.seconds = self.clock.seconds
-        with self.clock("verify"):
+        request.out.seconds = self.seconds
+        with self.timed("verify"):
             if row is None:
                 row = len(self.active)
                 for each in self.caches:
@@ -137,9 +131,9 @@ class EagerStep:
 
     def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
         """What becomes of each request's draft. The caches then hold what is accepted."""
-        with self.clock("verify"):
+        with self.timed("verify"):
             found, hidden_BQD = self._verified(drafts)
-        with self.clock("other"):
+        with self.timed("other"):
             self._commit(found, hidden_BQD)
         return found
 
@@ -164,7 +158,7 @@ class EagerStep:
 
     def draft(self, noise: Noise) -> Sequence[Drafted]:
         """What the head expects behind each root. noise: see `Head.drafts`."""
-        with self.clock("draft"):
+        with self.timed("draft"):
             return self._drafted(noise)
 
     @torch.no_grad()
@@ -234,16 +228,15 @@ class EagerStep:
         for sampling in {request.sampling for request, _, _ in places}:
             rows = [i for i, (request, _, _) in enumerate(places) if request.sampling == sampling]
             noise_RV = seen_RV = None
+            own = [places[i] for i in rows]
             if sampling.temperature:
-                keys = []
-                for request, tree, row in (places[i] for i in rows):
-                    keys.append((request.seed, request.length + (int(tree.depths[row - 1]) if row else 0)))
-                noise = {(seed, at): gumbel(seed, at, V, logits_RV.device) for seed, at in sorted(set(keys))}
-                noise_RV = torch.stack([noise[key] for key in keys])
+                noise = []
+                for request, tree, row in own:
+                    depth = int(tree.depths[row - 1]) if row else 0
+                    noise.append(gumbel(request.seed, request.length + depth, V, logits_RV.device))  # kept for siblings
+                noise_RV = torch.stack(noise)
             if sampling.repetition_penalty != 1.0:
-                seen_RV = torch.stack(
-                    [request.seen_behind(tree, row) for request, tree, row in (places[i] for i in rows)]
-                )
+                seen_RV = torch.stack([request.seen_behind(tree, row) for request, tree, row in own])
             found = sampling.choose(logits_RV if len(rows) == len(places) else logits_RV[rows], seen_RV, noise_RV)
             for i, token in zip(rows, found.tolist(), strict=True):
                 chosen[i] = token

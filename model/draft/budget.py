@@ -7,7 +7,7 @@ by falling psi, so the first n are the best tree of n nodes, and the budget that
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,16 +63,10 @@ def fit_calibration(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -
     return Calibration([float(s / n) for n, s, _ in pools], [float(a / n) for n, _, a in pools])
 
 
-@dataclass(frozen=True)
-class Budget:
-    """seconds[n]: a whole step with n nodes, n = 0..most."""
-
-    seconds: NDArray[np.float64]
-
-    def choose(self, tree: Tree) -> int:
-        """The number of nodes, of the tree's first, with the most expected tokens per second."""
-        gain = 1.0 + np.concatenate([[0.0], np.cumsum(tree.psi, dtype=np.float64)])
-        return int(np.argmax(gain / self.seconds[: len(tree) + 1]))
+def best_size(tree: Tree, seconds: NDArray[np.float64]) -> int:
+    """How many of the tree's first nodes give the most expected tokens per second; seconds[n]: a whole step with n."""
+    gain = 1.0 + np.concatenate([[0.0], np.cumsum(tree.psi, dtype=np.float64)])
+    return int(np.argmax(gain / seconds[: len(tree) + 1]))
 
 
 def step_seconds(most: int, verify: Callable[[int], Any], draft: Callable[[], Any]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import captured
 from ctcdraft.model.decode.captured import width_of
-from ctcdraft.model.draft.budget import Budget, Calibration
+from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_budget_chosen_per_step_moves_between_shapes(base):
     assert {rows for rows, *_ in static._captured._shapes} == {1, 2, 3, 5, 9, 17, 25}
     chosen = set()
     for slope, prompt in zip((0.0, 0.01, 0.1, 0.3, 2.0), prompts(5, seed=70), strict=True):
-        static.budget = Budget(1 + slope * np.arange(25.0))
+        static.budget = 1 + slope * np.arange(25.0)
         out = static.generate(prompt, 40)
         assert out.tokens == Decoder(base).generate(prompt, 40).tokens
         chosen |= {round(e, 3) for e in out.expected}

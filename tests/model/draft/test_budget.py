@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctcdraft.model.draft.budget import Budget, Calibration, chain_of, fit_calibration, step_seconds
+from ctcdraft.model.draft.budget import Calibration, best_size, chain_of, fit_calibration, step_seconds
 from ctcdraft.model.draft.tree import Tree
 
 
@@ -47,14 +47,14 @@ def test_whatever_was_observed_rises_with_psi_and_falls_along_paths(rows):
 
 def test_the_budget_is_what_pays_most_per_second():
     tree = Tree(np.arange(4), np.full(4, -1), np.ones(4, np.int64), np.array([0.6, 0.3, 0.09, 0.01], np.float32))
-    free = Budget(np.ones(5))
-    assert free.choose(tree) == 4
-    dear = Budget(np.array([1.0, 1.7, 2.4, 3.1, 3.8]))
-    assert dear.choose(tree) == 0
-    steps = Budget(np.array([1.0, 1.2, 1.3, 1.45, 1.6]))  # 1, 1.33, 1.46, 1.37, 1.25 per second
-    assert steps.choose(tree) == 2
+    free = np.ones(5)
+    assert best_size(tree, free) == 4
+    dear = np.array([1.0, 1.7, 2.4, 3.1, 3.8])
+    assert best_size(tree, dear) == 0
+    steps = np.array([1.0, 1.2, 1.3, 1.45, 1.6])  # 1, 1.33, 1.46, 1.37, 1.25 per second
+    assert best_size(tree, steps) == 2
     doubtful = Calibration([0.0, 1.0], [0.0, 0.1]).applied(tree)
-    assert steps.choose(doubtful) == 0
+    assert best_size(doubtful, steps) == 0
 
 
 def test_calibrated_nodes_are_worth_what_lies_between_the_knots():
