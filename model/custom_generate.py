@@ -37,7 +37,6 @@ TAKEN = {
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     "transformers_version",
 }
-DEFAULT_LENGTH = 20  # new tokens of transformers' own generate, where nobody says how many
 
 
 def generate_with(
@@ -64,7 +63,7 @@ def generate_with(
     if input_ids is None or input_ids.dim() != 2:
         raise ValueError("custom_generate: give input_ids [batch, length]")
     lengths = (arguments.get("max_length"), getattr(generation_config, "max_length", None))
-    asked = next((length for length in (*lengths, model.generation_config.max_length) if length is not None), None)
+    default_length = {*lengths, model.generation_config.max_length} == {None}
     config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]
     defaults = GenerationConfig._get_default_generation_params()
     for name in sorted(vars(GenerationConfig()).keys() - TAKEN):
@@ -80,8 +79,7 @@ def generate_with(
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids) if padding is None else input_ids != padding
     prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, attention_mask, strict=True)]
-    length = input_ids.shape[1]
-    limit = config.max_new_tokens or (DEFAULT_LENGTH if asked is None else asked - length)
+    limit = config.max_new_tokens or config.max_length - (0 if default_length else input_ids.shape[1])
     first = int(torch.randint(2**62, ())) if seed is None else seed
     settings: Settings = {
         "repetition_penalty": _or_one(config.repetition_penalty),

@@ -22,9 +22,8 @@ from .base.llm import Base
 from .base.sampling import Sampling
 from .decode.decoder import Decoder, Generation
 from .decode.generate import batches_by_length
-from .draft import tree as trees
 from .draft.drafter import Frontier
-from .draft.tree import Tree
+from .draft.tree import ANY_DEPTH, EMPTY, Tree
 from .lattice.candidates import Lattice
 
 SEQUENCES = 8  # that the base reads together
@@ -117,20 +116,20 @@ def drafts_along(
         roots = [root for i in batch for root in _roots(i, sequences[i], most)]
         places = [(batch.index(root.sequence), root.at - 1) for root in roots]
         anchors_N2 = torch.tensor(places, device=base.device).view(-1, 2)
+        ends = [_frontier(base, sequences[root.sequence], root) for root in roots]
         hidden: dict[Attended | None, Tensor] = {}
         for labels in drafters.values():
-            drafted: Iterator[Lattice | Tree] = iter([trees.EMPTY] * len(roots))
+            drafted: Iterator[Lattice | Tree] = iter([EMPTY] * len(roots))
             first = decoders[labels[0]]
             if first.head is not None:
-                if first.head.attended not in hidden:
-                    hidden[first.head.attended] = base.hidden(ids_BL, attended=first.head.attended)
-                ends = [_frontier(first, sequences[root.sequence], root) for root in roots]
-                drafted = _drafted(first, hidden[first.head.attended], ids_BL.roll(-1, dims=1), anchors_N2, ends)
-            for root, one in zip(roots, drafted, strict=True):
+                attended = first.head.attended
+                if attended not in hidden:
+                    hidden[attended] = base.hidden(ids_BL, attended=attended)
+                drafted = _drafted(first, hidden[attended], ids_BL.roll(-1, dims=1), anchors_N2, ends)
+            for root, end, one in zip(roots, ends, drafted, strict=True):
                 for label in labels:
                     decoder = decoders[label]
-                    frontier = _frontier(decoders[label], sequences[root.sequence], root)
-                    yield label, root, decoder.drafter.tree(one, frontier) if decoder.drafts else trees.EMPTY
+                    yield label, root, decoder.drafter.tree(one, end) if decoder.drafts else EMPTY
 
 
 def _roots(number: int, known: Transcript, most: int | None) -> list[Root]:
@@ -156,7 +155,7 @@ def _drafted(
         yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary, None, noise_NTV)
 
 
-def _frontier(decoder: Decoder, known: Transcript, root: Root) -> Frontier:
-    eos, read = decoder.base.eos_ids, known.tokens[: root.at + 1]
-    room = trees.ANY_DEPTH if known.tokens[root.end - 1] in eos else root.end - root.at - 2  # a bonus token follows
-    return Frontier(read, eos, room, known.sampling, known.seed)
+def _frontier(base: Base, known: Transcript, root: Root) -> Frontier:
+    ended = known.tokens[root.end - 1] in base.eos_ids
+    room = ANY_DEPTH if ended else root.end - root.at - 2  # a bonus token follows
+    return Frontier(known.tokens[: root.at + 1], base.eos_ids, room, known.sampling, known.seed)

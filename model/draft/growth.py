@@ -105,37 +105,32 @@ def grow(first: Prefix, rule: "Rule", nodes: int, *, max_depth: int, leaves: NDA
     depths = list[int]()
     worths = list[float]()
     proposals = dict[int, Row]()
-    rows = list[tuple[Prefix, Row, Picked]]()
+    rows = list[tuple[Prefix, Row, Picked, int]]()  # and the node that each follows
     # What may come next, worth at most so much: the n-th child of a row, or (n = -1) the row behind a node.
     waiting: list[tuple[float, int, int, Prefix | None]] = [(-1.0, -1, -1, first)] if max_depth > 0 else []
-    owner = list[int]()  # the node that a row follows
     while waiting and len(tokens) < nodes:
         negative, number, n, prefix = heappop(waiting)
         if prefix is not None:
-            node = number
-            depth = depths[node] if node >= 0 else 0
+            parent, number, n = number, len(rows), 0
+            depth = depths[parent] if parent >= 0 else 0
             row = rule.widened(prefix.row(), depth)
             picked = rule(row, depth)
             if picked.q is not None:
-                proposals[node + 1] = Row(row.tokens, picked.q)
-            rows.append((prefix, row, picked))
-            owner.append(node)
-            number, n = len(rows) - 1, 0
+                proposals[parent + 1] = Row(row.tokens, picked.q)
+            rows.append((prefix, row, picked, parent))
         else:
-            prefix, row, picked = rows[number]
-            column, parent = int(picked.columns[n]), owner[number]
-            token = int(row.tokens[column])
-            depth = (depths[parent] if parent >= 0 else 0) + 1
-            tokens.append(token)
+            prefix, row, picked, parent = rows[number]
+            column = int(picked.columns[n])
+            tokens.append(int(row.tokens[column]))
             parents.append(parent)
-            depths.append(depth)
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
             worths.append(-negative)
-            if n < picked.followed and depth < max_depth and token not in leaves and row.q[column] > 0:
+            if n < picked.followed and depths[-1] < max_depth and tokens[-1] not in leaves and row.q[column] > 0:
                 following = prefix.followed_by(column, float(row.q[column]))
                 heappush(waiting, (negative, len(tokens) - 1, -1, following))
             n += 1
         if n < len(picked.columns):
-            above = worths[owner[number]] if owner[number] >= 0 else 1.0
+            above = worths[parent] if parent >= 0 else 1.0
             heappush(waiting, (-above * float(picked.share[n]), number, n, None))
     nodes_3N = np.array([tokens, parents, depths], np.int64).reshape(3, -1)
     return Tree(nodes_3N[0], nodes_3N[1], nodes_3N[2], np.array(worths, np.float32), proposals=proposals or None)
