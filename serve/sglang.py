@@ -137,11 +137,8 @@ def padded(tree: Tree, nodes: int) -> Tree:
     return Tree(tokens, np.concatenate([tree.parents, spare - 1]), depths, psi)
 
 
-def show_states(model: Any, layer: int | None) -> None:
-    """Have the model return its last states, and with `layer` those that enter that layer. Raises ValueError where it
-    cannot."""
-    if layer is None:
-        return
+def show_states(model: Any, layer: int) -> None:
+    """Have the model return its last states, and those that enter that layer. Raises ValueError where it cannot."""
     if not hasattr(model, "set_eagle3_layers_to_capture"):
         raise ValueError(f"{type(model).__name__} does not show the states of its layers, from which a head drafts")
     model.set_eagle3_layers_to_capture([layer - 1])  # it shows what enters the layer behind
@@ -153,10 +150,11 @@ def pool_pages(pool: Any, layers: Sequence[int], shape: tuple[int, int]) -> Page
     views of it. Raises ValueError where the pool is laid out otherwise."""
     found = {}
     for layer in layers:
-        found[layer] = tuple(part(layer) for part in (pool.get_key_buffer, pool.get_value_buffer))
-        if any(part.shape[1:] != shape or not part.is_floating_point() for part in found[layer]):
+        keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+        if any(part.shape[1:] != shape or not part.is_floating_point() for part in (keys, values)):
             raise ValueError(f"{type(pool).__name__}: its keys and values are not [places, {shape[0]}, {shape[1]}]")
-    return Pages({layer: (keys.unsqueeze(1), values.unsqueeze(1)) for layer, (keys, values) in found.items()})
+        found[layer] = keys.unsqueeze(1), values.unsqueeze(1)
+    return Pages(found)
 
 
 class NoCorpus:
@@ -183,7 +181,8 @@ def worker_class() -> type:
             self.head = load_head(os.environ[HEAD], base)
             draft = DraftConfig(nodes=self.draft_token_num - 1, budget="fixed")
             self.served = ServedHead(base, self.head, draft)
-            show_states(model, None if self.head.attended is None else min(self.head.attended.layers))
+            if self.head.attended is not None:
+                show_states(model, min(self.head.attended.layers))
 
         def alloc_memory_pool(self, **named: Any) -> None:
             super().alloc_memory_pool(**named)

