@@ -5,9 +5,7 @@ CTCDRAFT_HEAD=<exported head> python -m sglang.launch_server --model-path <base>
                                                              [--speculative-num-draft-tokens 33]
 
 SGLang's n-gram worker verifies trees that were made beside the engine, and needs no draft model. Ours is that worker
-with a head in the place of its corpus. Hidden states are those that SGLang returns to whoever asks for them; keys and
-values are read in its pool, by its table of each request's places. So a head keeps nothing for a request but the state
-of its newest position.
+with a head in the place of its corpus. A head keeps nothing for a request but the state of its newest position.
 
 Shape suffixes: B requests, N rows of a forward, R rows of a tree (root, nodes, padding), L tokens of a step, X numbers
 of a hidden state, S places of a request.

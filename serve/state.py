@@ -1,9 +1,7 @@
 """What a head drafts from inside an engine, and its drafts. No engine is imported here.
 
 A one-pass head sees the newest hidden state, which every forward brings anew, and the keys and values of the base's
-last layers. These lie in the engine's pages, and which page holds what is in its block tables. So there is nothing to
-keep for a request: where the engine takes rejected tokens back, preempts, moves requests in its batch, or shares the
-pages of a common prompt, what the head sees has moved along.
+last layers, which lie in the engine's pages, by its block tables. So there is nothing to keep for a request.
 
 Shape suffixes: B requests, N rows of a forward, X numbers of a hidden state (and of the one that enters the first
 attended layer), P pages of K positions, M pages of a request, H key heads, W width of a head, S positions seen.

@@ -40,8 +40,7 @@ class Decoder:
     """Decodes with `base`, drafted by `head` and by prompt lookup; head None: by prompt lookup alone; draft None: plain
     decoding.
 
-    All run through the same loop with the same cache and limits, so that timing one against the other is fair.
-    Output tokens are the base's own choices, whatever the head proposes.
+    All run through the same loop with the same cache and limits. Output tokens are the base's own choices.
 
     graphs: on CUDA, the steps of one sequence without a repetition penalty have fixed shapes, which are captured as
     CUDA graphs when they first occur (`CapturedStep`); all others, and all where that is False, are eager.

@@ -6,8 +6,7 @@ reads the root alone while the head drafts (pre-verify). A step takes as long as
 a step late. In the paper the drafter goes on behind its own pending tokens; these heads draft from states of the base,
 which has not read them.
 
-On a CPU the head has a thread, on a GPU a stream too. Nothing that it reads changes meanwhile: what the base wrote is
-committed when both are done.
+On a CPU the head has a thread, on a GPU a stream too. What the base wrote is committed when both are done.
 """
 
 from collections.abc import Sequence

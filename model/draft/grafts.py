@@ -98,10 +98,13 @@ def siblings(tree: Tree, root: int) -> Iterator[Path]:
     for leaf in np.flatnonzero(~inner).tolist():
         same = (tree.tokens == tree.tokens[leaf]) & (before == before[leaf])
         twins = np.flatnonzero(same & inner & ~behind[leaf])  # not on its own path
-        for end in np.flatnonzero(behind[:, twins[0]])[1:] if len(twins) else ():
-            nodes = np.flatnonzero(behind[end] & behind[:, twins[0]])  # from the twin on
-            rate = tree.psi[nodes[1:]] / tree.psi[nodes[:-1]]
-            yield Path(leaf, tree.tokens[nodes[1:]].tolist(), rate.tolist())
+        if not len(twins):
+            continue
+        below = behind[:, twins[0]]
+        for end in np.flatnonzero(below)[1:]:
+            path = np.flatnonzero(below & behind[end])  # from the twin on
+            rate = tree.psi[path[1:]] / tree.psi[path[:-1]]
+            yield Path(leaf, tree.tokens[path[1:]].tolist(), rate.tolist())
 
 
 def grafted(tree: Tree, paths: Iterator[Path], source: int, deepest: int) -> Tree:

@@ -1,9 +1,9 @@
-"""Trees that a rule grows row by row, where `tree.search` knows one rule, psi.
+"""Trees that a rule grows row by row, best first, where `tree.search` knows one rule, psi.
 
 A row is what a head believes to follow a prefix, all candidates of it. A rule says which of them become nodes, what
-each is worth, and which of them may be followed; the nodes that are worth most are drafted, best first. Shared noise
-(Daliri et al. 2024, arXiv 2408.07978), CaPE (Du et al. 2024, arXiv 2402.02082), multi-candidate layouts (Yang et al.
-2024, arXiv 2401.06706) and AdaEDL's stop (Agrawal et al. 2024, arXiv 2410.18351) are parts of one rule.
+each is worth, and which of them may be followed. Parts of one rule are shared noise (Daliri et al. 2024, arXiv
+2408.07978), CaPE (Du et al. 2024, arXiv 2402.02082), multi-candidate layouts (Yang et al. 2024, arXiv 2401.06706) and
+AdaEDL's stop (Agrawal et al. 2024, arXiv 2410.18351).
 
 Shapes: C candidates of a row.
 """

@@ -33,8 +33,7 @@ FRUITLESS = 8  # looks in a row, before which every step has one
 
 
 def whole(rows: int) -> int:
-    """The next of the few numbers of rows that steps have. A CPU's GEMMs (oneDNN) get kernels of their own for each,
-    half a millisecond per product of a layer: a whole step of a small base. CUDA graphs are padded to a few anyway."""
+    """The next of the few numbers of rows that steps have: a CPU's GEMMs (oneDNN) get kernels of their own for each."""
     every = 1 if rows <= 16 else 4 if rows <= 64 else 8
     return -(-rows // every) * every
 

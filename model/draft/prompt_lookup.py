@@ -1,14 +1,11 @@
 """Prompt lookup: where the last tokens were read before, the tokens that followed are a draft (Saxena 2023).
 
-Nothing is trained and nothing is indexed: one compiled scan over the tokens of a request, 8 µs for 8,000 of them, finds
-the latest of the longest matches. A copy goes on into itself, so that a loop of period 3 is drafted as long as it is
-allowed to be. How likely a copied token is was counted on known answers: by the length of the match before the first
-token, and then by how long match and copy together have run.
+One compiled scan over the tokens of a request, 8 µs for 8,000 of them, finds the latest of the longest matches. A copy
+goes on into itself, so a loop is drafted whole. How likely a copied token is was counted on known answers.
 
 `with_copies` puts copies into a draft tree. Of what may follow a node, a copy takes its rate w, the head's tokens share
 1 - w: P(child) = P(node) * (w [child is the copy's] + (1 - w) psi(child) / psi(node)), as in a pointer-generator
-network (See et al. 2017). A node that both propose is one node, and P never grows along a path. Where psi of one node's
-children sums to at most its own, so does P; calibrated psi need not.
+network (See et al. 2017). A node that both propose is one node, and P never grows along a path.
 """
 
 from functools import lru_cache
