@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from bases import write_base
+from drafting import prompts
 
 from ctcdraft.model import load_base
 from ctcdraft.model.load.smollm2 import cached_smollm2
@@ -63,6 +64,18 @@ def base_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def base(base_folder):
     return load_base(str(base_folder), dtype="fp64")
+
+
+@pytest.fixture(scope="session")
+def answers(base):
+    """Prompts, each with the 40 tokens that transformers' own loop continues it by."""
+
+    def answer(prompt):
+        ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt))
+        out = base.model.generate(ids, max_new_tokens=40, do_sample=False, attention_mask=mask)
+        return out[0, len(prompt) :].tolist()
+
+    return [(prompt, answer(prompt)) for prompt in prompts(12)]
 
 
 @pytest.fixture(scope="session")
