@@ -38,12 +38,20 @@ HEADS = {
         ObjectiveConfig("cross_entropy", labels=4, negatives=None),
     ),
 }
+SETTINGS = [{}, {"temperature": 1.0, "seed": 3}]
 FAR = [1, 5, 23]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return base_of_architecture(request.param, **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(kind):
+    """Prompts within the windows of 16 positions and beyond; by settings, how the base goes on."""
+    asked = [prompts(1, seed=7, longest=9)[0], prompts(1, seed=8, longest=60)[0]]
+    return asked, [(each, Decoder(kind).generate(asked, 16, eos=[], **each)) for each in SETTINGS]
 
 
 def key_at(base, layer, position):
@@ -60,8 +68,7 @@ def test_a_token_is_embedded_as_it_enters_the_first_layer(kind):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_learns_on_it_and_its_drafts_change_no_token(kind, name):
-    """Prompts within the windows of 16 positions and beyond."""
+def test_a_head_learns_on_it_and_its_drafts_change_no_token(kind, plain, name):
     config, objective = HEADS[name]
     torch.manual_seed(0)
     head = head_on(kind, config).double()
@@ -80,10 +87,11 @@ def test_a_head_learns_on_it_and_its_drafts_change_no_token(kind, name):
         losses.append(float(loss.detach()))
     assert losses[1] < losses[0]
     decoder = Decoder(kind, head.for_drafting(kind, torch.float64), DraftConfig(nodes=8, budget="fixed"))
-    for prompt in (prompts(1, seed=7, longest=9)[0], prompts(1, seed=8, longest=60)[0]):
-        for settings in ({}, {"temperature": 1.0, "seed": 3}):
+    asked, answers = plain
+    for settings, wanted in answers:
+        for prompt, want in zip(asked, wanted, strict=True):
             out = decoder.generate(prompt, 16, eos=[], **settings)
-            assert out.tokens == Decoder(kind).generate(prompt, 16, eos=[], **settings).tokens
+            assert out.tokens == want.tokens
             assert sum(out.nodes) > 20
 
 
