@@ -127,67 +127,63 @@ def six(tmp_path_factory):
     return base
 
 
-def test_speculative_samples_have_the_bases_joint_distribution(six):
-    """Three tokens, 6^3 outcomes by enumeration, 3000 seeds; the head is random and its drafts are often right."""
+@pytest.fixture(scope="module")
+def head(six):
+    """It is random, and its drafts are often right."""
     torch.manual_seed(0)
-    config = CtcConfig(slots=4)
-    head = head_on(six, config).double().eval()
-    decoder = Decoder(six, head, DraftConfig("tree", 20, top_k=6, budget="fixed"))
-    prompt, temperature = [1, 2, 3], 0.9
-    p = _joint(six, prompt, 3, temperature)
-    counts, accepted = np.zeros((6, 6, 6)), 0
-    for start in range(0, 3000, 100):
-        seeds = list(range(start, start + 100))
-        for out in decoder.generate([prompt] * 100, 3, temperature=temperature, seed=seeds):
-            counts[tuple(out.tokens)] += 1
-            accepted += sum(out.accepted)
-    assert accepted > 1000
-    assert 0.5 * np.abs(counts / 3000 - p).sum() < 0.12
-    assert _chi_square(_pooled(counts, p), _pooled(p, p)) > 1e-3
-    wrong = _joint(six, prompt, 3, temperature * 1.3)
-    assert _chi_square(_pooled(counts, wrong), _pooled(wrong, wrong)) < 1e-6
+    return head_on(six, CtcConfig(slots=4)).double().eval()
 
 
-def _drawn(decoder, prompt, settings, length=3):
-    """Counts of what 3000 seeds begin with, the tokens, and how many of them were accepted drafts."""
+PROMPT = [1, 2, 3]
+
+
+def _drawn(decoder, seeds=3000, length=3):
+    """Counts of what so many seeds begin with, the tokens, and how many of them were accepted drafts."""
     counts, tokens, accepted = np.zeros((6, 6, 6)), [], 0
-    for start in range(0, 3000, 100):
-        for out in decoder.generate([prompt] * 100, length, seed=list(range(start, start + 100)), **settings):
+    for start in range(0, seeds, 100):
+        batch = [*range(start, start + 100)]
+        for out in decoder.generate([PROMPT] * 100, length, temperature=0.9, seed=batch):
             counts[tuple(out.tokens[:3])] += 1
             tokens.append(out.tokens)
             accepted += sum(out.accepted)
     return counts, tokens, accepted
 
 
+def test_speculative_samples_have_the_bases_joint_distribution(six, head):
+    """Three tokens, 6^3 outcomes by enumeration, 3000 seeds."""
+    counts, _, accepted = _drawn(Decoder(six, head, DraftConfig("tree", 20, top_k=6, budget="fixed")))
+    p, wrong = _joint(six, 0.9), _joint(six, 0.9 * 1.3)
+    assert accepted > 1000
+    assert 0.5 * np.abs(counts / 3000 - p).sum() < 0.12
+    assert _chi_square(_pooled(counts, p), _pooled(p, p)) > 1e-3
+    assert _chi_square(_pooled(counts, wrong), _pooled(wrong, wrong)) < 1e-6
+
+
 @pytest.mark.slow
-def test_candidates_that_are_drawn_keep_the_joint_distribution(six):
-    torch.manual_seed(0)
-    head = head_on(six, CtcConfig(slots=4)).double().eval()
+def test_candidates_that_are_drawn_keep_the_joint_distribution(six, head):
     draft = DraftConfig("ranked", k=[3, 2], top_k=6, proposal="sampled", prompt_lookup=0)
-    counts, _, accepted = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9})
-    p = _joint(six, [1, 2, 3], 3, 0.9)
+    counts, _, accepted = _drawn(Decoder(six, head, draft))
+    p = _joint(six, 0.9)
     assert accepted > 1000
     assert _chi_square(_pooled(counts, p), _pooled(p, p)) > 1e-3
 
 
 @pytest.mark.slow
-def test_shared_noise_accepts_more_than_that_of_another_position_and_changes_no_token(six, monkeypatch):
-    torch.manual_seed(0)
-    head = head_on(six, CtcConfig(slots=4)).double().eval()
+def test_shared_noise_accepts_more_than_that_of_another_position_and_changes_no_token(six, head, monkeypatch):
     draft = DraftConfig("chain", 3, top_k=6, proposal="shared", prompt_lookup=0, budget="fixed")
-    _, want, _ = _drawn(Decoder(six), [1, 2, 3], {"temperature": 0.9}, 8)
-    _, tokens, accepted = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9}, 8)
+    _, want, _ = _drawn(Decoder(six), 300, 80)
+    _, tokens, accepted = _drawn(Decoder(six, head, draft), 300, 80)
     monkeypatch.setattr(growth, "gumbel_of", lambda tokens, seed, at: gumbel_of(tokens, seed, at + 1))
-    _, others, by_chance = _drawn(Decoder(six, head, draft), [1, 2, 3], {"temperature": 0.9}, 8)
+    _, others, by_chance = _drawn(Decoder(six, head, draft), 300, 80)
     assert tokens == others == want
     assert accepted > 1.25 * by_chance > 1000
 
 
-def _joint(base, prompt, length, temperature):
-    tokens = torch.tensor([*itertools.product(range(6), repeat=length)])
-    logits = base.logits(base.hidden(torch.cat([torch.tensor(prompt).expand(len(tokens), -1), tokens], dim=1)))
-    log_p = (logits[:, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-    return log_p.gather(2, tokens.unsqueeze(2)).sum(dim=(1, 2)).exp().view((6,) * length).numpy()
+def _joint(base, temperature):
+    tokens = torch.tensor([*itertools.product(range(6), repeat=3)])
+    logits = base.logits(base.hidden(torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)))
+    log_p = (logits[:, len(PROMPT) - 1 : -1] / temperature).log_softmax(-1)
+    return log_p.gather(2, tokens.unsqueeze(2)).sum(dim=(1, 2)).exp().view(6, 6, 6).numpy()
 
 
 def _pooled(values, p):
