@@ -35,24 +35,19 @@ def heads(base, tmp_path_factory):
 def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
     measurement = Measurement(base, DRAFT, BENCH)
     counted = count(measurement, heads, tmp_path / "count", tmp_path / "cache").results
-    for name, folder in heads.items():
-        decoded = evaluate(measurement, {"": folder}, tmp_path / name).results
-        for one, other in (
-            (counted["drafts"][name], decoded),
-            (counted["drafts"][LOOKUP_ALONE], decoded["prompt_lookup_alone"]),
-        ):
-            assert one["tokens_per_step"] == other["tokens_per_step"]
-            assert one["tokens_per_step_ci95"] == other["tokens_per_step_ci95"]
+    (decoded, bare) = (
+        evaluate(Measurement(base, draft, BENCH), heads, tmp_path / draft.kind).results["temperatures"][0]["heads"]
+        for draft in (DRAFT, DraftConfig("chain", 6, budget="fixed", prompt_lookup=0))
+    )
+    for name in (*heads, LOOKUP_ALONE):
+        for figure in ("tokens_per_step", "tokens_per_step_ci95"):
+            assert counted["drafts"][name][figure] == decoded[name][figure]
+    for name in heads:
         shown = counted["drafts"][name]
-        assert shown["expected"] == pytest.approx(decoded["calibration"]["expected"])
-        assert shown["accepted"] == pytest.approx(decoded["calibration"]["accepted"])
-        assert shown["accepted_by_source"] == pytest.approx(decoded["accepted_by_source"])
-        bare = evaluate(
-            Measurement(base, DraftConfig("chain", 6, budget="fixed", prompt_lookup=0), BENCH),
-            {"": folder},
-            tmp_path / "bare" / name,
-        ).results
-        assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare["tokens_per_step"]
+        assert shown["expected"] == pytest.approx(decoded[name]["calibration"]["expected"])
+        assert shown["accepted"] == pytest.approx(decoded[name]["calibration"]["accepted"])
+        assert shown["accepted_by_source"] == pytest.approx(decoded[name]["accepted_by_source"])
+        assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare[name]["tokens_per_step"]
     assert counted["drafts"][LOOKUP_ALONE]["accepted"] > 0
     assert json.loads((tmp_path / "count" / "results.json").read_text())["drafts"] == counted["drafts"]
     assert count_table(counted) in (tmp_path / "count" / "report.md").read_text()
