@@ -44,16 +44,8 @@ def command(workplace, *options):
     return [str(ROOT / "launch" / "train.py"), *SMALL, *paths, *options]
 
 
-def start(workplace, *options, launcher=None, **env):
-    """launcher: the words before the script, of a process as users start it; None: of helpers/commands.py."""
-    words = command(workplace, *options)
-    if launcher is None:
-        done = run(words, cwd=workplace, **env)
-    else:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **env}
-        words = [*launcher, *words]
-        done = subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=300)
+def start(workplace, *options, **env):
+    done = run(command(workplace, *options), cwd=workplace, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -69,7 +61,7 @@ def weights(workplace, name):
 
 @pytest.fixture(scope="module")
 def one_process(workplace):
-    out = start(workplace, "name=one", launcher=[sys.executable])
+    out = start(workplace, "name=one")
     return out, losses(workplace, "one")
 
 
@@ -145,9 +137,12 @@ def test_a_time_limit_ends_with_an_evaluated_head(workplace):
 
 
 def test_the_deepspeed_launcher_starts_it(workplace, one_process):
-    deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    launcher = (deepspeed, "--num_gpus", "1", "--master_port", str(free_port()))
-    start(workplace, "name=launched", launcher=launcher)
+    programs = Path(sys.executable).parent
+    words = [programs / "deepspeed", "--num_gpus", "1", "--master_port", str(free_port())]
+    words += command(workplace, "name=launched")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(words, cwd=workplace, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert losses(workplace, "launched") == one_process[1]
 
 
@@ -221,12 +216,12 @@ def refused(workplace, *options):
     return run(command(workplace, *options), cwd=workplace)
 
 
-def test_a_base_whose_content_changed_is_refused(workplace, tmp_path):
-    other = shutil.copytree(workplace / "base", tmp_path / "base")
-    start(workplace, "name=swapped", f"base.path={other}")
-    shutil.rmtree(other)
-    write_base(other, seed=7, eos_token_id=1, initializer_range=0.05)
-    done = refused(workplace, "name=swapped", f"base.path={other}")
+def test_a_base_whose_content_changed_is_refused(workplace, one_process, tmp_path):
+    (workplace / "base").rename(tmp_path / "base")
+    write_base(workplace / "base", seed=7, eos_token_id=1, initializer_range=0.05)
+    done = refused(workplace, "name=one")
+    shutil.rmtree(workplace / "base")
+    (tmp_path / "base").rename(workplace / "base")
     assert done.returncode == 1
     assert "whose content has changed since" in done.stderr
 

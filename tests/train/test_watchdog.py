@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import free_port
+from commands import free_port, run
 from safetensors.torch import load_file
 from trainers import OPTIONS, write_inputs
 
@@ -101,8 +101,8 @@ def last_error(text, none=None):
 
 
 def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
-    one = start(work, [sys.executable, TRAIN, *OPTIONS, *SHARDS, "name=one", "cache_dir=alone"])
-    assert one.wait(timeout=110) == 0, one.said()
+    one = run([TRAIN, *OPTIONS, *SHARDS, "name=one", "cache_dir=alone"], cwd=work)
+    assert one.returncode == 0, one.stderr
     (zero, out, error), (other, quiet, other_error) = nodes(work, [TRAIN, "name=two", "zero=2", "logger=offline"])
     assert (zero, other) == (0, 0), (error, other_error)
     assert "read 24 = used 23 + rejected 1" in out
