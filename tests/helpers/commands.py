@@ -34,16 +34,13 @@ def run(words, *, cwd, timeout=300, ranks=1, **env):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         env, words = {**os.environ, "OMP_NUM_THREADS": "1", **env}, [sys.executable, *launcher, *words]
         return subprocess.run(words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True)
-    FORKS.set_forkserver_preload(LIBRARIES)
-    with patch.dict(os.environ, BEFORE):
-        forkserver.ensure_running()
     env = {**os.environ, **BEFORE, **env}
     if ranks > 1:
         env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("out", "err")]
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-        processes = [FORKS.Process(target=_begin, args=(words, str(cwd), env | place, said)) for place in places]
+        processes = [forks().Process(target=_begin, args=(words, str(cwd), env | place, said)) for place in places]
         for process in processes:
             process.start()
         for process in processes:
@@ -54,6 +51,14 @@ def run(words, *, cwd, timeout=300, ranks=1, **env):
             raise subprocess.TimeoutExpired(words, timeout)
         codes = [process.exitcode for process in processes]
         return subprocess.CompletedProcess(words, max(codes, key=abs), *(path.read_text() for path in said))
+
+
+def forks():
+    """The context of `multiprocessing` whose processes have the libraries."""
+    FORKS.set_forkserver_preload(LIBRARIES)
+    with patch.dict(os.environ, BEFORE):
+        forkserver.ensure_running()
+    return FORKS
 
 
 def free_port():

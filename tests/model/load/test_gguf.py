@@ -1,9 +1,9 @@
-import multiprocessing
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from commands import forks
 from gguf import GGMLQuantizationType
 from gguf_files import HEADS, LAYERS, WIDTH, write_gguf
 from safetensors import SafetensorError
@@ -150,7 +150,7 @@ def _convert_and_count(file, cache, started, counts):
 
 
 def test_of_two_processes_one_converts_and_the_other_takes_it(file, tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     started, counts = context.Barrier(2), context.Queue()
     words = (file, tmp_path, started, counts)
     processes = [context.Process(target=_convert_and_count, args=words) for _ in range(2)]
