@@ -83,8 +83,8 @@ def _merged(tokens, parents, depths, psi, read, depth, rates):
     source, share = np.empty(room, np.int8), np.zeros(room, np.float32)
     by_head = np.zeros(room, np.float32)  # psi(child) / psi(node)
     taken = np.zeros(room + 1, np.float32)  # by copies, of what may follow a node; the last one is the root's
-    token[:N], parent[:N], level[:N], source[:N] = tokens, parents, depths, HEAD
-    for i in range(N):
+    for i in range(N):  # see best_first._emit
+        token[i], parent[i], level[i], source[i] = tokens[i], parents[i], depths[i], HEAD
         before = psi[parents[i]] if parents[i] >= 0 else np.float32(1.0)
         by_head[i] = min(psi[i] / before, np.float32(1.0)) if before > 0 else np.float32(0.0)
     count, first = N, np.int64(-1)

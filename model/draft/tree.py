@@ -169,6 +169,7 @@ def _ancestors(parents):
     allowed = np.zeros((N + 1, N + 1), np.bool_)
     allowed[0, 0] = True
     for i in range(N):
-        allowed[i + 1] = allowed[parents[i] + 1]
+        for j in range(N + 1):  # see best_first._emit
+            allowed[i + 1, j] = allowed[parents[i] + 1, j]
         allowed[i + 1, i + 1] = True
     return allowed

@@ -152,7 +152,8 @@ def _emit(p, lattice, t, edge, last):
         gate[r] = x * min(max(x + np.float32(3.0), np.float32(0.0)), np.float32(6.0)) * np.float32(1 / 6)  # hardswish
         odds += gate[r] * lattice.blank_key[r]
     p_blank = np.float32(0.0) if edge else np.float32(1.0) / (np.float32(1.0) + np.exp(-odds))
-    p[:] = lattice.log_p[t]
+    for c in range(len(p)):  # one array into another would take numba three seconds more to compile
+        p[c] = lattice.log_p[t, c]
     for r in range(len(gate)):
         for c in range(len(p)):
             p[c] += gate[r] * lattice.key[r, c]
