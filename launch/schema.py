@@ -5,6 +5,7 @@ A default stands once, in its dataclass. Hydra composes them with the difference
 
 import os
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -189,8 +190,9 @@ ENTRIES = {
 def defaults_of(schema: Any) -> dict[str, Any]:
     """The defaults of a dataclass and of those in it; what has none is left out, and conf/ says it."""
     found: dict[str, Any] = {}
+    kinds = get_type_hints(schema)
     for option in fields(schema):
-        kind = get_type_hints(schema)[option.name]
+        kind = kinds[option.name]
         if is_dataclass(kind):
             found[option.name] = defaults_of(kind)
         elif option.default is not MISSING:
@@ -200,6 +202,7 @@ def defaults_of(schema: Any) -> dict[str, Any]:
     return found
 
 
+@cache
 def store_defaults() -> None:
     """Give Hydra each entry's `options_of_<entry>`, and a choice of `head` per kind: no file holds any of these."""
     for entry, schema in ENTRIES.items():
