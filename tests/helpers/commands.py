@@ -22,6 +22,7 @@ import torch
 LIBRARIES = ["torch", "deepspeed", "numba", "datasets", "hydra", "pydantic", "transformers"]
 LIBRARIES += ["transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "httpx"]
 LIBRARIES += ["matplotlib.figure", "matplotlib.style", "numba.np.linalg", "numba.typed"]  # loaded where first used
+LIBRARIES += ["matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "first_uses"]
 BEFORE = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # read where the libraries are imported
 FORKS = get_context("forkserver")
 
