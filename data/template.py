@@ -168,8 +168,8 @@ class _Template:
         self.text, self.tools, self.args = tokenizer.get_chat_template(tools=tools), tools, args
         self.marked = bool(MARKS.search(self.text))
         self._specials = dict(tokenizer.special_tokens_map)
-        added = tokenizer.added_tokens_decoder.values()
-        self._ends = tuple(token.content for token in added if token.special)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._ends = tuple({end: None for end in (*special, tokenizer.eos_token) if end})
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and what the template's {% generation %} marks cover. Raises RowError where the template refuses
@@ -257,11 +257,9 @@ class _Template:
 
 def _behind_end(text: str, stop: int, ends: tuple[str, ...]) -> int:
     """An answer ends with its end of turn, also where the template marks the words alone, or the line break behind."""
-    inside = text[:stop].rstrip()
-    if inside.endswith(ends):
-        return len(inside)
     follows = next((e for e in ends if text.startswith(e, stop)), "")
-    return stop + len(follows)
+    inside = text[:stop].rstrip()
+    return len(inside) if not follows and inside.endswith(ends) else stop + len(follows)
 
 
 def _encoded(tokenizer: Any, texts: list[str]) -> list[Any]:

@@ -89,6 +89,12 @@ def test_marks_in_the_template_and_the_search_give_the_same_mask(name):
     assert shown(tokenizer, rendered(tokenizer, chat)) == want
 
 
+def test_the_end_of_turn_behind_a_mark_is_learned_where_the_mark_ends_with_another_special_token():
+    template = TEMPLATE.replace("</s>{% endgeneration %}", "<call>{% endgeneration %}</s>")
+    tokenizer = tiny_tokenizer(template, ["<call>"])
+    assert shown(tokenizer, rendered(tokenizer, CHAT[:2])) == "<u>ab<a>[[cd<call></s>]]"
+
+
 def test_the_built_in_vicuna_template_and_the_public_one_mask_alike():
     tokenizer = tiny_tokenizer(TEMPLATES["vicuna"])
     assert shown(tokenizer, rendered(tokenizer, templates.CHAT)) == templates.KNOWN["vicuna"][3]
