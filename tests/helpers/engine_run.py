@@ -32,7 +32,7 @@ def engine_of(words):
         own = ours.Proposer.propose
 
         def propose(self, sampled_token_ids, *arguments, **named):
-            requests = self.step.runner.input_batch.req_ids
+            requests = self.runner.input_batch.req_ids
             forwards.update(r for r, tokens in zip(requests, sampled_token_ids, strict=False) if len(tokens))
             return own(self, sampled_token_ids, *arguments, **named)
 
