@@ -20,7 +20,8 @@ NAMES = {
     "tool": ("tool", "function", "observation", "ipython", "tool_response", "function_response"),
 }
 CALLING_ROLES = ("function_call", "tool_call")  # an assistant's, whose content is a call, as JSON text
-ROLES = {name: role for role, names in NAMES.items() for name in names} | dict.fromkeys(CALLING_ROLES, "assistant")
+PLAIN_ROLES = {name: role for role, names in NAMES.items() for name in names}
+ROLES = PLAIN_ROLES | dict.fromkeys(CALLING_ROLES, "assistant")
 ROLE_KEYS = ("from", "role")
 CONTENT_KEYS = ("value", "content")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -46,6 +47,10 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     """
     if not isinstance(turn, dict):
         raise RowError(f"{where} is no object")
+    # nearly every turn is plain
+    word, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if len(turn) == 2 and isinstance(word, str) and isinstance(content, str) and word in PLAIN_ROLES:
+        return [{"role": ROLES[word], "content": encodable(content, where)}]
     left = filled(without_nulls(turn))
     word = taken(left, ROLE_KEYS)
     role = ROLES.get(word.lower()) if isinstance(word, str) else None
