@@ -29,8 +29,7 @@ from ctcdraft.model.replay import Replayed, Transcript, replay
 
 from .bench import Question
 from .evaluate import Evaluated, Measurement, existing, latest, write_results
-from .page import count_page
-from .report import at_depths, count_table
+from .report import at_depths
 from .results import LOOKUP_ALONE, accepted_by_source, by_category, calibration, shares_by_depth, tokens_per_step
 from .run import Turn
 
@@ -71,10 +70,8 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     owners = [question for question, turns in zip(questions, answers, strict=True) for _ in turns]
     found = {label: figures_of(several, owners, seed) for label, several in replayed.items()}
     with latest(folder) as fresh:
-        results = write_results(fresh, setting, {"questions": sum(map(bool, answers)), "drafts": found})
-        text = f"# Counted, not decoded\n\n{count_table(results)}\n"
-        (fresh / "report.md").write_text(text, encoding="utf-8")
-        (fresh / "report.html").write_text(count_page(results), encoding="utf-8")
+        figures = {"questions": sum(map(bool, answers)), "drafts": found}
+        results = write_results(fresh, setting, figures, {}, base.tokenizer)
     return Evaluated(results, folder)
 
 

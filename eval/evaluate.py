@@ -27,7 +27,7 @@ from ctcdraft.model.heads import Head
 
 from .bench import BenchConfig, Question, load_questions
 from .control import bound_in_words
-from .page import evaluation_page
+from .page import results_page
 from .plots import draw, panels_of
 from .report import report, tables
 from .results import LOOKUP_ALONE, grouped, growth, heads_at, measured, of_one_head
@@ -146,12 +146,10 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     if "" in head_folders:
         figures = of_one_head(blocks, "")
     with latest(folder) as fresh:
-        results = write_results(fresh, setting, figures)
+        results = write_results(fresh, setting, figures, turns, base.tokenizer)
         rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))
         write_jsonl(fresh / "answers.jsonl", rows)
-        (fresh / "report.md").write_text(report(results), encoding="utf-8")
         draw(panels_of(results), fresh)
-        (fresh / "report.html").write_text(evaluation_page(results, turns, base.tokenizer), encoding="utf-8")
     return Evaluated(results, folder)
 
 
@@ -204,10 +202,14 @@ def latest(folder: Path) -> Iterator[Path]:
             folder.rename(beside)
 
 
-def write_results(folder: Path, setting: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """Write results.json; what stands in it."""
+def write_results(
+    folder: Path, setting: dict[str, Any], figures: dict[str, Any], turns: Mapping[str, Sequence[Turn]], tokenizer: Any
+) -> dict[str, Any]:
+    """Write results.json, report.md and report.html; what stands in the first. turns: as `results_page` takes them."""
     results = {"setting": digest_of(setting)[:6], **setting, **figures}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / "report.md").write_text(report(results), encoding="utf-8")
+    (folder / "report.html").write_text(results_page(results, turns, tokenizer), encoding="utf-8")
     return results
 
 

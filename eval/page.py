@@ -17,9 +17,9 @@ from markupsafe import Markup
 from ctcdraft.model.decode.text import TextStream
 from ctcdraft.model.draft.tree import Tree, source_name
 
-from .plots import Panel, intervals, panels_of, svgs
-from .report import DEPTHS, at_depths, draft_rows, figure_rows, figures, setting_rows
-from .results import columns, heads_at
+from .plots import Panel, panels_of, svgs
+from .report import figure_rows, figures, heading, sections, summary
+from .results import Block, columns, heads_at
 from .run import Turn
 
 HTML = Path(__file__).resolve().parent / "html"
@@ -54,51 +54,26 @@ def page(
     )
 
 
-def evaluation_page(results: dict[str, Any], turns: Mapping[str, Sequence[Turn]], tokenizer: Any) -> str:
-    """Of a decoded benchmark; turns by head, one head alone under ""."""
-    blocks, (first, *_) = columns(results), heads_at(results).values()
-    names = [label or results["head"]["kind"] for label in turns]
+def results_page(results: dict[str, Any], turns: Mapping[str, Sequence[Turn]], tokenizer: Any) -> str:
+    """Of an evaluation; turns by head, one head alone under "", and none where drafts were counted."""
     answers = [
-        shown(name, turn, tokenizer)
-        for name, several in zip(names, turns.values(), strict=True)
+        shown(label or results["head"]["kind"], turn, tokenizer)
+        for label, several in turns.items()
         for turn in several
         if turn.drafted.trees
     ]
-    depths = [
-        (label, name, group["questions"], *at_depths(group["accepted_by_depth"]))
-        for label, block in first.items()
-        for name, group in [("all", block), *block["per_category"].items()]
-    ]
+    first: dict[str, Block] = next(iter(heads_at(results).values()), {})
     return page(
-        f"{results['bench']}: {', '.join(names[:-1])} on {results['base']['name']}",
-        f"{blocks[next(iter(blocks))]['questions']} questions at batch 1, {results['dtype']} on {results['device']}. "
-        "Plain and speculative decoding interleaved in the same runner; brackets are 95% bootstrap intervals over "
-        "questions.",
+        heading(results),
+        summary(results),
         [panel for panels in panels_of(results).values() for panel in panels],
         [
             *(("Figures", *table) for table in figure_rows(results)),
-            ("Steps that accept at least so many draft tokens", ("head", "category", "questions", *DEPTHS), depths),
-            ("Measured", ("", ""), setting_rows(results)),
+            *((name, *table) for name, table in sections(results).items()),
         ],
         tiles={label: figures(block) for label, block in first.items()},
-        times={label: block["time_share"] for label, block in blocks.items()},
+        times={label: block["time_share"] for label, block in columns(results).items()},
         answers=answers,
-    )
-
-
-def count_page(results: dict[str, Any]) -> str:
-    """Of a counted benchmark."""
-    drafts = results["drafts"]
-    categories = {label: one["per_category"] for label, one in drafts.items()}
-    return page(
-        f"{results['bench']}, counted: drafts on {results['base']['name']}",
-        f"{results['questions']} questions, drafts of {results['decoder']['nodes']} nodes replayed along the base's "
-        "own answers; brackets are 95% bootstrap intervals over questions.",
-        [
-            intervals({"": drafts}, "tokens_per_step"),
-            intervals(categories, "tokens_per_step", ", by category"),
-        ],
-        [("Drafts", *draft_rows(drafts)), ("Measured", ("", ""), setting_rows(results))],
     )
 
 

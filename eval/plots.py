@@ -41,10 +41,13 @@ class Panel:
 
 
 def panels_of(results: dict[str, Any]) -> dict[str, list[Panel]]:
-    """The panels of each picture of a decoded evaluation, by the picture's name."""
-    blocks = columns(results)
+    """The panels of each picture of an evaluation, by the picture's name."""
+    blocks = results.get("drafts") or columns(results)
     by_temperature = {f"temperature {t:g}": heads for t, heads in heads_at(results).items()}
-    categories = {label: block["per_category"] for label, block in blocks.items()}
+    by_category = {label: block["per_category"] for label, block in blocks.items()}
+    categories = intervals(by_category, "tokens_per_step", ", by category")
+    if "drafts" in results:
+        return {"drafts": [intervals({"": blocks}, "tokens_per_step"), categories]}
 
     def depths(axes: Any) -> None:
         for label, block in blocks.items():
@@ -60,7 +63,7 @@ def panels_of(results: dict[str, Any]) -> dict[str, list[Panel]]:
 
     return {
         "heads": [intervals(by_temperature, "tokens_per_step"), intervals(by_temperature, "speedup")],
-        "by_category": [intervals(categories, "tokens_per_step", ", by category")],
+        "by_category": [categories],
         "accepted_by_depth": [Panel("steps that accept at least so many", depths)],
         "calibration": [Panel("draft tokens per step, expected and accepted", beliefs)],
     }

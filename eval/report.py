@@ -1,6 +1,6 @@
-"""results.json -> report.md, and the tables that end a command on the terminal."""
+"""results.json -> the tables of report.md and report.html, and those that end a command on the terminal."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,8 +16,21 @@ DIVERGENCE = (
     *("question", "turn", "position", "seed"),
     *("top2_gap", "other_gap", "bound", "shape_change", "float32_gap"),
 )
+PICTURES = ("By category", "Accepted by depth", "Calibration")  # sections with one, of that name
+TEXTS = {  # before the table of a section
+    "By category": "The last columns: share of steps that accept at least so many draft tokens.",
+    "Accepted by depth": "Share of steps that accept at least so many draft tokens.",
+    "Calibration": "Draft tokens per step; expected is the sum of calibrated psi.",
+    "Divergences from plain decoding": "Where an output first differs: the gap between the base's best two logits, and "
+    "between its best one and what was put out instead, in the shape of plain decoding (one row per forward); how far "
+    "a logit moves in the shape of verification, without any draft; the gap in float32. Rounding may close a gap of "
+    "{rounding_bound}.",
+    "Control": "Plain decoding's own tokens in the shape of verification, without any draft: at how many positions the "
+    "best two lie within the bound (elsewhere a wrong token cannot pass for rounding), at how many the base's choice "
+    "changes, in how many answers, at what gap; and in how many of all answers speculative decoding differs.",
+}
 
-Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # header and rows
+Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # header and rows; a float is a share
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -61,22 +74,20 @@ def at_depths(shares: Sequence[float]) -> list[float]:
 
 def tables(results: dict[str, Any]) -> list[str]:
     """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
-    found = [count_table(results)] if "drafts" in results else []
-    return found + [markdown_table(header, rows) for header, rows in figure_rows(results)]
+    found = [markdown_table(header, rows) for header, rows in figure_rows(results)]
+    return [summary(results), *found] if "drafts" in results else found
 
 
-def figure_rows(results: dict[str, Any]) -> Iterator[Table]:
-    """The figures of a decoded evaluation by temperature, a column per head."""
+def figure_rows(results: dict[str, Any]) -> list[Table]:
+    """The same: the figures by temperature, a column per head, or a row for each counted draft."""
+    if "drafts" in results:
+        return [draft_rows(results["drafts"])]
+    found: list[Table] = []
     for temperature, heads in heads_at(results).items():
         several = [figures(block) for block in heads.values()]
         rows = [(name, *(one[name] for one in several)) for name in several[0]]
-        yield (f"temperature {temperature:g}", *heads), [row for row in rows if {*row[1:]} != {"-"}]
-
-
-def count_table(results: Mapping[str, Any]) -> str:
-    """Counted drafts, one row each."""
-    title = f"{results['questions']} questions, N={results['decoder']['nodes']}, on {results['base']['name']}"
-    return f"{title}; depths are over all positions.\n\n{markdown_table(*draft_rows(results['drafts']))}"
+        found.append(((f"temperature {temperature:g}", *heads), [row for row in rows if {*row[1:]} != {"-"}]))
+    return found
 
 
 def draft_rows(drafts: Mapping[str, Block]) -> Table:
@@ -91,53 +102,80 @@ def draft_rows(drafts: Mapping[str, Block]) -> Table:
     return header, rows
 
 
-def setting_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured, and on what."""
-    return [(key, _words(results[key])) for key in SETTING]
+def heading(results: Mapping[str, Any]) -> str:
+    """The benchmark, the heads and the base."""
+    bench = f"{results['bench']}, counted" if "drafts" in results else results["bench"]
+    return f"{bench}: {', '.join(results.get('heads') or [results['head']['kind']])} on {results['base']['name']}"
+
+
+def summary(results: dict[str, Any]) -> str:
+    """What the figures are of."""
+    if "drafts" in results:
+        return (
+            f"{results['questions']} questions, N={results['decoder']['nodes']}, on {results['base']['name']}: drafts "
+            "replayed along the base's own answers. Depths are over all positions, brackets 95% bootstrap intervals "
+            "over questions."
+        )
+    first = next(iter(columns(results).values()))
+    return (
+        f"{first['questions']} questions at batch 1, plain and speculative interleaved in the same runner. "
+        "transformers' own `generate` is greedy, on the first few questions. Brackets are 95% bootstrap intervals "
+        "over questions; a difference is on the same resampled questions."
+    )
 
 
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
+    parts = [f"# {_escaped(heading(results))}", *tables(results)]
+    if "drafts" not in results:
+        parts += ["![heads](heads.png)", summary(results)]
+    for name, (header, rows) in sections(results).items():
+        cells = [[_escaped(cell) for cell in row] for row in (header, *rows)]
+        parts += [f"## {name}", TEXTS.get(name, "").format_map(results), markdown_table(cells[0], cells[1:])]
+        if name in PICTURES:
+            parts.append(f"![{name.lower()}]({name.lower().replace(' ', '_')}.png)")
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def sections(results: dict[str, Any]) -> dict[str, Table]:
+    """The tables behind the figures, by what they show."""
+    measured = ("measured", ""), [(key, _words(results[key])) for key in SETTING]
+    if "drafts" in results:
+        return {"Measured": measured}
     blocks = columns(results)
     first = next(iter(blocks.values()))
-    heads = ", ".join(f"`{label}`" for label in results.get("heads") or [results["head"]["kind"]])
     categories = [
-        (_escaped(name), label, group["questions"], _tau(group), _speedup(group))
+        (name, label, group["questions"], _tau(group), _speedup(group), *at_depths(group["accepted_by_depth"]))
         for name in first["per_category"]
         for label, block in blocks.items()
         for group in [block["per_category"][name]]
     ]
-    depths = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
+    shares = zip_longest(*(block["accepted_by_depth"] for block in blocks.values()), fillvalue=0.0)
     beliefs = [(label, *(f"{b['calibration'][key]:.2f}" for key in BELIEFS)) for label, b in blocks.items()]
     timed = dict.fromkeys(part for block in blocks.values() for part in block["time_share"])
-    shares = [(label, *(f"{b['time_share'].get(part, 0.0):.1%}" for part in timed)) for label, b in blocks.items()]
-    parts = [
-        f"# {results['bench']}: {heads} on {results['base']['name']}",
-        *tables(results),
-        "![heads](heads.png)",
-        f"{first['questions']} questions at batch 1, plain and speculative interleaved in the same runner. "
-        "transformers' own `generate` is greedy, on the first few questions. Brackets are 95% bootstrap intervals "
-        "over questions; a difference is on the same resampled questions.",
-        markdown_table(("measured", ""), setting_rows(results)),
-        "## By category",
-        markdown_table(("category", "", "questions", "tokens per step", "speedup"), categories),
-        "![by category](by_category.png)",
-        "## Acceptance by depth",
-        "Share of steps that accept at least so many draft tokens.",
-        markdown_table(("draft tokens", *blocks), [(d, *(f"{v:.3f}" for v in row)) for d, row in enumerate(depths, 1)]),
-        "![accepted by depth](accepted_by_depth.png)",
-        "## Expected and accepted",
-        "Draft tokens per step; expected is the sum of calibrated psi.",
-        markdown_table(("", *BELIEFS), beliefs),
-        "![calibration](calibration.png)",
-        "## Time",
-        markdown_table(("", *timed), shares),
-        *_divergences(blocks, results["rounding_bound"]),
-    ]
-    if first["skipped"]:
-        cut = [(_escaped(s["question"]), _escaped(s["reason"])) for s in first["skipped"]]
-        parts += ["## Cut short", markdown_table(("question", "reason"), cut)]
-    return "\n\n".join(parts) + "\n"
+    times = [(label, *(f"{b['time_share'].get(part, 0.0):.1%}" for part in timed)) for label, b in blocks.items()]
+    divergences, flips = [], []
+    for label, block in blocks.items():
+        same = block["identical"]
+        for one in same["divergences"]:
+            beyond = "" if one["within_bound"] else "BEYOND"
+            divergences.append((label, *(_rounded(one[key]) for key in DIVERGENCE), beyond))
+        if same["same_shape"]:
+            counts = (_rounded(same["same_shape"][key]) for key in FLIPS)
+            flips.append((label, *counts, len(same["divergences"]), same["compared"]))
+    found: dict[str, Table] = {
+        "Measured": measured,
+        "By category": (("category", "", "questions", "tokens per step", "speedup", *DEPTHS), categories),
+        "Accepted by depth": (("draft tokens", *blocks), [(depth, *row) for depth, row in enumerate(shares, 1)]),
+        "Calibration": (("", *BELIEFS), beliefs),
+        "Time": (("", *timed), times),
+    }
+    exceptions: dict[str, Table] = {
+        "Divergences from plain decoding": (("", *DIVERGENCE, ""), divergences),
+        "Control": (("", *FLIPS, "differ", "answers"), flips),
+        "Cut short": (("question", "reason"), [(cut["question"], cut["reason"]) for cut in first["skipped"]]),
+    }
+    return found | {name: (header, rows) for name, (header, rows) in exceptions.items() if rows}
 
 
 def _tau(block: Block) -> str:
@@ -158,42 +196,11 @@ def _words(value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _cell(value: Any) -> str:
+def _rounded(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _escaped(name: str) -> str:
-    """A name of other people's as the cell of a Markdown table, where it is neither a border nor HTML."""
-    return " ".join(name.replace("<", "&lt;").replace("|", "\\|").split())
-
-
-def _divergences(blocks: Mapping[str, Block], bound: str) -> list[str]:
-    """Where outputs differ from plain decoding's, and what the control makes of it."""
-    divergences, flips = [], []
-    for label, block in blocks.items():
-        same = block["identical"]
-        for found in same["divergences"]:
-            beyond = "" if found["within_bound"] else "BEYOND"
-            divergences.append((label, *(_escaped(_cell(found[key])) for key in DIVERGENCE), beyond))
-        if same["same_shape"]:
-            cells = (_cell(same["same_shape"][key]) for key in FLIPS)
-            flips.append((label, *cells, len(same["divergences"]), same["compared"]))
-    parts = []
-    if divergences:
-        parts += [
-            "## Divergences from plain decoding",
-            "Where an output first differs: the gap between the base's best two logits, and between its best one and "
-            "what was put out instead, in the shape of plain decoding (one row per forward); how far a logit moves in "
-            f"the shape of verification, without any draft; the gap in float32. Rounding may close a gap of {bound}.",
-            markdown_table(("", *DIVERGENCE, ""), divergences),
-        ]
-    if flips:
-        parts += [
-            "## Control",
-            "Plain decoding's own tokens in the shape of verification, without any draft: at how many positions the "
-            "best two lie within the bound (elsewhere a wrong token cannot pass for rounding), at how many the base's "
-            "choice changes, in how many answers, at what gap; and in how many of all answers speculative decoding "
-            "differs.",
-            markdown_table(("", *FLIPS, "differ", "answers"), flips),
-        ]
-    return parts
+def _escaped(value: Any) -> str:
+    """A cell of report.md, where other people's names are neither a border nor HTML."""
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("<", "&lt;").replace("|", "\\|").split())
