@@ -188,6 +188,20 @@ def test_a_runner_decodes_in_the_steps_of_our_chain(engine, served, chunk):
         assert accepted[:-1] == out.accepted[:-1]  # the last is cut by whoever counts
 
 
+def test_measured_lengths_change_no_token_and_are_measured(engine, served):
+    config = config_of(served)
+    config.additional_config["ctcdraft"]["length"] = "measured"
+    runner = engine.Runner(config, Target(served.base))
+    runner.load_model()
+    for prompt in prompts(3, seed=9, longest=20):
+        tokens, _ = decoded(runner, served.base, prompt, 40, 5)
+        assert tokens == Decoder(served.base).generate(prompt, 40).tokens
+    (lengths,) = runner.drafter.lengths.values()
+    assert lengths.count > 20
+    assert lengths.plain.known == {1}
+    assert max(lengths.drafted.known) > 1
+
+
 def test_a_step_without_drafts_is_sampled_as_without_a_drafter(engine, served):
     runner = engine.Runner(config_of(served), Target(served.base))
     runner.load_model()
