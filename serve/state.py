@@ -42,13 +42,10 @@ class Pages:
 
     def write(self, layer: int, keys_NHW: Tensor, values_NHW: Tensor, slots_N: Tensor) -> None:
         """At places `page * K + position in it`; rows whose place is negative are padding."""
-        made_2NHW = [made[: len(slots_N)] for made in (keys_NHW, values_NHW)]
-        if len(slots_N) and int(slots_N.min()) < 0:
-            rows = slots_N >= 0
-            slots_N, made_2NHW = slots_N[rows], [made[rows] for made in made_2NHW]
-        page_N, place_N = slots_N // self.page_size, slots_N % self.page_size
-        for pages, made_NHW in zip(self.layers[layer], made_2NHW, strict=True):
-            pages[page_N, place_N] = made_NHW
+        rows = (slots_N >= 0).nonzero().squeeze(1)
+        page_N, place_N = slots_N[rows] // self.page_size, slots_N[rows] % self.page_size
+        for pages, made_NHW in zip(self.layers[layer], (keys_NHW, values_NHW), strict=True):
+            pages[page_N, place_N] = made_NHW[rows]
 
     def show(self, table_BM: Tensor, lengths: Sequence[int]) -> None:
         """The requests to come, whose first lengths[b] positions lie in the pages table[b]."""

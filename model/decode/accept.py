@@ -41,7 +41,6 @@ def accept_drawn(tree: Tree, request: Request, logits_of: Callable[[int], Tensor
         r_V = request.sampling.probabilities(logits_1V)[0].cpu().numpy()
         children = np.flatnonzero(tree.parents == at)
         uniform = np.exp(-np.exp(-gumbel_of(np.arange(len(children)), request.seed, position, ACCEPTANCE)))
-        accepted = -1
         if len(children):
             assert tree.proposals is not None
             tokens, q = tree.proposals[row]
@@ -50,12 +49,11 @@ def accept_drawn(tree: Tree, request: Request, logits_of: Callable[[int], Tensor
         for child, u in zip(children.tolist(), uniform.tolist(), strict=True):
             token = int(tree.tokens[child])
             if u * q_V[token] < r_V[token]:
-                accepted = child
+                path.append(child)
+                at = child
                 break
             r_V, q_V = refused(r_V, q_V, token)
-        if accepted < 0:
+        else:
             noise_V = gumbel_of(np.arange(len(r_V)), request.seed, position, RESIDUAL)
             with np.errstate(divide="ignore"):
                 return path, int((np.log(r_V) + noise_V).argmax())
-        path.append(accepted)
-        at = accepted
