@@ -63,10 +63,10 @@ class PearlStep(EagerStep):
         try:
             with self.timed("verify"):
                 found, hidden_BQD = self._verified(drafts)
+            with self.timed("draft"):
+                drafted = drafting.result()
         finally:  # whatever becomes of the base, the head is done before anything else happens
             wait([drafting])
-        with self.timed("draft"):
-            drafted = drafting.result()
         del states
         with self.timed("other"):
             self._commit(found, hidden_BQD)
