@@ -39,8 +39,8 @@ class CapturedStep(EagerStep):
     """Of one sequence after the other; the first draft behind a prompt, whose length is any, is the eager one.
 
     sizes: the numbers of nodes that drafts are padded to, rising. longest: rows of the longest path that a draft may
-    hold, the root included. shared_noise: drafts look at the noise that the base will choose with. capture: record each
-    shape of step once and replay it (CUDA); otherwise the same functions run as they are.
+    hold, the root included. ahead: positions of the next draft, where that looks at the noise that the base will choose
+    with. capture: record each shape of step once and replay it (CUDA); otherwise the same functions run as they are.
     """
 
     def __init__(
@@ -52,12 +52,11 @@ class CapturedStep(EagerStep):
         *,
         sizes: Sequence[int],
         longest: int,
-        shared_noise: bool,
+        ahead: int,
     ) -> None:
         super().__init__(base, head, vocabulary, 1, width_of(capacity))
-        self.sizes, self.longest = sizes, longest
+        self.sizes, self.longest, self.ahead = sizes, longest, ahead
         self.capture = base.device.type == "cuda"
-        self.ahead = head.config.slots if head is not None and shared_noise else 0  # positions of the next draft
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest + ahead, V] where needed
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
 

@@ -232,7 +232,7 @@ class Decoder:
                 room,
                 sizes=[*(n for n in SIZES if n < most and self.measures), most],
                 longest=1 + (self.drafter.deepest(self.slots) if self.drafts else 0),
-                shared_noise=self.draft.proposal == "shared",
+                ahead=self.slots if self.draft.proposal == "shared" else 0,
             )
         return kept
 
