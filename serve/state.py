@@ -37,8 +37,11 @@ class Pages:
     @staticmethod
     def like(keys: Tensor, values: Tensor, layers: Sequence[int], pages: int, page_size: int) -> "Pages":
         """Room of its own for pages that the engine keeps in a layout of its own; keys, values [N, H, W]."""
-        made = ((part.new_zeros((pages, page_size, *part.shape[1:])) for part in (keys, values)) for _ in layers)
-        return Pages({layer: tuple(pair) for layer, pair in zip(layers, made, strict=True)})  # type: ignore[misc]
+
+        def room(part: Tensor) -> Tensor:
+            return part.new_zeros((pages, page_size, *part.shape[1:]))
+
+        return Pages({layer: (room(keys), room(values)) for layer in layers})
 
     def write(self, layer: int, keys_NHW: Tensor, values_NHW: Tensor, slots_N: Tensor) -> None:
         """At places `page * K + position in it`; rows whose place is negative are padding."""
