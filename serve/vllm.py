@@ -115,8 +115,8 @@ class Proposer:
         """Raises ValueError where the head cannot draft for the model that vLLM has loaded."""
         base = base_of(target, self.path, self.length, "--max-model-len")
         head = load_head(self.options.head, base)
-        options = self.options
-        draft = DraftConfig("chain", self.most, options.top_k, "fixed", options.prompt_lookup)
+        given = self.options
+        draft = DraftConfig("chain", self.most, budget="fixed", top_k=given.top_k, prompt_lookup=given.prompt_lookup)
         self.drafter = ServedHead(base, head, draft)
         self.attention = {} if head.attended is None else attention_of(target, head.attended.layers)
         if self.attention and base.windows.width is not None and base.windows.mixed and self.hybrid_pages:
