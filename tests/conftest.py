@@ -57,6 +57,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
+def common_cache(tmp_path_factory):
+    """A folder that all processes of `make test` share: what one has made there, the others take."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
 def base_folder(tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("base") / "tiny-llama")
 

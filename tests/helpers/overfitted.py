@@ -23,9 +23,9 @@ SMALL = ToyBaseConfig(
 )
 
 
-def overfit_head(work, question):
+def overfit_head(cache, work, question):
     """The base's folder; the head is exported to work/head."""
-    folder = toy_base(work, SMALL)
+    folder = toy_base(cache, SMALL)
     base = load_base(str(folder))
     objective = ObjectiveConfig(kind="prefix_ctc", labels=12)
     plan = Plan(CtcConfig(slots=12), objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)

@@ -43,10 +43,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(common_cache, tmp_path_factory):
     """Base and head, and what our own decoder makes of the questions."""
     work = tmp_path_factory.mktemp("served")
-    base = load_base(str(overfit_head(work, ASKED[0])))
+    base = load_base(str(overfit_head(common_cache, work, ASKED[0])))
     prompts = [prompt_ids(base.tokenizer, [{"role": "user", "content": text}], None) for text in ASKED]
     prompts += [prompts[0] + prompts[2] + ids for ids in prompts]  # a beginning that pages can be shared of
     chain = DraftConfig("chain", NODES, budget="fixed")

@@ -360,10 +360,10 @@ def test_models_and_pools_that_a_head_cannot_draft_from_are_refused(engine, serv
 @pytest.mark.skipif(
     not (ENV / "bin" / "python").exists(), reason=f"no SGLang in {ENV}: see tests/helpers/sglang_run.py"
 )
-def test_in_sglang_itself_tokens_and_steps_are_those_of_our_trees(tmp_path):
+def test_in_sglang_itself_tokens_and_steps_are_those_of_our_trees(tmp_path, common_cache):
     """With stand-ins for its kernels; some of the texts begin with one that another has read."""
     asked = ["Tell me a story about a cat and a dog.", "Why is the sky blue?"]
-    base = load_base(str(overfit_head(tmp_path, asked[0])))
+    base = load_base(str(overfit_head(common_cache, tmp_path, asked[0])))
     texts = [prompt_ids(base.tokenizer, [{"role": "user", "content": text}], None) for text in asked]
     texts += [texts[0] + text for text in texts]
     given = {"base": base.path, "head": str(tmp_path / "head"), "rows": 17, "prompts": texts, "limit": 40, "batch": 2}

@@ -28,9 +28,9 @@ STAGES = ["tokenizer", "mask", "labels", "loss", "verification"]
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+def toy(common_cache):
     """Small, but with a language of its own: a random base would take any tokenizer for its own."""
-    return load_base(str(toy_base(tmp_path_factory.mktemp("cache"), SMALL)))
+    return load_base(str(toy_base(common_cache, SMALL)))
 
 
 @pytest.fixture(scope="module", params=["toy", "smollm2_base", "smollm2_bf16"])
