@@ -14,16 +14,20 @@ class NearDuplicates:
     """An index over questions: `of` tells which one a text repeats, nearly or wholly.
 
     A question is repeated when SHARE of its n-grams (of SIZE words, lower case, punctuation left out) occur in
-    the text; one of fewer words, when all of them stand there in order. One of fewer than FEWEST letters never is.
+    the text; one of fewer words, when all of them stand there in order, and one of fewer than FEWEST letters, as
+    "continue", when the text says nothing else.
     """
 
     def __init__(self, questions: Sequence[str]) -> None:
         self._sizes: list[int] = []
         self._index: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        self._short: dict[tuple[str, ...], int] = {}
         for number, question in enumerate(questions):
             words = WORDS.findall(question.lower())
-            known = sum(map(len, words)) >= FEWEST
-            grams = _grams(words, min(SIZE, len(words))) if known else set()
+            if words and sum(map(len, words)) < FEWEST:
+                self._short.setdefault(tuple(words), number)
+                words = []
+            grams = _grams(words, min(SIZE, len(words))) if words else set()
             self._sizes.append(len(grams))
             for gram in grams:
                 self._index[gram].append(number)
@@ -32,6 +36,8 @@ class NearDuplicates:
     def of(self, text: str) -> int | None:
         """The number of the question that the text repeats most of; None where it repeats none."""
         words = WORDS.findall(text.lower())
+        if (short := self._short.get(tuple(words))) is not None:
+            return short
         grams = {gram for size in self._lengths for gram in _grams(words, size)}
         found = Counter(number for gram in grams & self._index.keys() for number in self._index[gram])
         shares = {number: count / self._sizes[number] for number, count in found.items()}

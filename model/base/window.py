@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 FULL = "full_attention"
-# The config's names for how many positions a layer of each kind sees:
-WIDTHS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WIDTHS = {  # kinds of layer by the config's name for how many positions they see
+    "sliding_window": "sliding_attention",
+    "sliding_window_size": "sliding_attention",
+    "attention_chunk_size": "chunked_attention",
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Windows:
 def windows_of(config: Any) -> Windows:
     """Raises ValueError on a kind of window whose width is unknown."""
     listed = set(getattr(config, "layer_types", None) or ())
-    widths = {kind: name for kind, name in WIDTHS.items() if getattr(config, name, None)}
+    widths = {kind: name for name, kind in WIDTHS.items() if getattr(config, name, None)}
     used = getattr(config, "use_sliding_window", True)
     found = {kind: name for kind, name in widths.items() if used and (not listed or kind in listed)}
     unknown = {kind for kind in listed - set(found) if any(word in kind for word in ("sliding", "chunk", "local"))}

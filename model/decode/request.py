@@ -10,7 +10,6 @@ from operator import index
 from typing import Any, TypedDict
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -166,8 +165,10 @@ class Request:
     def seen_behind(self, tree: Tree, row: int) -> Tensor:
         """The tokens [V] that stand before what is chosen behind the root (row 0) or node row - 1 of its draft."""
         assert self.seen_V is not None
-        seen_V = self.seen_V.clone()
-        seen_V[torch.from_numpy(tree.tokens[tree.ancestors()[row, 1:]])] = True
+        seen_V, node = self.seen_V.clone(), row - 1
+        while node >= 0:
+            seen_V[int(tree.tokens[node])] = True
+            node = int(tree.parents[node])
         return seen_V
 
     def finished(self, base: Base) -> Generation:

@@ -121,7 +121,8 @@ class Drafter:
         noise_NTV = torch.zeros(len(frontiers), slots, vocab, device=device)
         for rows, one in zip(noise_NTV, frontiers, strict=True):
             for slot in range(slots if one.sampling.temperature else 0):
-                rows[slot] = gumbel(one.seed, len(one.read) + slot, vocab, device) * one.sampling.temperature
+                noise_V = gumbel(one.seed, len(one.read) + slot, vocab, device)
+                torch.mul(noise_V, one.sampling.temperature, out=rows[slot])
         return noise_NTV
 
     def observe(self, frontier: Frontier, tree: Tree, outcome: Outcome) -> None:

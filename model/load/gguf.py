@@ -49,7 +49,10 @@ def convert_gguf(file: Path, cache: Path) -> Path:
                 shutil.rmtree(left)
             with new_folder(entry) as fresh:
                 _convert(file, fresh / file.stem)
-    return next(entry.glob("*"))
+    folder = converted(cache, sha256)
+    if folder is None:
+        raise ValueError(f"{entry} is damaged: delete it and run the command again")
+    return folder
 
 
 def _entry(cache: Path, sha256: str) -> Path:

@@ -28,8 +28,9 @@ def test_what_only_resembles_a_question_is_none():
 
 
 @pytest.mark.parametrize("question", ["Hi!", "continue", "Hi there", "继续"])
-def test_a_word_that_stands_in_many_texts_is_not_looked_for(question):
+def test_a_word_that_stands_in_many_texts_is_repeated_by_itself_alone(question):
     index = NearDuplicates([QUESTIONS[0], question])
+    assert index.of(f" {question.upper()}\n") == 1
     assert index.of(f"{question} Write a poem about the sea.") is None
     assert index.of(f"{question} {QUESTIONS[0]}") == 0
 

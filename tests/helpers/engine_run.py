@@ -31,10 +31,10 @@ def engine_of(words):
     if ours is not None:
         own = ours.Proposer.propose
 
-        def propose(self, sampled_token_ids, *arguments, **named):
+        def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None):
             requests = self.runner.input_batch.req_ids
             forwards.update(r for r, tokens in zip(requests, sampled_token_ids, strict=False) if len(tokens))
-            return own(self, sampled_token_ids, *arguments, **named)
+            return own(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings)
 
         ours.Proposer.propose = propose
     return engine, forwards

@@ -11,7 +11,6 @@ state holds, F an embedded token.
 """
 
 from abc import abstractmethod
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,10 +52,19 @@ class StepwiseHead(Head):
         them as of its own entries there.
         """
 
-    def begin(self, hidden_BLX: Tensor, token_BLF: Tensor, *seen: Any, at: Anchors) -> Tensor:
+    def begin(
+        self,
+        hidden_BLX: Tensor,
+        token_BLF: Tensor,
+        mask: AttentionMask,
+        cache: Cache,
+        read: KeysAndValues,
+        *,
+        anchors: Anchors,
+    ) -> Tensor:
         """The first states of the anchors [N, E]: behind the token after each position, with the base's hidden states
-        for states."""
-        return at.own(self.step(hidden_BLX, token_BLF, *seen))
+        for states. mask, cache, read: see `step`."""
+        return anchors.own(self.step(hidden_BLX, token_BLF, mask, cache, read))
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         return TreeCache(self.attentions, batch, capacity + self.config.slots * self.config.beam)
@@ -66,7 +74,7 @@ class StepwiseHead(Head):
         assert label_NUF is not None
         (B, L, _), cache, read = hidden_BLX.shape, DynamicCache(), self.keys_and_values(hidden_BLX)
         mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLX.device).unsqueeze(0))
-        state_NE = self.begin(hidden_BLX, root_BLF, mask, cache, read, at=anchors)
+        state_NE = self.begin(hidden_BLX, root_BLF, mask, cache, read, anchors=anchors)
         position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         states = [state_NE]
@@ -95,7 +103,7 @@ class StepwiseHead(Head):
         documents = anchors.mask if own is None else None
         own = self.new_cache(B, L) if own is None else own
         mask = documents or own.causal_mask(L, hidden_BLX.device)
-        state_NE = self.begin(hidden_BLX, root_BLF, mask, own, read, at=anchors)
+        state_NE = self.begin(hidden_BLX, root_BLF, mask, own, read, anchors=anchors)
         before, drafted = own.lengths.copy(), dict[int, Tree]()
         for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
             b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])

@@ -59,9 +59,9 @@ class MlpHead(StepwiseHead):
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.embedding(tokens.numbered(ids))
 
-    def begin(self, hidden_BLD: Tensor, token_BLW: Tensor, *seen: Any, at: Anchors) -> Tensor:
-        state_ND = F.rms_norm(at.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
-        return self._next(self.enter(state_ND), at.own(token_BLW))
+    def begin(self, hidden_BLD: Tensor, token_BLW: Tensor, *seen: Any, anchors: Anchors) -> Tensor:
+        state_ND = F.rms_norm(anchors.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
+        return self._next(self.enter(state_ND), anchors.own(token_BLW))
 
     def step(self, state_BQW: Tensor, token_BQW: Tensor, *seen: Any) -> Tensor:
         return self._next(self.proceed(state_BQW), token_BQW)
