@@ -65,14 +65,14 @@ class ServedHead:
     """A head and prompt lookup, which draft together what `Decoder` would: chains, or trees.
 
     pages: where the keys and values of the head's attended layers lie; None: it attends to none, or they are not there
-    yet. Raises ValueError on a head that keeps a state of its own for each request.
+    yet. Raises ValueError on a head that takes a pass per depth.
     """
 
     def __init__(self, base: Base, head: Head, draft: DraftConfig, pages: Pages | None = None) -> None:
         if not isinstance(head, OnePassHead):
             raise ValueError(
-                f"a head of kind {head.config.kind} keeps a cache of its own for each request, which no engine serves: "
-                "decode with ctcdraft's own decoder"
+                f"a head of kind {head.config.kind} takes a pass per depth, which no engine serves: decode with "
+                "ctcdraft's own decoder"
             )
         self.base, self.head, self.pages = base, head, pages
         self.drafter = Drafter(draft, head.calibration)

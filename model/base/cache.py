@@ -21,12 +21,23 @@ CAPACITY_STEP = 256  # entries by which it grows
 
 
 class PassingCache(Cache):
-    """Of one forward: the keys and values that stand before its rows, by layer, and those that `watched` layers make,
-    `made[layer]`: keys, already turned, and values, [B, heads, rows, width] each. Nothing else is kept."""
+    """The keys and values that stand before the rows of a forward, by layer, and those that `watched` layers make,
+    `made[layer]`: keys, already turned, and values, [B, heads, rows, width] each.
 
-    def __init__(self, before: KeysAndValues | None = None, watched: Sequence[int] = ()) -> None:
+    keeps: all that is made stands before the rows of the next forward; else nothing is kept. places: where the entries
+    stand [B, S], for layers with a window; None: each at its own number.
+    """
+
+    def __init__(
+        self,
+        before: KeysAndValues | None = None,
+        watched: Sequence[int] = (),
+        *,
+        keeps: bool = False,
+        places_BS: Tensor | None = None,
+    ) -> None:
         super().__init__(layers=[])
-        self.before, self.watched = before or {}, watched
+        self.before, self.watched, self.keeps, self.places_BS = dict(before or {}), watched, keeps, places_BS
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # of some layers nothing: they look at another's
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -36,14 +47,15 @@ class PassingCache(Cache):
         return self.get_seq_length() + query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        made = key_states, value_states
+        made = seen = key_states, value_states
         if layer_idx in self.watched:
             self.made[layer_idx] = made
-        if not self.before:
-            return made
-        return tuple(
-            torch.cat([old.to(new), new], dim=2) for old, new in zip(self.before[layer_idx], made, strict=True)
-        )
+        if before := self.before.get(layer_idx):
+            keys, values = (torch.cat([old.to(new), new], dim=2) for old, new in zip(before, made, strict=True))
+            seen = keys, values
+        if self.keeps:
+            self.before[layer_idx] = seen
+        return seen
 
     def flat(self) -> Tensor:
         """Of each row the keys of all watched layers and heads, then their values: [B, rows, 2 * heads * width]."""
@@ -68,7 +80,7 @@ class TreeCache(Cache):
         self._layers = layers
         self._blocks: list[Tensor] = []
         self._free: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by heads, width: block, row
-        self._place: list[tuple[tuple[int, int], tuple[int, int]]] = []  # of each layer's keys, of its values
+        self._place: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}  # of each layer's keys, of its values
         self._only: int | None = None
         self._index: tuple[Tensor, Tensor]  # where a forward of several sequences writes
         self._fixed: tuple[Tensor, int] | None = None
@@ -129,13 +141,13 @@ class TreeCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write Q new entries per sequence behind its committed ones; all keys and values up to the longest."""
-        if layer_idx >= len(self._place):  # in blocks of their shapes, or in new ones for all layers that are left
+        if layer_idx not in self._place:  # in blocks of their shapes, or in new ones for all layers that are left
             left = max(1, self._layers - len(self._place))
             rows = 2 * left if key_states.shape == value_states.shape else left
-            self._place.append((self._row(key_states, rows), self._row(value_states, rows)))
+            self._place[layer_idx] = self._row(key_states, rows), self._row(value_states, rows)
         Q, device = key_states.shape[2], key_states.device
         keys, values = self.committed(layer_idx, Q)
-        if layer_idx == 0 and len(keys) > 1:  # for all layers
+        if layer_idx == next(iter(self._place)) and len(keys) > 1:  # for all layers
             slots = torch.from_numpy(self.lengths[: self.batch, None] + np.arange(Q)[None]).to(device)
             self._index = torch.arange(self.batch, device=device)[:, None], slots
         for seen, made in ((keys, key_states), (values, value_states)):

@@ -44,8 +44,7 @@ class EagerStep:
         self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
         self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
-        self.own_cache = own = None if head is None else head.new_cache(rows, capacity + head.config.slots)
-        self.own_room = 0 if own is None else own.capacity - capacity  # for a draft, behind what is read
+        self.own_cache = own = None if head is None else head.new_cache(rows, capacity)
         self.caches = [self.cache] if own is None else [self.cache, own]
         self.unread = slice(-1, None) if own is None else slice(None)  # of new states, those that the head has to see
         self.begin()
@@ -173,7 +172,7 @@ class EagerStep:
         following_BL = pad_sequence(following, True).to(self.base.device)
         anchors = self.cache.newest(counts, max(counts), self.base.device)
         if self.own_cache is not None:
-            self.own_cache.reserve(self.own_cache.get_seq_length() + max(counts) + self.own_room)
+            self.own_cache.reserve(self.own_cache.get_seq_length() + max(counts))
         for request in self.active:
             request.hidden = []
         return self.head.drafts(

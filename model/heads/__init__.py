@@ -23,7 +23,7 @@ AnyHeadConfig = Annotated[
     CtcConfig | ParallelConfig | MedusaConfig | EagleConfig | MlpConfig | GlideConfig | DiffusionConfig,
     Field(discriminator="kind"),
 ]
-HEADS: dict[type[HeadConfig], Callable[[Any, Base, Attended | None], Head]] = {
+HEADS: dict[type[HeadConfig], Callable[[Any, Base, Any], Head]] = {
     CtcConfig: SlotHead,
     ParallelConfig: SlotHead,
     DiffusionConfig: DiffusionHead,
@@ -43,22 +43,25 @@ def head_config(fields: Mapping[str, Any]) -> HeadConfig:
 def head_on(base: Base, config: HeadConfig) -> Head:
     """A freshly initialised head for that base, of a draft vocabulary no larger than the base's. Raises ValueError
     where the base has fewer layers."""
-    attended, drafted = attended_on(base, config), config.draft_vocab_size
+    attended, drafted = layers_on(base, config), config.draft_vocab_size
     config = replace(config, draft_vocab_size=None if drafted is None or drafted >= base.vocab_size else drafted)
     return HEADS[type(config)](config, base, attended)
 
 
 def attended_on(base: Base, config: HeadConfig) -> Attended | None:
-    """The layers of the base that a head of that config copies or looks at, if any. Raises ValueError as `head_on`
-    does, and where it looks at layers of several shapes."""
-    if isinstance(config, ParallelConfig):
-        return layers_to_copy(base, config.layers)
-    if not isinstance(config, GlideConfig) or not config.cross:
+    """The layers of the base whose keys and values a head of that config looks at, if any. Raises ValueError as
+    `head_on` does."""
+    return None if isinstance(config, GlideConfig) and not config.cross else layers_on(base, config)
+
+
+def layers_on(base: Base, config: HeadConfig) -> Attended | None:
+    """Those that it copies, if any. Raises ValueError where the base has fewer, or the head cannot do without them."""
+    if not isinstance(config, ParallelConfig | GlideConfig):
         return None
-    attended = base.attended(config.layers)
-    if attended is None:
-        raise ValueError(f"head=glide: keys and values of {base.name} have several shapes: take head.cross=false")
-    return attended
+    found = layers_to_copy(base, config.layers)
+    if found is None and isinstance(config, GlideConfig):
+        raise ValueError(f"head=glide: the last layers of {base.name} do not run alone: take another head")
+    return found
 
 
 def parameters_of(module: nn.Module) -> int:

@@ -16,29 +16,19 @@ ROPE_BASE = 10_000.0
 
 
 class Block(nn.Module):
-    """A layer of Llama: pre-norm attention with rotary positions, and SwiGLU.
+    """A layer of Llama: pre-norm attention with rotary positions, and SwiGLU."""
 
-    cross: (rows, mask, keys, values) -> what is added between the two; None: nothing.
-    """
-
-    def __init__(self, width: int, heads: int, number: int = 0, cross: nn.Module | None = None) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         inner = -(-8 * width // 3 // 16) * 16
         config: Any = LlamaConfig(hidden_size=width, intermediate_size=inner, num_attention_heads=heads)
         config._attn_implementation = "sdpa"
-        layer: Any = LlamaDecoderLayer(config, layer_idx=number)
+        layer: Any = LlamaDecoderLayer(config, layer_idx=0)
         layer.input_layernorm = nn.RMSNorm(width)  # Llama's own count in float32 alone
         layer.post_attention_layernorm = nn.RMSNorm(width)
-        self.layer, self.cross, self.head_width = layer, cross, width // heads
+        self.layer, self.head_width = layer, width // heads
 
-    def forward(
-        self,
-        x_BLW: Tensor,
-        mask: AttentionMask,
-        cache: Cache | None = None,
-        read: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """read: the keys and values that `cross` looks at."""
+    def forward(self, x_BLW: Tensor, mask: AttentionMask, cache: Cache | None = None) -> Tensor:
         layer, half = self.layer, torch.arange(0, self.head_width, 2, device=x_BLW.device)
         frequency = ROPE_BASE ** -(half / self.head_width)
         angle = mask.positions_BL.unsqueeze(2) * torch.cat([frequency, frequency])
@@ -49,7 +39,4 @@ class Block(nn.Module):
             position_embeddings=(angle.cos().to(x_BLW.dtype), angle.sin().to(x_BLW.dtype)),
         )
         x_BLW = x_BLW + attended_BLW
-        if self.cross is not None and read is not None:
-            keys, values = read
-            x_BLW = x_BLW + self.cross(x_BLW, mask, keys, values)
         return x_BLW + layer.mlp(layer.post_attention_layernorm(x_BLW))

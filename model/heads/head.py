@@ -107,8 +107,7 @@ class Head(nn.Module, ABC):
         return tokens.base.embed(ids).to(dtype)
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
-        """Room for `capacity` positions of each of `batch` sequences, padding of the last draft included. None: it
-        drafts from the base's cache alone."""
+        """Room for `capacity` positions of each of `batch` sequences. None: it drafts from the base's cache alone."""
         return None
 
     def keys_and_values(self, hidden_BLX: Tensor, cache: TreeCache | None = None) -> KeysAndValues:

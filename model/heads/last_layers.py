@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
-from ..base.cache import PassingCache
-from ..base.context import Attended, AttentionMask, KeysAndValues
+from ..base.cache import PassingCache, TreeCache
+from ..base.context import Attended, AttentionMask
 from ..base.llm import Base
+from ..base.packed import pack
 from ..base.window import windows_of
 
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
@@ -43,21 +45,26 @@ class LastLayers(nn.Module):
         """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
         return super().train(False)
 
-    def forward(
-        self, x_BQD: Tensor, mask: AttentionMask, read: KeysAndValues, places_BS: Tensor | None = None
-    ) -> Tensor:
-        """States after the final norm [B, Q, D]; mask: of the S positions that were read and of the Q rows, within the
-        window of a layer that has one; places: where those S stand, None: each at its own number."""
+    def for_drafting(self, base: Base) -> None:
+        """In the precision of the base's own."""
+        pack(self.to(base.dtype))
+
+    def forward(self, x_BQD: Tensor, mask: AttentionMask, cache: PassingCache | TreeCache) -> Tensor:
+        """States after the final norm [B, Q, D]; mask: of the S entries of the cache and of the Q rows, within the
+        window of a layer that has one."""
         own = next(self.decoder.layers.parameters()).dtype
         mixed = self.mixed and torch.is_grad_enabled()
         masks: Any = mask.additive(torch.bfloat16 if mixed else own)
         if self.windows.width is not None:
             (B, Q), S = x_BQD.shape[:2], masks.shape[-1] - x_BQD.shape[1]
+            places_BS = cache.places_BS if isinstance(cache, PassingCache) else None
             places_BS = torch.arange(S, device=x_BQD.device) if places_BS is None else places_BS
             entries_BK = torch.cat([places_BS.expand(B, S), mask.positions_BL.expand(B, Q)], dim=1)
             masks = self.windows.of(masks, mask.positions_BL, entries_BK)
+            if isinstance(cache, PassingCache) and cache.keeps:
+                cache.places_BS = entries_BK
         with torch.autocast(x_BQD.device.type, torch.bfloat16, enabled=mixed):
-            found_BQD = _run(self.decoder, x_BQD.to(own), masks, mask.positions_BL, read)
+            found_BQD = _run(self.decoder, x_BQD.to(own), masks, mask.positions_BL, cache)
         return found_BQD.to(x_BQD.dtype)
 
 
@@ -80,19 +87,19 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
         want, entering = states_BLX[:, -1:, :D], states_BLX[:, -1:, D : 2 * D]
         mask = entering.new_zeros(1, 1, 1, TRIED)
         at = torch.full((1, 1), TRIED - 1, device=base.device)
-        got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, read)
+        got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, PassingCache(read))
         wrong = float((got - want).abs().max() / want.abs().max())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return None
     return attended._replace(scale=float(entering.float().square().mean().sqrt())) if wrong < CLOSE else None
 
 
-def _run(decoder: Any, x_BQD: Tensor, masks: Any, positions_BQ: Tensor, read: KeysAndValues) -> Tensor:
+def _run(decoder: Any, x_BQD: Tensor, masks: Any, positions_BQ: Tensor, cache: Cache) -> Tensor:
     out = decoder(
         inputs_embeds=x_BQD,
         attention_mask=masks,
         position_ids=positions_BQ,
-        past_key_values=PassingCache(read),
+        past_key_values=cache,
         use_cache=True,
     )
     return out.last_hidden_state

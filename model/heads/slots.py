@@ -12,10 +12,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from ..base.cache import TreeCache
+from ..base.cache import PassingCache, TreeCache
 from ..base.context import Anchors, Attended, AttentionMask
 from ..base.llm import Base
-from ..base.packed import pack
 from ..lattice.topology import Topology
 from .block import Block
 from .head import CHECKED, HeadConfig, Layers, OnePassHead, Size, Slots
@@ -93,7 +92,7 @@ class SlotHead(OnePassHead):
         """The same, copied layers in the precision of the base's own."""
         super().for_drafting(base, dtype)
         if self.body is not None:
-            pack(self.body.to(base.dtype))
+            self.body.for_drafting(base)
         return self
 
     def fill(
@@ -138,6 +137,7 @@ class SlotHead(OnePassHead):
             own_BQQ = (anchor_Q == anchor_Q.unsqueeze(1)).expand(B, -1, -1)
             seen_BQS = torch.cat([context_BAS.repeat_interleave(T, dim=1), own_BQQ], dim=2)
             rows_BQD = anchors.spread(x_NTD).view(B, A * T, D)
-            rows_BQD = self.body(rows_BQD, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), read, anchors.places_BS)
+            context = PassingCache(read, places_BS=anchors.places_BS)
+            rows_BQD = self.body(rows_BQD, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), context)
             x_NTD = anchors.gathered(rows_BQD.view(B, A, T, D))
         return x_NTD

@@ -26,7 +26,7 @@ HEADS = [
     DiffusionConfig(slots=5, layers=1, fills=3),
     EagleConfig(slots=5, width=32, beam=3),
     MlpConfig(slots=5, width=24, beam=3),
-    GlideConfig(slots=5, width=32, beam=3),
+    GlideConfig(slots=5, beam=3),
 ]
 
 TRAINING = {"objective": "prefix_ctc", "step": 1, "tokens": 1, "tokens_per_step": 1.0}

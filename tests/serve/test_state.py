@@ -192,9 +192,9 @@ def test_planted_faults_change_drafts_and_no_token(base, ctc, plant):
     assert right.seen != wrong.seen
 
 
-def test_a_head_with_a_cache_of_its_own_is_refused(base):
+def test_a_head_of_a_pass_per_depth_is_refused(base):
     head = random_head(EagleConfig(slots=3, width=32, beam=2), base)
-    with pytest.raises(ValueError, match="eagle keeps a cache of its own"):
+    with pytest.raises(ValueError, match="eagle takes a pass per depth"):
         ServedHead(base, head, CHAIN)
 
 

@@ -19,7 +19,7 @@ HEADS = [
     CtcConfig(slots=5, layers=1, rank=8),
     MedusaConfig(slots=5, layers=2),
     EagleConfig(slots=5, width=32, beam=3),
-    GlideConfig(slots=5, width=32, beam=3),
+    GlideConfig(slots=5, beam=3),
 ]
 U = 4
 

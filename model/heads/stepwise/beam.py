@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from transformers import Cache, DynamicCache
 
-from ...base.cache import TreeCache
-from ...base.context import Anchors, AttentionMask, KeysAndValues
+from ...base.cache import PassingCache, TreeCache
+from ...base.context import Anchors, AttentionMask
 from ...draft.tree import Tree
 from ...lattice.candidates import Lattice
 from ..head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
 from ..vocabulary import DraftVocabulary
 
 CHILDREN = 32  # of a node that are scored: one that is not expanded itself can still be in a draft
+OwnCache = PassingCache | TreeCache  # what rows of a pass see before them, and where their entries go
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -36,54 +36,50 @@ class StepwiseConfig(HeadConfig):
 
 
 class StepwiseHead(Head):
-    """Its draft is a Tree of every node that it scored. attentions: layers of its own cache."""
+    """Its draft is a Tree of every node that it scored.
+
+    encodes: its first pass reads every position, and a cache of its own keeps what `own_layers` make of them; else it
+    reads the anchors alone, on the keys and values of the attended layers.
+    """
 
     config: StepwiseConfig
     reads_labels = True
-    attentions = 1
+    encodes = True
+    own_layers: tuple[int, ...] = (0,)
 
     @abstractmethod
-    def step(
-        self, state_BQE: Tensor, token_BQF: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues
-    ) -> Tensor:
-        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds.
+    def step(self, state_BQE: Tensor, token_BQF: Tensor, mask: AttentionMask, cache: OwnCache) -> Tensor:
+        """The next states [B, Q, E] behind embedded tokens, whose entries the cache then holds."""
 
-        read: what attended layers of the base made of the positions that the mask begins with; a row sees as much of
-        them as of its own entries there.
-        """
+    def begin(self, hidden_BQX: Tensor, token_BQF: Tensor, mask: AttentionMask, cache: OwnCache) -> Tensor:
+        """The first states [B, Q, E]: behind the token after each position, on the base's hidden states."""
+        return self.step(hidden_BQX, token_BQF, mask, cache)
 
-    def begin(
-        self,
-        hidden_BLX: Tensor,
-        token_BLF: Tensor,
-        mask: AttentionMask,
-        cache: Cache,
-        read: KeysAndValues,
-        *,
-        anchors: Anchors,
-    ) -> Tensor:
-        """The first states of the anchors [N, E]: behind the token after each position, with the base's hidden states
-        for states. mask, cache, read: see `step`."""
-        return anchors.own(self.step(hidden_BLX, token_BLF, mask, cache, read))
-
-    def new_cache(self, batch: int, capacity: int) -> TreeCache:
-        return TreeCache(self.attentions, batch, capacity + self.config.slots * self.config.beam)
+    def new_cache(self, batch: int, capacity: int) -> TreeCache | None:
+        return TreeCache(len(self.own_layers), batch, capacity) if self.encodes else None
 
     def forward(self, hidden_BLX: Tensor, root_BLF: Tensor, anchors: Anchors, label_NUF: Tensor | None = None) -> Slots:
         """T passes along the labels, each on the state of the one before; roots and labels as `embedded`."""
         assert label_NUF is not None
-        (B, L, _), cache, read = hidden_BLX.shape, DynamicCache(), self.keys_and_values(hidden_BLX)
-        mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLX.device).unsqueeze(0))
-        state_NE = self.begin(hidden_BLX, root_BLF, mask, cache, read, anchors=anchors)
+        B, L, _ = hidden_BLX.shape
+        cache = PassingCache(self.keys_and_values(hidden_BLX), keeps=True, places_BS=anchors.places_BS)
         position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
+        if self.encodes:
+            mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLX.device).unsqueeze(0))
+            state_NE = anchors.own(self.begin(hidden_BLX, root_BLF, mask, cache))
+        else:
+            seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)
+            hidden_BAX, root_BAF = (anchors.spread(anchors.own(each)) for each in (hidden_BLX, root_BLF))
+            mask = AttentionMask(position_BA, seen_BAS.unsqueeze(1))
+            state_NE = anchors.gathered(self.begin(hidden_BAX, root_BAF, mask, cache))
         states = [state_NE]
         for step in range(1, min(self.config.slots, label_NUF.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
             state_BAE = anchors.spread(state_NE)
             token_BAF = anchors.spread(label_NUF[:, step - 1])
             mask = AttentionMask(position_BA + step, seen_BAS.unsqueeze(1))
-            state_NE = anchors.gathered(self.step(state_BAE, token_BAF, mask, cache, read))
+            state_NE = anchors.gathered(self.step(state_BAE, token_BAF, mask, cache))
             states.append(state_NE)
         return Slots(torch.stack(states, dim=1))
 
@@ -98,59 +94,60 @@ class StepwiseHead(Head):
         noise_NTV: Tensor | None = None,
         own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        (B, L, _), tokens, read = hidden_BLX.shape, vocabulary.tokens, self.keys_and_values(hidden_BLX, cache)
+        (B, L, _), tokens, device = hidden_BLX.shape, vocabulary.tokens, hidden_BLX.device
         root_BLF = self.embedded(tokens, root_BL, hidden_BLX.dtype)
-        documents = anchors.mask if own is None else None
-        own = self.new_cache(B, L) if own is None else own
-        mask = documents or own.causal_mask(L, hidden_BLX.device)
-        state_NE = self.begin(hidden_BLX, root_BLF, mask, own, read, anchors=anchors)
-        before, drafted = own.lengths.copy(), dict[int, Tree]()
-        for n in anchors.position_N.argsort(descending=True).tolist():  # a draft overwrites what lies behind its anchor
-            b, position = int(anchors.batch_N[n]), int(anchors.position_N[n])
-            own.lengths[b] = end = before[b] + position + 1
-            seen = {layer: (k[b : b + 1, :, :end], v[b : b + 1, :, :end]) for layer, (k, v) in read.items()}
-            at = AttentionMask(mask.positions_BL.expand(B, -1)[b : b + 1, position : position + 1])
-            if documents is not None and documents.allowed_BLS is not None:
-                at = at._replace(allowed_BLS=documents.allowed_BLS[b : b + 1, :, position : position + 1, :end])
-            drafted[n] = self._beam(state_NE[n], b, own, seen, tokens, at)
-        return [drafted[n] for n in range(len(drafted))]
+        mask = anchors.mask or AttentionMask(torch.arange(L, device=device).unsqueeze(0))
+        positions_BL, documents = mask.positions_BL.expand(B, -1), mask.allowed_BLS
+        read = self.keys_and_values(hidden_BLX, cache)
+        if self.encodes:
+            own = TreeCache(len(self.own_layers), B, L) if own is None else own
+            mask = own.causal_mask(L, device) if documents is None else mask
+            state_BLE = self.begin(hidden_BLX, root_BLF, mask, own)
+            read = {layer: own.committed(layer, L) for layer in self.own_layers}
+        drafted: list[Lattice | Tree] = []
+        for b, row in zip(anchors.batch_N.tolist(), anchors.position_N.tolist(), strict=True):
+            one, at = slice(b, b + 1), slice(row, row + 1)
+            position_11 = positions_BL[one, at]
+            end = int(position_11) + 1 if documents is None else row + 1
+            seen_1S = torch.ones(1, end, dtype=torch.bool, device=device)
+            if documents is not None:
+                seen_1S = documents[b, 0, at, :end]
+            before = {layer: (keys[one, :, :end], values[one, :, :end]) for layer, (keys, values) in read.items()}
+            places_BS = anchors.places_BS
+            known = PassingCache(before, keeps=True, places_BS=None if places_BS is None else places_BS[one, :end])
+            if self.encodes:
+                state_1E = state_BLE[b, at]
+            else:
+                seen_1S = torch.cat([seen_1S, seen_1S.new_ones(1, 1)], dim=1)
+                first = AttentionMask(position_11, seen_1S[None, None])
+                state_1E = self.begin(hidden_BLX[one, at], root_BLF[one, at], first, known)[0]
+            drafted.append(self._beam(state_1E, known, AttentionMask(position_11, seen_1S), tokens))
+            if own is not None:
+                own.lengths[b] = end
+        return drafted
 
-    def _beam(
-        self,
-        state_E: Tensor,
-        sequence: int,
-        cache: TreeCache,
-        read: KeysAndValues,
-        tokens: DraftVocabulary,
-        at: AttentionMask,
-    ) -> Tree:
+    def _beam(self, state_1E: Tensor, cache: PassingCache, at: AttentionMask, tokens: DraftVocabulary) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth. at: where the
-        anchor stands, and what it sees where that is not all that the cache holds."""
-        beam, children = self.config.beam, min(CHILDREN, len(tokens))
-        length = int(cache.lengths[sequence])
-        device = state_E.device
-        log_p_X, token_X = self._children(state_E.unsqueeze(0), tokens, children)
+        anchor stands, and which entries of the cache it sees [1, S]."""
+        beam, children, device = self.config.beam, min(CHILDREN, len(tokens)), state_1E.device
+        log_p_X, token_X = self._children(state_1E, tokens, children)
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
-        state_QE = state_E.unsqueeze(0)
-        own_1S = torch.ones(1, length, dtype=torch.bool, device=device)
-        sees_QS = own_1S if at.allowed_BLS is None else at.allowed_BLS[0, 0]
+        state_QE, sees_QS = state_1E, at.allowed_BLS
+        assert sees_QS is not None
         for depth in range(1, self.config.slots):
             best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
-            token_QF = self.embedded(tokens, token_X[best_Q], state_E.dtype)
+            token_QF = self.embedded(tokens, token_X[best_Q], state_1E.dtype)
             mask = AttentionMask((at.positions_BL + depth).expand(1, Q), sees_QS[None, None])
-            with cache.only(sequence):
-                state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache, read)[0]
-            cache.lengths[sequence] += Q
+            state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache)[0]
             row_X = torch.arange(Q, device=device).repeat_interleave(children)
             before_Q = log_p_X[best_Q]
             parents_X, first = first + best_Q[row_X], first + len(token_X)
             log_p_X, token_X = self._children(state_QE, tokens, children)
             log_p_X = log_p_X + before_Q[row_X]
             layers.append((token_X, parents_X, log_p_X))
-        cache.lengths[sequence] = length  # a draft's own entries do not stay
         token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
         depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
         return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))

@@ -11,20 +11,19 @@ from typing import Literal
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from transformers import Cache
 
-from ...base.context import Attended, AttentionMask, KeysAndValues
+from ...base.context import Attended, AttentionMask
 from ...base.llm import Base
 from ..block import Block
 from ..head import CHECKED, Size
-from .beam import StepwiseConfig, StepwiseHead
+from .beam import OwnCache, StepwiseConfig, StepwiseHead
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class EagleConfig(StepwiseConfig):
     kind: Literal["eagle"] = "eagle"
-    width: Size = 128  # of its layer; of glide's: 256; of states and token tables of mlp: 512
-    heads: Size = 4  # attention heads of such a layer
+    width: Size = 128  # of its layer; of states and token tables of mlp: 512
+    heads: Size = 4  # attention heads of its layer
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):  # so that it splits into heads with rotary positions
@@ -43,8 +42,6 @@ class EagleHead(StepwiseHead):
         self.norm = nn.RMSNorm(config.width)
         self.leave = nn.Linear(config.width, base.hidden_size, bias=False)
 
-    def step(
-        self, state_BQD: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: Cache, read: KeysAndValues
-    ) -> Tensor:
+    def step(self, state_BQD: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: OwnCache) -> Tensor:
         x = self.enter(torch.cat([token_BQD, state_BQD], dim=-1))
         return self.leave(self.norm(self.block(x, mask, cache)))

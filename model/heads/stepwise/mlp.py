@@ -3,7 +3,7 @@
 Wertheimer et al. 2024 (IBM's combined token and embedding speculator, arXiv 2404.19124), all stages one as in their
 released code (fms-extras, `tie_wts` and `scale_input`).
 
-Shape suffixes: B batch, L positions, Q rows of one pass, N anchors, D hidden size of the base, W width.
+Shape suffixes: B batch, Q rows of one pass, D hidden size of the base, W width.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from ...base.context import Anchors, Attended
+from ...base.context import Attended
 from ...base.llm import Base
 from ..head import CHECKED, Size
 from ..vocabulary import DraftVocabulary
@@ -37,7 +37,7 @@ class MlpHead(StepwiseHead):
     """
 
     config: MlpConfig
-    attentions = 0
+    encodes = False
 
     def __init__(self, config: MlpConfig, base: Base, attended: Attended | None = None) -> None:
         super().__init__(config, base, attended)
@@ -59,9 +59,9 @@ class MlpHead(StepwiseHead):
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.embedding(tokens.numbered(ids))
 
-    def begin(self, hidden_BLD: Tensor, token_BLW: Tensor, *seen: Any, anchors: Anchors) -> Tensor:
-        state_ND = F.rms_norm(anchors.own(hidden_BLD), (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
-        return self._next(self.enter(state_ND), anchors.own(token_BLW))
+    def begin(self, hidden_BQD: Tensor, token_BQW: Tensor, *seen: Any) -> Tensor:
+        state_BQD = F.rms_norm(hidden_BQD, (self.hidden_size,), eps=EPS) / math.sqrt(2.0)
+        return self._next(self.enter(state_BQD), token_BQW)
 
     def step(self, state_BQW: Tensor, token_BQW: Tensor, *seen: Any) -> Tensor:
         return self._next(self.proceed(state_BQW), token_BQW)

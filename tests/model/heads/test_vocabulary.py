@@ -22,7 +22,7 @@ KINDS = [
     MedusaConfig(draft_vocab_size=10, slots=4),
     EagleConfig(draft_vocab_size=10, slots=4, width=32, heads=2, beam=3),
     MlpConfig(draft_vocab_size=10, slots=4, width=24, beam=3),
-    GlideConfig(draft_vocab_size=10, slots=4, width=32, beam=3),
+    GlideConfig(draft_vocab_size=10, slots=4, beam=3),
 ]
 
 
