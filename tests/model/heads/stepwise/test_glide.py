@@ -57,7 +57,7 @@ def test_without_the_bases_keys_it_takes_nothing_of_the_bases_work(base):
 
 
 def test_another_sequences_keys_lose_acceptance(base):
-    """Of a head that learnt to read the base's keys, with the first token; what follows, the words that it reads say."""
+    """With the first token, of a head that learnt to read them; what follows, the words that it reads say."""
     torch.manual_seed(0)
     head, ids = head_on(base, CONFIG).double(), torch.randint(2, 260, (8, 12))
     ids[:, :6], ids[:, 7] = ids[:1, :6], ids[0, 7]  # all are alike to the root, but for the token before it
