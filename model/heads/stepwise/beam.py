@@ -97,7 +97,7 @@ class StepwiseHead(Head):
         (B, L, _), tokens, device = hidden_BLX.shape, vocabulary.tokens, hidden_BLX.device
         root_BLF = self.embedded(tokens, root_BL, hidden_BLX.dtype)
         mask = anchors.mask or AttentionMask(torch.arange(L, device=device).unsqueeze(0))
-        positions_BL, documents = mask.positions_BL.expand(B, -1), mask.allowed_BLS
+        positions_BL, documents, places_BS = mask.positions_BL.expand(B, -1), mask.allowed_BLS, anchors.places_BS
         read = self.keys_and_values(hidden_BLX, cache)
         if self.encodes:
             own = TreeCache(len(self.own_layers), B, L) if own is None else own
@@ -113,7 +113,6 @@ class StepwiseHead(Head):
             if documents is not None:
                 seen_1S = documents[b, 0, at, :end]
             before = {layer: (keys[one, :, :end], values[one, :, :end]) for layer, (keys, values) in read.items()}
-            places_BS = anchors.places_BS
             known = PassingCache(before, keeps=True, places_BS=None if places_BS is None else places_BS[one, :end])
             if self.encodes:
                 state_1E = state_BLE[b, at]
