@@ -7,13 +7,15 @@ python launch/eval.py "heads=[<run>,<another run>,<exported head>]" bench=gsm8k
 python launch/eval.py name=<run> count=true bench=mt_bench bench.path=question.jsonl
 
 Results go to runs/<name>/eval/<bench>/, of several heads to eval/<bench>-heads/ of the first, counted ones to
-eval/<bench>-count/.
+eval/<bench>-count/. A head from the Hub, head.path=<owner>/<name>, has them in runs/<name>/eval/.
 """
 
 import webbrowser
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from ctcdraft.data.sources import check_source
 from ctcdraft.eval.count import count
@@ -34,8 +36,10 @@ def main(config: EvalEntry) -> int:
     measurement = Measurement(
         base, config.draft, config.bench, data_folder, config.seed, decoder=decoder, options=learning
     )
-    first = next(iter(heads.values()))
-    run, kind = first.parent, config.bench.kind
+    label, first = next(iter(heads.items()))
+    from_hub = first.is_relative_to(HF_HUB_CACHE)
+    run = Path(config.runs_dir) / label if from_hub else first.parent  # beside the head
+    kind = config.bench.kind
     if config.count:
         found = count(measurement, heads, run / "eval" / f"{kind}-count", Path(config.cache_dir))
     elif config.heads:

@@ -24,7 +24,7 @@ from ctcdraft.launch.cli import options_in, run
 from ctcdraft.launch.pipeline import load
 from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry, defaults_of
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.export import export_head, read_config
+from ctcdraft.model.export import export_head, head_folder, read_config
 from ctcdraft.model.folders import claimed, digest_of, write_atomically
 from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
@@ -231,18 +231,17 @@ def summarise(folder: Path, config: TrainEntry, state: TrainState, results: dict
 def chosen_heads(choice: HeadChoice) -> tuple[Base, dict[str, Path], Path | None]:
     """The base, the folder of each chosen head under its label, and the prepared data of their runs.
 
-    Raises ValueError where two heads have one label, the base is not said, or bench=heldout would ask one of several
-    heads what it was trained on.
+    Raises ValueError where two heads have one label, the base is not said, a head is neither here nor on the Hub, or
+    bench=heldout would ask one of several heads what it was trained on.
     """
     several: Sequence[str | None] = choice.heads if isinstance(choice, EvalEntry) else []
     heads: dict[str, Path] = {}
     runs: list[Path] = []
     for entry in several or [choice.head.path]:
-        folder = Path(entry or "")
-        if entry is None or (several and not (folder / "config.json").is_file()):
+        if entry is None or (several and "/" not in entry and not (Path(entry) / "config.json").is_file()):
             runs.append(find_run(choice.name if entry is None else entry, choice.runs_dir))
-            folder = runs[-1] / "head"
-        place = folder.resolve()
+            entry = str(runs[-1] / "head")
+        folder, place = head_folder(entry), Path(entry).resolve()
         label = place.parent.name if place.name == "head" else place.name
         if label in heads:
             raise ValueError(f"heads={several}: two of them are called {label}; give one of them another folder")

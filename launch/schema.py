@@ -90,7 +90,7 @@ class TrainEntry(Plan):
 
 @dataclass(frozen=True)
 class HeadPath:
-    path: FolderPath | None = None  # another exported head; then base.path is needed too
+    path: FolderPath | None = None  # another exported head, a folder or a Hub name; then base.path is needed too
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class EvalEntry(HeadChoice):
 
     bench: BenchConfig
     logger: LoggerConfig
-    # several instead: names of runs, or folders of exported heads (then base.path is needed too)
+    # several instead: names of runs, or exported heads: folders or Hub names (then base.path is needed too)
     heads: list[FolderPath] = field(default_factory=list)
     # true: do not decode, count tokens per step along the base's own answers: minutes, not hours
     count: bool = False

@@ -16,7 +16,7 @@ from ctcdraft.launch import eval as entry
 from ctcdraft.launch.cli import compose, enter, typed
 from ctcdraft.launch.runs import run_base
 from ctcdraft.launch.schema import BasePath, EvalEntry
-from ctcdraft.model import export_head, load_base
+from ctcdraft.model import export, export_head, load_base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.heads import CtcConfig, head_on
 
@@ -146,11 +146,25 @@ def test_a_decoder_that_is_wrong_for_one_head_fails_the_evaluation(place, monkey
     assert "DIFFER" in capsys.readouterr().out
 
 
+def test_a_head_of_the_hub_is_evaluated_among_the_runs(place, tmp_path, capsys, monkeypatch):
+    asked, cache = [], tmp_path / "hub"
+    shutil.copytree(place / "shipped" / "b", cache / "snapshots" / "0123")
+    monkeypatch.setattr(export, "snapshot_download", lambda name, **_: asked.append(name) or cache / "snapshots/0123")
+    monkeypatch.setattr(entry, "HF_HUB_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+    for words in (["head.path=someone/drafts"], ["heads=[someone/drafts]"]):
+        assert start(place, *words, f"base.path={place}/base", "count=true", f"cache_dir={place}/cache") == 0
+        assert f"lies in {place}/runs/drafts/eval/toy-count" in capsys.readouterr().out
+    assert set(asked) == {"someone/drafts"}
+    assert sorted(path.name for path in (cache / "snapshots").iterdir()) == ["0123"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["heads=[a,nope]"], "name=nope: no such run in"),
         (["heads=[a,{place}/shipped/a]"], "two of them are called a"),
+        (["heads=[someone/nothing]", "base.path={place}/base"], "someone/nothing: no such folder of an exported head"),
         (["heads=[a,b]", "bench=heldout"], "bench=heldout is for runs on the same data"),
         (["heads=[{place}/shipped/a]"], "needs base.path"),
         (["heads=[a,b]", "name=a"], "leave out name and head.path"),
