@@ -7,15 +7,13 @@ python launch/eval.py "heads=[<run>,<another run>,<exported head>]" bench=gsm8k
 python launch/eval.py name=<run> count=true bench=mt_bench bench.path=question.jsonl
 
 Results go to runs/<name>/eval/<bench>/, of several heads to eval/<bench>-heads/ of the first, counted ones to
-eval/<bench>-count/. A head from the Hub, head.path=<owner>/<name>, has them in runs/<name>/eval/.
+eval/<bench>-count/. <name>: of the run, or of an exported head's folder or Hub name.
 """
 
 import webbrowser
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from ctcdraft.data.sources import check_source
 from ctcdraft.eval.count import count
@@ -37,8 +35,8 @@ def main(config: EvalEntry) -> int:
         base, config.draft, config.bench, data_folder, config.seed, decoder=decoder, options=learning
     )
     label, first = next(iter(heads.items()))
-    from_hub = first.is_relative_to(HF_HUB_CACHE)
-    run = Path(config.runs_dir) / label if from_hub else first.parent  # beside the head
+    # an exported head elsewhere, or in the Hub's cache, has its results among the runs, under its name
+    run = first.parent if first.name == "head" else Path(config.runs_dir) / label
     kind = config.bench.kind
     if config.count:
         found = count(measurement, heads, run / "eval" / f"{kind}-count", Path(config.cache_dir))

@@ -150,7 +150,6 @@ def test_a_head_of_the_hub_is_evaluated_among_the_runs(place, tmp_path, capsys, 
     asked, cache = [], tmp_path / "hub"
     shutil.copytree(place / "shipped" / "b", cache / "snapshots" / "0123")
     monkeypatch.setattr(export, "snapshot_download", lambda name, **_: asked.append(name) or cache / "snapshots/0123")
-    monkeypatch.setattr(entry, "HF_HUB_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
     for words in (["head.path=someone/drafts"], ["heads=[someone/drafts]"]):
         assert start(place, *words, f"base.path={place}/base", "count=true", f"cache_dir={place}/cache") == 0
