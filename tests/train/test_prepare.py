@@ -1,6 +1,7 @@
 import gzip
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import Mock
@@ -182,6 +183,13 @@ def test_half_characters_in_names_are_written_as_their_code(chat_base, tmp_path)
 def test_nothing_usable_is_an_error_that_names_a_reason(chat_base, tmp_path):
     with pytest.raises(ValueError, match=r"none gave a train sequence; 2 rejected .*an object is needed"):
         prepared(chat_base, tmp_path, [1, 2])
+
+
+def test_nothing_usable_is_the_error_of_all_that_prepare_together(chat_base, tmp_path):
+    with ThreadPoolExecutor(3) as pool:
+        tries = [pool.submit(prepared, chat_base, tmp_path, [1, 2, 3, 4], shard_rows=1) for _ in range(3)]
+    assert all(isinstance(one.exception(), ValueError) for one in tries)
+    assert all("gave a" in str(one.exception()) for one in tries)
 
 
 def test_what_has_no_known_meaning_is_counted_once_by_its_name(chat_base, tmp_path):
