@@ -63,7 +63,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     decoders = {f"{name}{way}": Decoder(base, heads[name], drafts[way]) for name in heads for way in drafts}
     decoders[LOOKUP_ALONE] = measurement.lookup_alone()
     questions = measurement.questions()
-    answers = own_answers(base, questions, bench.max_new_tokens, cache, bench.temperatures[0])
+    answers = own_answers(base, questions, bench.max_new_tokens, cache, bench.temperatures[0], seed)
     if not any(answers):
         raise ValueError("no question could be counted: each fills the context before it is answered")
     replayed = replay(base, decoders, [answer for turns in answers for answer in turns])
@@ -76,10 +76,11 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
 
 
 def own_answers(
-    base: Base, questions: Sequence[Question], most: int, cache: Path, temperature: float = 0.0
+    base: Base, questions: Sequence[Question], most: int, cache: Path, temperature: float = 0.0, seed: int = 0
 ) -> list[list[Transcript]]:
     """The base's answers to all turns of each question, at most so many tokens each; what is in `cache` is not
     asked again. A turn that cannot be asked, and those behind it, have none."""
+    seed = seed if temperature else 0  # greedy answers have no noise
     digest = hashlib.sha256(json.dumps([base.identity, base.weights, str(base.dtype), most]).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
     read: list[list[Transcript]] = [[] for _ in questions]
@@ -98,12 +99,12 @@ def own_answers(
     ):
         for number in range(len(questions)):
             ask(number)
-        sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": 0}
+        sizes = {"max_new_tokens": most, "batch_size": ROWS, "seed": seed}
         for (number, prompt), answer in continued(base, work, 1.0, journal, **sizes):
             text = TextStream(base.tokenizer, questions[number].stop, prompt)
             end = next((n for n, token in enumerate(answer, 1) if text.push(token)), len(answer))  # as decoding stops
             tokens = np.array([*prompt, *answer[:end]], np.int64)
-            answered, (_, noise) = np.arange(len(tokens)) >= len(prompt), work_key(prompt, "", temperature, 0)
+            answered, (_, noise) = np.arange(len(tokens)) >= len(prompt), work_key(prompt, "", temperature, seed)
             read[number].append(Transcript(tokens, answered, Sampling(temperature), noise))
             bar.update()
             ask(number)

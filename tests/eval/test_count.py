@@ -94,6 +94,14 @@ def test_an_answer_ends_where_decoding_ends_it(base, tmp_path):
     assert len(want.tokens) < 24
 
 
+def test_sampled_answers_follow_the_seed_and_greedy_ones_do_not(base, tmp_path):
+    asked = [Question("1", "x", prompt=(5, 6, 7))]
+    for temperature, distinct in ((1.0, 3), (0.0, 1)):
+        found = [own_answers(base, asked, 24, tmp_path, temperature, seed)[0][0] for seed in range(3)]
+        assert len({tuple(known.tokens) for known in found}) == distinct
+        assert len({known.seed for known in found}) == distinct
+
+
 def test_a_prompt_that_fills_the_context_has_no_answer(base, tmp_path):
     questions = [Question("long", "x", prompt=tuple([5] * base.context_length)), Question("short", "x", prompt=(5, 6))]
     long, short = own_answers(base, questions, 3, tmp_path)
