@@ -61,6 +61,8 @@ class Trainer:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
         state, train, self.log = self.state, self.plan.train, log
         saved = (state.step, state.best) if state.step else None
+        if not any(end - start > 1 for answers in self.dev for start, end in answers.answers()):
+            self._warn(["no development answer within train.max_length has two tokens: the last head is the best"])
         bar = tqdm(
             total=train.steps,
             initial=state.step,
@@ -164,7 +166,7 @@ class Trainer:
             if self.watchdog:
                 self.watchdog.limit = None  # it takes as long as it takes
             tau = count_dev(self.base, self.plan.head, weights, self.dev)
-        if tau > self.state.best:
+        if tau >= self.state.best:  # of equals the one that is trained longest
             self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}
             self.state.best, self.state.best_step = tau, self.state.step
         return tau

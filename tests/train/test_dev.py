@@ -45,6 +45,15 @@ def test_without_development_sequences_the_score_is_that_of_plain_decoding(talki
     assert count_dev(talking, HEADS[0], head.state_dict(), dev_sequences(tmp_path, 200)) == 1.0
 
 
+@pytest.mark.usefixtures("small")
+def test_where_heads_cannot_be_compared_the_last_one_is_exported_and_a_warning_says_so(small, tmp_path, capsys):
+    trainer = small(tmp_path, "train.eval_every=2", "train.steps=4")
+    trainer.dev = []
+    trainer.run(None)
+    assert (trainer.state.best, trainer.state.best_step) == (1.0, 4)
+    assert capsys.readouterr().err.count("the last head is the best") == 1
+
+
 def test_scores_compare_whatever_a_sitting_drafts_with(small, tmp_path):
     drafts = ("draft.nodes=8", "draft.nodes=1", "draft.prompt_lookup=0")
     scores = [small(tmp_path / str(number), draft)._evaluate() for number, draft in enumerate(drafts)]
