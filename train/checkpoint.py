@@ -111,7 +111,6 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
             found = Checkpoint(path, TrainState(**facts["state"]), tensors, best, facts["ranks"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise _unusable(path, error) from error
-        write_atomically(folder / "latest", path.name.encode())
         return found
     if candidates:
         raise ValueError(f"{folder} holds no checkpoint that is whole: delete the run's folder to start it again")

@@ -50,6 +50,14 @@ def test_only_the_newest_are_kept(small, whole, tmp_path):
     assert checkpoint.read_checkpoint(tmp_path / "checkpoints").best
 
 
+def test_reading_writes_nothing(whole, tmp_path):
+    folder = shutil.copytree(whole[0] / "checkpoints", tmp_path / "checkpoints")
+    (folder / "latest").write_text("rubbish")
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+    assert checkpoint.read_checkpoint(folder).state.step == 6
+    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
+
+
 DAMAGE = {
     "a changed byte": lambda p: p.write_bytes(p.read_bytes()[:-9] + b"x" + p.read_bytes()[-8:]),
     "half a file": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
