@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ def _figure(inches: tuple[float, float], *styles: dict[str, Any]) -> Iterator[An
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    with style.context(["seaborn-v0_8-whitegrid", STYLE, *styles]):
+    with style.context(["seaborn-v0_8-whitegrid", STYLE, *styles]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # report.html has such names as text
         yield Figure(figsize=inches, layout="constrained")
 
 

@@ -236,3 +236,11 @@ def test_thousands_of_categories_are_drawn(tmp_path):
     ((_, svg),) = svgs([panel])
     assert "category 2999" in svg
     assert 100 < svg.count("category ") < 300
+
+
+def test_names_that_the_pictures_font_lacks_are_no_warnings(tmp_path, recwarn):
+    block = {"tokens_per_step": 2.0, "tokens_per_step_ci95": [1.0, 3.0]}
+    panel = intervals({"one": {"写作": block, "math": block}}, "tokens_per_step")
+    draw({"named": [panel]}, tmp_path)
+    assert [str(warning.message) for warning in recwarn] == []
+    assert "写作" in svgs([panel])[0][1]
