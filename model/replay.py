@@ -150,9 +150,11 @@ def _drafted(
     for start in range(0, len(ends), ANCHORS):
         part = slice(start, start + ANCHORS)
         batch_N, position_N = anchors_N2[part].unbind(1)
-        anchors = Anchors.of(batch_N, position_N, len(hidden_BLD))
+        first, last = int(batch_N.min()), int(batch_N.max()) + 1  # anchors come sequence by sequence
+        anchors = Anchors.of(batch_N - first, position_N, last - first)
         noise_NTV = decoder.drafter.noise(ends[part], slots, V, root_BL.device)
-        yield from head.drafts(hidden_BLD, root_BL, anchors, decoder.vocabulary, None, noise_NTV)
+        given = hidden_BLD[first:last], root_BL[first:last], anchors
+        yield from head.drafts(*given, decoder.vocabulary, None, noise_NTV)
 
 
 def _frontier(base: Base, known: Transcript, root: Root) -> Frontier:
