@@ -26,7 +26,7 @@ class DraftConfig:
 
     # tree: nodes that are worth most | chain | cape: a chain, more beside it where the head is less sure | ranked: by k
     kind: Literal["tree", "chain", "cape", "ranked"] = "tree"
-    nodes: PositiveInt = 32  # tokens of a draft, at most
+    nodes: PositiveInt = 32  # tokens of a draft, at most; kind=ranked has those of k
     top_k: PositiveInt = 512  # tokens that a draft may hold, the likeliest in any slot
     # auto: measured on a CPU, fixed on a GPU | fixed: `nodes` | measured: at most so many, as pay
     budget: Literal["auto", "fixed", "measured"] = "auto"
