@@ -211,7 +211,7 @@ def base_says(base: Base, hidden_BLX: Tensor, batch: Batch, weight_SD: Tensor, b
         once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
         states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K]
     products_KS = F.linear(states_KD.to(weight_SD.dtype), weight_SD)
-    logits_KS = base.scaled(products_KS.to(torch.promote_types(weight_SD.dtype, torch.float32)))
+    logits_KS = base.capped(products_KS.to(torch.promote_types(weight_SD.dtype, torch.float32)))
     return Said(logits_KS if bias_S is None else logits_KS + bias_S, number_NU)
 
 

@@ -101,12 +101,11 @@ class Base:
         return self.model.get_input_embeddings()
 
     @cached_property
-    def _logit_scale(self) -> tuple[float, float | None]:
-        """What logits are multiplied with, and what they are capped at softly."""
+    def logit_scale(self) -> float:
+        """What products with the LM head are multiplied with."""
         config = self.model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-        return scale, getattr(config, "final_logit_softcapping", None)  # Gemma
+        return scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
 
     @property
     def device(self) -> torch.device:
@@ -182,12 +181,12 @@ class Base:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """The base's next-token logits [..., V] from what `hidden` gives, keys and values behind it or not."""
-        return self.scaled(self._lm_head(hidden[..., : self.hidden_size]))
+        logits = self._lm_head(hidden[..., : self.hidden_size])
+        return self.capped(logits if self.logit_scale == 1.0 else logits * self.logit_scale)
 
-    def scaled(self, logits: Tensor) -> Tensor:
-        """Products with the LM head as the base's own logits."""
-        scale, cap = self._logit_scale
-        logits = logits if scale == 1.0 else logits * scale
+    def capped(self, logits: Tensor) -> Tensor:
+        """As Gemma caps them, softly; as they are, elsewhere."""
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @cached_property

@@ -1,6 +1,7 @@
 """What drafts. `head` is the interface; kinds have their own files: slots (ctc, parallel), diffusion, medusa, and in
 `stepwise` eagle, mlp and glide. Parts: copies of the base's layers (last_layers), block, transition, vocabulary."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -61,6 +62,12 @@ def layers_on(base: Base, config: HeadConfig) -> Attended | None:
     found = layers_to_copy(base, config.layers)
     if found is None and isinstance(config, GlideConfig):
         raise ValueError(f"head=glide: the last layers of {base.name} do not run alone: take another head")
+    if found is None:
+        warnings.warn(
+            f"the last layers of {base.name} do not run alone, so head={config.kind} copies none: its slots see the last "
+            "state and each other, and none of the context",
+            stacklevel=3,
+        )
     return found
 
 

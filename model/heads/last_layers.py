@@ -89,6 +89,8 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
         at = torch.full((1, 1), TRIED - 1, device=base.device)
         got = _run(_shortened(base.decoder, attended.layers), entering, mask, at, PassingCache(read))
         wrong = float((got - want).abs().max() / want.abs().max())
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return None
     return attended._replace(scale=float(entering.float().square().mean().sqrt())) if wrong < CLOSE else None

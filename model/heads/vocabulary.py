@@ -25,7 +25,7 @@ from ..base.packed import packed_product
 class DraftVocabulary:
     """What a head sees of a base's vocabulary. ids_X: the base's ids of the draft tokens, ascending; None: all of them.
 
-    lm_weight [X, D]: their rows of the base's LM head. output [X, E]: what states are multiplied with: a table of the
+    lm_weight [X, D]: their rows of the base's LM head, times its scale of logits, if it has one. output [X, E]: what states are multiplied with: a table of the
     head's own, or else these. host_ids [X]: ids on the host.
     Raises ValueError on ids that do not rise, or are not the base's.
     """
@@ -37,7 +37,8 @@ class DraftVocabulary:
         self.host_ids: NDArray[np.int64] = self.ids.cpu().numpy()
         if not (np.diff(self.host_ids) > 0).all() or not 0 <= self.host_ids[0] <= self.host_ids[-1] < V:
             raise ValueError(f"draft tokens must be rising ids below {V}")
-        self.lm_weight = base.lm_weight if ids_X is None else base.lm_weight[self.ids]
+        lm_weight = base.lm_weight if ids_X is None else base.lm_weight[self.ids]
+        self.lm_weight = lm_weight if base.logit_scale == 1.0 else (lm_weight * base.logit_scale).detach()
         self.output = self.lm_weight if output_XE is None else output_XE
         self._number_V = torch.full((V,), len(self.ids), device=device)
         self._number_V[self.ids] = torch.arange(len(self.ids), device=device)

@@ -10,6 +10,7 @@ from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.cache import PassingCache, TreeCache
 from ctcdraft.model.base.context import AttentionMask
 from ctcdraft.model.heads import CtcConfig, GlideConfig, head_on
+from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,8 @@ KINDS = {  # and what is changed of their row in architectures.py
     "stablelm": {"partial_rotary_factor": 0.25},
     "gpt_neox": {"rotary_pct": 0.25},
     "glm4": {"partial_rotary_factor": 0.5},  # and turns neighbours, not halves
-    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22},  # scales what enters its first layer
+    # scales what enters its first layer, and logits
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
     "smollm3": {"no_rope_layers": [1, 0]},  # turns nothing in its second layer
 }
 HEADS = {
@@ -55,6 +57,15 @@ def plain(kind):
 def test_a_token_is_embedded_as_it_enters_the_first_layer(kind):
     ids, D = torch.arange(4, 12).unsqueeze(0), kind.hidden_size
     assert torch.allclose(kind.embed(ids), kind.hidden(ids, attended=kind.attended(kind.depth))[..., D : 2 * D])
+
+
+def test_a_heads_products_are_the_bases_logits(kind):
+    """But for their soft cap."""
+    states = kind.hidden(torch.arange(4, 12).unsqueeze(0))
+    cap = getattr(kind.model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = DraftVocabulary(kind, torch.arange(3, 200, 2)).logits(states)
+    want = kind.logits(states)[..., 3:200:2]
+    assert torch.allclose(logits if cap is None else cap * torch.tanh(logits / cap), want)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -106,7 +117,9 @@ def test_copied_layers_make_of_the_bases_own_states_what_the_base_makes(kind):
 
 
 @pytest.mark.parametrize("name", ["falcon", "deepseek_v3"])
-def test_a_base_whose_layers_do_not_run_alone_is_refused_by_glide(name):
+def test_a_base_whose_layers_do_not_run_alone_is_refused_by_glide_and_others_say_so(name):
     base = base_of_architecture(name)
     with pytest.raises(ValueError, match=f"^head=glide: the last layers of {base.name} do not run alone: take another"):
         head_on(base, HEADS["glide"][0])
+    with pytest.warns(UserWarning, match=f"of {base.name} do not run alone, so head=ctc copies none: its slots see"):
+        head_on(base, HEADS["ctc"][0])
