@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as hf_logging
 
@@ -158,11 +159,18 @@ def usable_context(model: Any) -> int:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    level = hf_logging.get_verbosity()
+    """Downloads show their progress all the same."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    downloads = not are_progress_bars_disabled()
     hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
+    hf_logging.disable_progress_bar()  # and those of downloads
+    if downloads:
+        enable_progress_bars()
     try:
         yield
     finally:
         hf_logging.set_verbosity(level)
-        hf_logging.enable_progress_bar()
+        if bars:
+            hf_logging.enable_progress_bar()
+        if not downloads:
+            disable_progress_bars()
