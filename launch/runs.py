@@ -60,7 +60,7 @@ def check_inputs(config: TrainEntry) -> Path:
     check_source("bench.path", config.bench.path)
     if config.train.start_from is not None:
         read_config(run_folder(config.train.start_from, config.runs_dir) / "head")
-    source = Path(config.base.path or config.base.kind).name
+    source = Path(os.path.abspath(config.base.path or config.base.kind)).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(departures(config))[:6]}"
     folder = run_folder(name, config.runs_dir)
     if not (folder / "config.yaml").is_file():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ class Base:
     @property
     def name(self) -> str:
         """The folder's; of a snapshot in the Hub's cache, whose folder is a commit, the model's."""
-        folder = Path(self.path)
+        folder = Path(os.path.abspath(self.path))
         return folder.parents[1].name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
 
     def embed(self, ids: Tensor) -> Tensor:
