@@ -27,6 +27,7 @@ from .accept import accept_drawn
 from .request import Request
 
 LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
+UNMASKED = 1024  # tokens that are rather read again than copied, where more than so many of a prompt are behind them
 LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three
 
 Noise = Callable[[], Tensor | None]  # see `Head.drafts`
@@ -88,6 +89,8 @@ class EagerStep:
                 for each in self.caches:
                     each.add()
             source, shared = self._longest_shared(request) if self.own_cache is None else (row, 0)
+            if shared < len(request.prompt) - shared > UNMASKED:
+                source, shared = row, 0
             for each in self.caches:
                 each.begin(row, source, shared)
             self.active[row : row + 1] = [request]
