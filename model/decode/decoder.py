@@ -37,8 +37,8 @@ PROBE_PSI = 0.5
 
 
 class Decoder:
-    """Decodes with `base`, drafted by `head` and by prompt lookup; head None: by prompt lookup alone; draft None: plain
-    decoding.
+    """Decodes with `base`, drafted by `head` and by prompt lookup; head None: by prompt lookup alone; neither head nor
+    draft: plain decoding.
 
     All run through the same loop with the same cache and limits. Output tokens are the base's own choices.
 
@@ -49,7 +49,8 @@ class Decoder:
     def __init__(self, base: Base, head: Head | None = None, draft: DraftConfig | None = None) -> None:
         if head is not None and head.hidden_size != base.hidden_size:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
-        self.base, self.head, self.draft = base, head if draft else None, draft or DraftConfig()
+        draft = DraftConfig() if draft is None and head is not None else draft
+        self.base, self.head, self.draft = base, head, draft or DraftConfig()
         self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
         self.drafter = Drafter(self.draft, None if head is None else head.calibration)
         self.parallel = self.head is not None and self.draft.schedule == "pearl"

@@ -339,6 +339,32 @@ def test_a_common_beginning_is_read_once_where_the_head_need_not_see_it(base, co
     assert read[:4] == ([whole] * 4 if config.kind == "eagle" else [whole, 1, 1, 1])
 
 
+def test_little_in_common_is_read_again_where_much_is_behind_it(base, monkeypatch):
+    """A forward of many rows behind cached ones needs a mask of them all."""
+    monkeypatch.setattr(step, "UNMASKED", 8)
+    read, masks, hidden = [], [], Base.hidden
+
+    def seen(base, ids, mask=None, **given):
+        read.append(ids.shape[1])
+        masks.append(mask is not None and mask.allowed_BLS is not None)
+        return hidden(base, ids, mask, **given)
+
+    asked = [[*range(5, 9), *range(20, 20 + more)] for more in (10, 8)] + [[*range(5, 9), *range(40, 40 + 12)]]
+    wanted = [Decoder(base).generate(prompt, 3, eos=[]).tokens for prompt in asked]
+    monkeypatch.setattr(Base, "hidden", seen)
+    found = Decoder(base).generate(asked, 3, eos=[])
+    assert [out.tokens for out in found] == wanted
+    assert read[:3] == [14, 1, 16]
+    assert masks[:3] == [False, False, False]
+
+
+def test_a_head_alone_drafts_as_the_product_does(base):
+    decoder = Decoder(base, random_head(HEADS[1], base))
+    assert decoder.draft == DraftConfig()
+    assert sum(decoder.generate([5, 6, 7], 12, eos=[]).nodes) > 0
+    assert Decoder(base).generate([5, 6, 7], 12, eos=[]).nodes == [0] * 11
+
+
 def test_requests_of_a_batch_end_when_they_end(base):
     asked = prompts(5, seed=40)
     long = [Decoder(base).generate(p, 40).tokens for p in asked]
