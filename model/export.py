@@ -137,8 +137,9 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
 def head_folder(place: str | Path) -> Path:
     """A folder as it is; of a head on the Hub, `owner/name`, the folder in the Hub's cache. Raises ValueError where the
     Hub has none of that name, or cannot be asked."""
-    if Path(place).is_dir() or not HUB_NAME.fullmatch(str(place)):
-        return Path(place)
+    folder = Path(place).expanduser()
+    if folder.is_dir() or not HUB_NAME.fullmatch(str(place)):
+        return folder
     try:
         return Path(snapshot_download(str(place), allow_patterns=["config.json", "model.safetensors"]))
     except (OSError, ValueError, HfHubHTTPError) as error:

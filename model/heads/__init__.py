@@ -64,8 +64,8 @@ def layers_on(base: Base, config: HeadConfig) -> Attended | None:
         raise ValueError(f"head=glide: the last layers of {base.name} do not run alone: take another head")
     if found is None:
         warnings.warn(
-            f"the last layers of {base.name} do not run alone, so head={config.kind} copies none: its slots see the last "
-            "state and each other, and none of the context",
+            f"the last layers of {base.name} do not run alone, so head={config.kind} copies none: its slots see the "
+            "last state and each other, and none of the context",
             stacklevel=3,
         )
     return found

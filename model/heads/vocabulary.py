@@ -25,8 +25,8 @@ from ..base.packed import packed_product
 class DraftVocabulary:
     """What a head sees of a base's vocabulary. ids_X: the base's ids of the draft tokens, ascending; None: all of them.
 
-    lm_weight [X, D]: their rows of the base's LM head, times its scale of logits, if it has one. output [X, E]: what states are multiplied with: a table of the
-    head's own, or else these. host_ids [X]: ids on the host.
+    lm_weight [X, D]: their rows of the base's LM head, times its scale of logits, if it has one. output [X, E]: what
+    states are multiplied with: a table of the head's own, or else these. host_ids [X]: ids on the host.
     Raises ValueError on ids that do not rise, or are not the base's.
     """
 
