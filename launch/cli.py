@@ -138,11 +138,13 @@ def options_in(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _quoted(word: str) -> str:
     """A word as Hydra's grammar wants it: `zero=2` names a choice of a group and `name=1e3` a run, where Hydra would
     read a number; the name of a file that is there is no syntax: `data.path=chats (1).jsonl`; nor is what has none:
-    `base.eos=<|im_end|>`."""
+    `base.eos=<|im_end|>`; nor what is said: `prompt=Hello, world`."""
     key, equals, value = word.partition("=")
     quoted = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+    if key in ("prompt", "system") and value != "null":
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", quoted)
     choice = value.isdecimal() and key.isidentifier() and resources.files(CONF).joinpath(key).is_dir()
-    text = key in ("name", "prompt") and re.match(r"[-+.\d]", value)
+    text = key == "name" and re.match(r"[-+.\d]", value)
     if choice or text or os.path.exists(os.path.expanduser(value)):
         return quoted
     if not equals or _parses(word):

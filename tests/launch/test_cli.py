@@ -291,6 +291,25 @@ def test_a_folder_may_lie_in_the_home_folder(monkeypatch, name, schema, option, 
     assert getattr(typed(compose(name, [_quoted(option)]), schema), option.split("=")[0]) == found
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Hello, world",
+        "true",
+        "[hello]",
+        "42",
+        "a=b",
+        'it\'s "so"',
+        "What is ${HOME}, or '${x}'?",
+        r"C:\a\'b' \${c} \\${d}\\",
+    ],
+)
+def test_what_is_said_is_no_syntax(said):
+    config = typed(compose("chat", [_quoted(f"prompt={said}"), _quoted(f"system={said}")]), ChatEntry)
+    assert config.prompt == config.system == said
+    assert typed(compose("chat", [_quoted("prompt=null")]), ChatEntry).prompt is None
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".."])
 def test_a_name_is_no_path(tmp_path, name):
     with pytest.raises(ValueError, match="one folder name"):
