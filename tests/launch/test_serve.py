@@ -63,7 +63,9 @@ def options(work, env, **changed):
 
 
 @pytest.mark.slow
-def test_it_waits_prints_a_curl_line_and_says_what_drafting_was_worth(work):
+def test_it_waits_prints_a_curl_line_and_says_what_drafting_was_worth(work, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")  # which is for other hosts
+    monkeypatch.delenv("no_proxy", raising=False)
     env = engine(work, "good")
     words = [f"head.path={work}/run/head", f"base.path={work}/base", f"env={env}", f"port={free_port()}"]
     command = [sys.executable, "-m", "ctcdraft.launch.serve", *words]
