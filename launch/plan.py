@@ -51,9 +51,10 @@ def described(path: str, dtype: str) -> Base:
         config = AutoConfig.from_pretrained(file)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval().requires_grad_(False)
+        longest = config.get_text_config().max_position_embeddings
     except Exception as error:  # whatever a strange file makes transformers raise
         raise ValueError(f"base={path}: no causal LM ({' '.join(str(error).split())[:200]})") from error
-    return Base(model, None, str(file.parent), (), config.get_text_config().max_position_embeddings, False)
+    return Base(model, None, str(file.parent), (), longest, False)
 
 
 def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:

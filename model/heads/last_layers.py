@@ -76,7 +76,9 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
     Raises ValueError where there are not as many.
     """
     attended = base.attended(count)
-    if attended is None or any(p.is_meta for p in base.decoder.parameters()):
+    if attended is None or not hasattr(base.decoder, "layers"):
+        return None
+    if any(p.is_meta for p in base.decoder.parameters()):
         return attended
     D = base.hidden_size
     ids_BL = torch.arange(1, 1 + TRIED, device=base.device).unsqueeze(0) % base.vocab_size

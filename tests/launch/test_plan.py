@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,18 +92,27 @@ def test_it_prints_for_a_config_alone(tmp_path, monkeypatch, capsys):
     assert as_json["total"] == pytest.approx(sum(as_json["parts"].values()))
 
 
+def test_a_head_without_copied_layers_is_planned_too(tmp_path, monkeypatch, capsys):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    base = write_base(tmp_path / "b", "gpt2", **sizes)
+    assert "| memory of each of 2 GPUs" in told(monkeypatch, capsys, ["gpus=2", f"base={base}/config.json"])[0]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["gpus=2"], "--plan needs gpus="),
         (["gpus=2", "base=none.json"], "base=none.json: no such file"),
         (["gpus=2", "base={folder}/tokenizer.json"], "tokenizer.json: no causal LM"),
+        (["gpus=2", "base={folder}/mamba.json"], "mamba.json: no causal LM ('MambaConfig' object has no attribute"),
         (["gpus=many", "base={folder}/config.json"], "gpus=many: a whole number"),
         (["gpus=3", "base={folder}/config.json", "train.batch=4"], "train.batch=4 does not split over 3 ranks"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence(base_folder, monkeypatch, capsys, words, sentence):
-    out, err = told(monkeypatch, capsys, [word.format(folder=base_folder) for word in words])
+def test_what_cannot_be_planned_is_one_sentence(base_folder, tmp_path, monkeypatch, capsys, words, sentence):
+    folder = shutil.copytree(base_folder, tmp_path / "base")
+    (folder / "mamba.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1}')
+    out, err = told(monkeypatch, capsys, [word.format(folder=folder) for word in words])
     assert out == ""
     assert err.count("error: ") == 1
     assert sentence in err
