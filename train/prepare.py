@@ -44,7 +44,7 @@ from .options import MayDiffer, departures
 from .regenerate import OUTCOMES, AnswersConfig
 from .shards import GENERATED, LEARNT, Account, RowsConfig, Shard, asked_text, read_shards
 
-FORMAT = 4
+FORMAT = 5
 ACCOUNT = "account.json"  # of a shard, in its folder
 
 

@@ -20,6 +20,7 @@ from ctcdraft.model import Decoder, load_base
 from ctcdraft.train import examples
 from ctcdraft.train import prepare as stage
 from ctcdraft.train.prepare import DataConfig, prepare, prepared_folder
+from ctcdraft.train.shards import read_shards
 
 
 @pytest.fixture(scope="module")
@@ -469,6 +470,16 @@ def test_real_files_prepare_with_every_row_accounted_for(stories_base, shared, t
     manifest = read_manifest(prepare(stories_base, config, 0, tmp_path))
     assert manifest["read"] == (limit or count)
     assert manifest["used"] + manifest["rejected"] == manifest["read"]
+
+
+def test_of_generated_rows_none_is_held_out_since_the_questions_are_others(chat_base, tmp_path):
+    config = DataConfig(kind="toy", limit=30, holdout=0.5, max_new_tokens=2)
+    folder = prepare(chat_base, config, 0, tmp_path)
+    manifest, asked = read_manifest(folder), {q["turns"][0] for q in read_jsonl(folder / "heldout.jsonl")}
+    assert (manifest["heldout"], len(asked)) == (0, 80)
+    assert manifest["dev"]["sequences"] > 2
+    learnt = read_shards(config, 0)
+    assert sum(len(shard.splits["train"]) + len(shard.splits["dev"]) for shard in learnt) == manifest["used"] == 30
 
 
 @pytest.mark.parametrize("kept_out", [False, True])
