@@ -175,11 +175,12 @@ def _read(path: Path, **kinds: type) -> dict[str, Any]:
 # -- its base and its head ----------------------------------------------------------------------------------
 
 
-def run_base(folder: Path, choice: BasePath) -> Base:
+def run_base(folder: Path, choice: BasePath, cache: str = ".cache") -> Base:
     """The base of a run (or another path, precision or template). Code that it brings along is asked for anew."""
     paths = run_paths(folder)
     known = {"path": paths["base"]} | {name: paths.get(name) for name in RECORDED}
-    return load(replace(choice, **{name: value for name, value in known.items() if getattr(choice, name) is None}))
+    missing = {name: value for name, value in known.items() if getattr(choice, name) is None}
+    return load(replace(choice, **missing), cache)
 
 
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
@@ -195,7 +196,7 @@ def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
 def export_best(folder: Path, base: Base, target: Path) -> None:
     """Export the best head of a run."""
     record, paths = settings_of(folder), run_paths(folder)
-    if paths["identity"] != base.identity:
+    if any(base.identity[part] != known for part, known in paths["identity"].items() if part != "name"):
         raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
     trained = read_checkpoint(folder / "checkpoints")
     if trained is None or not trained.best:
@@ -255,7 +256,8 @@ def chosen_heads(choice: HeadChoice) -> tuple[Base, dict[str, Path], Path | None
     if not runs and choice.base.path is None:
         option = "heads=[<folder>,...]" if several else "head.path"
         raise ValueError(f"{option} needs base.path=<the model it was trained on>")
-    base = run_base(runs[0], choice.base) if runs else load(choice.base)
+    cache = choice.cache_dir if isinstance(choice, EvalEntry) else ".cache"
+    base = run_base(runs[0], choice.base, cache) if runs else load(choice.base, cache)
     return _as_trained(base, [*heads.values()], choice.data.template_args), heads, Path(min(data)) if data else None
 
 

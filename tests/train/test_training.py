@@ -184,7 +184,8 @@ def test_a_run_is_evaluated_by_name_on_other_questions(workplace, one_process):
 
 
 def test_export_writes_the_head_elsewhere_and_it_evaluates_there(workplace, one_process):
-    done = entry(workplace, "export.py", ["name=one", "output=shipped/head"])
+    (workplace / "renamed").symlink_to(workplace / "base")  # a base goes by what it is, not by its name
+    done = entry(workplace, "export.py", ["name=one", "base.path=renamed", "output=shipped/head"])
     assert done.returncode == 0, done.stderr
     shipped = load_file(workplace / "shipped" / "head" / "model.safetensors")
     assert all(torch.equal(weight, shipped[name]) for name, weight in weights(workplace, "one").items())
