@@ -35,6 +35,7 @@ def test_a_word_that_stands_in_many_texts_is_repeated_by_itself_alone(question):
     assert index.of(f"{question} {QUESTIONS[0]}") == 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=30), max_size=4), st.text(max_size=40))
 def test_any_text_is_answered(questions, text):
     found = NearDuplicates(questions).of(text)

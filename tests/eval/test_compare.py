@@ -67,6 +67,7 @@ def heads(base, tmp_path_factory):
     return export_random_heads(base, tmp_path_factory.mktemp("heads"), "one", "two", "three")
 
 
+@pytest.mark.slow
 def test_several_heads_leave_one_comparison(base, heads, tmp_path):
     bench = BenchConfig("toy", questions=3, max_new_tokens=6, temperatures=[0.0, 1.0], seeds=2)
     folder = tmp_path / "eval" / "toy-heads"

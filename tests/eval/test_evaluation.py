@@ -98,6 +98,7 @@ def test_the_first_answer_is_fed_back(chat_base):
     assert question.asks == 2
 
 
+@pytest.mark.slow
 def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(
     chat_base, head_folder, questions, tmp_path, monkeypatch
 ):
@@ -183,6 +184,7 @@ def exit_code(results):
     return Evaluated(results, Path()).exit_code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_wrong_token_is_seen_and_fails_the_evaluation(chat_base, questions, dtype):
     base = load_base(chat_base.path, dtype)
@@ -289,6 +291,7 @@ def test_temperatures_and_seeds_are_told_apart_and_pooled_by_question():
     assert warm["tokens_per_second"]["vanilla"] == (12 / 4 + 22 / 4) / 2  # of each question, over its seeds
 
 
+@pytest.mark.slow
 def test_seeded_samples_equal_plain_ones_and_are_reported(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, max_new_tokens=12, temperatures=[1.0, 0.0])
     folder = tmp_path / "e"
@@ -407,6 +410,7 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
     assert "BEYOND" in text
 
 
+@pytest.mark.slow
 def test_below_float32_the_report_has_the_control(chat_base, head_folder, questions, tmp_path):
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=8)
     base = load_base(chat_base.path, "bf16")

@@ -30,6 +30,7 @@ def test_the_gpu_recipes_are_the_real_thing():
         assert config.train.split(8)[1] >= 1
 
 
+@pytest.mark.slow
 def test_every_choice_composes():
     for kind in ("ctc", "parallel", "medusa", "eagle", "mlp", "glide", "diffusion"):
         assert compose("train", [f"head={kind}"]).head.kind == kind

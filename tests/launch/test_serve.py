@@ -81,6 +81,7 @@ def test_it_waits_prints_a_curl_line_and_says_what_drafting_was_worth(work, monk
     assert "10 drafts, 25 of 40 tokens accepted: 3.50 tokens per step" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "sentence"),
     [

@@ -69,6 +69,7 @@ def expected(base, ctc):
     return drafted
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_schedule_gives_the_drafts_of_the_tokens_read(base, ctc, expected, data):

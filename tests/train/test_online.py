@@ -115,6 +115,7 @@ def test_a_step_learns_from_the_newest_answers_and_as_many_others(base, monkeypa
     assert len({tuple(ids) for one in seen[4:] for ids in one[:-FRESH]}) > SEQUENCES - FRESH
 
 
+@pytest.mark.slow
 def test_the_rate_rises_over_the_first_steps(base):
     decoder = OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=8, lr=0.5))
     rates = []

@@ -14,13 +14,13 @@ from ctcdraft.train.step import TrainConfig
 
 # What a name that leaves an option out stands for. Whoever changes a default changes the format too, and then this.
 DEFAULTS = {
-    4: {
+    (DataConfig, 5): {
         **{"kind": "toy", "path": None, "weights": None, "limit": None, "holdout": 0.1, "dedupe": True},
         **{"keep_out": None, "shard_rows": 2048, "labels": "rewrite", "turns": "each", "template_args": None},
         **{"regenerate": {"temperatures": [0.0], "top_p": 1.0, "model": None}, "prompt_tokens": [8, 140]},
         **{"samples_per_text": 4, "max_new_tokens": 192},
     },
-    5: {
+    (toy_base.ToyBaseConfig, 5): {
         **{"seed": 0, "conversations": 12000, "held_out_conversations": 160, "vocab_size": 1024},
         **{"hidden_size": 128, "layers": 4, "heads": 4, "steps": 600, "batch_tokens": 768},
     },
@@ -89,4 +89,4 @@ def test_an_option_that_is_added_departs_from_nothing(kind):
 )
 def test_a_default_that_is_changed_changes_the_format(kind, version):
     now = decisive(kind())
-    assert {name: now.get(name, MISSING) for name in DEFAULTS[version]} == DEFAULTS[version]
+    assert {name: now.get(name, MISSING) for name in DEFAULTS[kind, version]} == DEFAULTS[kind, version]

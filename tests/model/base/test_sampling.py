@@ -149,6 +149,7 @@ def _drawn(decoder, seeds=3000, length=3):
     return counts, tokens, accepted
 
 
+@pytest.mark.slow
 def test_speculative_samples_have_the_bases_joint_distribution(six, head):
     """Three tokens, 6^3 outcomes by enumeration, 3000 seeds."""
     counts, _, accepted = _drawn(Decoder(six, head, DraftConfig("tree", 20, top_k=6, budget="fixed")))

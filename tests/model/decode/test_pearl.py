@@ -52,6 +52,7 @@ def knowing(monkeypatch, truths, depth, shift=0):
     monkeypatch.setattr(PearlStep, "_drafted", drafted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["head", "base", "neither"])
 @pytest.mark.parametrize("config", [CtcConfig(slots=5, layers=1, rank=8), HEADS[6], HEADS[8]], ids=lambda c: c.kind)
 def test_who_is_done_first_changes_neither_tokens_nor_drafts(base, monkeypatch, config, first):

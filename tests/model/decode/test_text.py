@@ -75,6 +75,7 @@ def test_a_stop_string_may_begin_with_the_space_of_the_prompts_first_token():
     assert text.text == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())

@@ -154,6 +154,7 @@ def test_a_sure_base_that_is_the_head_is_followed_to_the_end():
         assert chain.tokens.tolist() == (log_p + noise).argmax(axis=1).tolist()
 
 
+@pytest.mark.slow
 def test_cape_has_a_chain_and_more_beside_it_where_the_head_is_less_sure():
     for seed in range(6):
         lattice, logits, blank = random_lattice(4, 9, seed, sharpness=3.0)

@@ -307,6 +307,7 @@ def test_all_kernels_compile_for_sm_90_within_its_shared_memory(sm90, dtype):
         assert facts["wide_offsets"] > 0, name
 
 
+@pytest.mark.slow
 def test_the_lanes_do_not_wait_for_each_other(sm90):
     for name in ("lattice_forward", "lattice_backward"):
         facts = sm90["bf16"][name]

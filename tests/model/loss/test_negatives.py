@@ -40,6 +40,7 @@ def test_every_label_is_there_with_no_bias_and_its_place():
     assert torch.allclose(bias[others], -negatives.probability_X[tokens[others]].log())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["prefix_ctc", "cross_entropy"])
 def test_the_mean_of_the_estimated_normaliser_is_the_whole_vocabularys(objective, monkeypatch):
     """Of 1/psi, which is linear in the sum over the vocabulary where one token is looked at."""
