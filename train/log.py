@@ -1,14 +1,13 @@
-"""metrics.jsonl, and the same rows under the same names in one more place: W&B, TensorBoard or a CSV file. Rank 0 alone
-writes them."""
+"""metrics.jsonl, and the same rows under the same names in one more place: W&B or TensorBoard. Rank 0 alone writes
+them."""
 
-import csv
 import json
 import netrc
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -18,23 +17,14 @@ from ctcdraft.model.folders import write_atomically
 
 INIT_SECONDS = 30
 OFFLINE = ("offline", "dryrun")  # W&B's own words for it
-PANELS = {  # of the W&B dashboard: what is logged, by what it says
-    "Loss": ("train/loss", "optim/grad_norm", "optim/lr", "train/infeasible", "train/skipped"),
-    "Tokens per step": ("dev/tokens_per_step", "draft/psi_sum"),
-    "Blanks by slot": ("draft/blank_rate/slot_1", "draft/blank_rate/slot_2", "draft/blank_rate/slot_3"),
-    "Throughput": ("perf/tokens_per_second", "perf/step_seconds"),
-    "Memory": ("perf/peak_memory_gb",),
-    "Time of a step": ("time/data", "time/base", "time/head", "time/backward", "time/optimizer"),
-}
 
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    # wandb: online with a key, else offline | offline | tensorboard | csv | none: metrics.jsonl alone
-    mode: Literal["wandb", "offline", "tensorboard", "csv", "none"] = "wandb"
+    # wandb: online with a key, else offline | offline | tensorboard | none: metrics.jsonl alone
+    mode: Literal["wandb", "offline", "tensorboard", "none"] = "wandb"
     project: str = "ctcdraft"  # of W&B
     entity: str | None = None  # of W&B; null: the key's own
-    dashboard: bool = False  # true: lay out the project's panels in W&B, once, when the run starts
 
 
 class Media(NamedTuple):
@@ -104,7 +94,7 @@ class RunLog:
 def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
     """A run of its own, inside the evaluation's folder. Where that fails, a line says so: the evaluation is there."""
     try:
-        sink = _sink(folder, name, replace(config, dashboard=False), settings, 0)
+        sink = _sink(folder, name, config, settings, 0)
         sink.summary(media)
         sink.finish()
     except Exception as error:
@@ -114,17 +104,8 @@ def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapp
 def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], step: int) -> Sink:
     if config.mode == "tensorboard":
         return TensorBoard(folder, step)
-    if config.mode == "csv":
-        return Csv(folder)
     run = None if config.mode == "none" else wandb_run(folder, name, config, settings)
-    if run is None:
-        return Sink()
-    if config.dashboard and step == 0 and not run.offline:
-        try:
-            print(f"W&B: dashboard at {set_up_dashboard(config.entity or run.entity, config.project)}", flush=True)
-        except Exception as error:  # what W&B does not allow, no network, or a package is missing
-            print(f"W&B: no dashboard ({first_line(error)})", flush=True)
-    return Wandb(run)
+    return Sink() if run is None else Wandb(run)
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -201,40 +182,6 @@ class TensorBoard(Sink):
 
     def finish(self) -> None:
         self.writer.close()
-
-
-class Csv(Sink):
-    """metrics.csv, a column per figure: written anew, from metrics.jsonl, where a row brings a new one."""
-
-    name = "CSV"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.columns = folder, list[str]()
-
-    def log(self, row: Mapping[str, Any], step: int) -> None:
-        path, rows = self.folder / "metrics.csv", [{"step": step, **row}]
-        if not rows[0].keys() <= {*self.columns}:
-            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-            self.columns = [*dict.fromkeys(key for one in rows for key in one)]
-            path.write_text(",".join(self.columns) + "\n")
-        with path.open("a", newline="", encoding="utf-8") as stream:
-            csv.DictWriter(stream, self.columns, lineterminator="\n").writerows(rows)
-
-
-def set_up_dashboard(entity: str | None, project: str) -> str:
-    """The address of a W&B dashboard of `PANELS`, made in the project. Raises ValueError where the package
-    wandb-workspaces is missing."""
-    try:
-        import wandb_workspaces.reports.v2 as reports
-        import wandb_workspaces.workspaces as workspaces
-    except ImportError as error:
-        raise ValueError("logger.dashboard=true needs the package wandb-workspaces: pip install it") from error
-    sections = [
-        workspaces.Section(name=name, panels=[reports.LinePlot(title=key, y=[key]) for key in keys], is_open=True)
-        for name, keys in PANELS.items()
-    ]
-    made = workspaces.Workspace(entity=entity or "", project=project, name="ctcdraft", sections=sections)
-    return made.save().url
 
 
 def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:

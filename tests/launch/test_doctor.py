@@ -104,7 +104,7 @@ def test_bad_options_are_one_sentence(folder):
 
 @pytest.mark.parametrize(
     ("mode", "logger", "found"),
-    [("disabled", "wandb", "not used"), ("dryrun", "wandb", "offline"), ("online", "csv", "not used")],
+    [("disabled", "wandb", "not used"), ("dryrun", "wandb", "offline"), ("online", "tensorboard", "not used")],
 )
 def test_what_becomes_of_the_figures_is_said(monkeypatch, mode, logger, found):
     monkeypatch.setenv("WANDB_MODE", mode)

@@ -10,7 +10,7 @@ import wandb
 from wandb_file import history
 
 from ctcdraft.train import log
-from ctcdraft.train.log import PANELS, LoggerConfig, Media, RunLog, Wandb, log_evaluation, set_up_dashboard
+from ctcdraft.train.log import LoggerConfig, Media, RunLog, Wandb, log_evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -178,39 +178,6 @@ def test_warnings_are_alerts(runs, tmp_path):
     assert runs[0].alerts == ["the loss jumped"]
 
 
-def test_the_dashboard_is_laid_out_once_and_only_online(runs, tmp_path, monkeypatch, capsys):
-    import wandb_workspaces.workspaces as workspaces
-
-    saved = []
-    monkeypatch.setattr(workspaces.Workspace, "save", lambda self: saved.append(self) or self)
-    monkeypatch.setattr(workspaces.Workspace, "url", "https://wandb.example/ctcdraft")
-    RunLog(tmp_path / "a", LoggerConfig("wandb", dashboard=True), {}, 0).close()
-    RunLog(tmp_path / "b", LoggerConfig("offline", dashboard=True), {}, 0).close()
-    (one,) = saved
-    assert (one.entity, one.project) == ("someone", "ctcdraft")
-    assert {section.name: tuple(panel.y[0] for panel in section.panels) for section in one.sections} == PANELS
-    assert "dashboard at https://wandb.example/ctcdraft" in capsys.readouterr().out
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    with pytest.raises(ValueError, match="needs the package wandb-workspaces"):
-        set_up_dashboard(None, "ctcdraft")
-
-
-def test_a_csv_file_has_the_rows_and_every_column(tmp_path):
-    for step, rows in ((0, ({"a": 1.5}, {"a": 2.5}, {"a": 3.5, "dev/b": 0.25})), (2, ({"a": 4.5},))):
-        log = RunLog(tmp_path, LoggerConfig("csv"), {}, step)
-        for number, row in enumerate(rows, step + 1):
-            log.write({"step": number, **row})
-        log.close()
-    assert (tmp_path / "metrics.csv").read_text() == "step,a\n1,1.5\n2,2.5\n3,4.5\n"
-    log = RunLog(tmp_path, LoggerConfig("csv"), {}, 3)
-    log.write({"step": 4, "dev/b": 0.5})
-    log.close()
-    assert (tmp_path / "metrics.csv").read_text() == "step,a,dev/b\n1,1.5,\n2,2.5,\n3,4.5,\n4,,0.5\n"
-
-
 def test_tensorboard_has_the_same_figures(tmp_path):
     from matplotlib import pyplot
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -227,31 +194,6 @@ def test_tensorboard_has_the_same_figures(tmp_path):
     assert [event.value for event in found.Scalars("eval/tokens_per_step")] == [2.5]
     assert found.Tags()["images"] == ["plots/p"]
     assert found.Tags()["tensors"] == ["warnings/text_summary"]
-
-
-def test_the_dashboard_stands_once_however_often_a_run_goes_on(runs, tmp_path, monkeypatch):
-    made = Mock(return_value="https://wandb.example/ctcdraft")
-    monkeypatch.setattr(log, "set_up_dashboard", made)
-    for step in (0, 2, 4):
-        RunLog(tmp_path, LoggerConfig("wandb", dashboard=True), {}, step).close()
-    assert made.call_count == 1
-
-
-def test_an_evaluation_lays_out_no_dashboard(runs, tmp_path, monkeypatch):
-    made = Mock()
-    monkeypatch.setattr(log, "set_up_dashboard", made)
-    log_evaluation(tmp_path, "a", LoggerConfig("wandb", dashboard=True), {}, Media({}, {}, {}))
-    assert len(runs) == 1
-    assert not made.called
-
-
-@pytest.mark.parametrize("kind", [wandb.errors.CommError, ValueError])
-def test_a_run_goes_on_without_a_dashboard(runs, tmp_path, monkeypatch, capsys, kind):
-    monkeypatch.setattr(log, "set_up_dashboard", Mock(side_effect=kind("permission denied")))
-    mine = RunLog(tmp_path, LoggerConfig("wandb", dashboard=True), {}, 0)
-    mine.write({"step": 1, "train/loss": 1.0})
-    assert runs[0].logged == [(1, {"train/loss": 1.0})]
-    assert "W&B: no dashboard (permission denied)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [ValueError("logger=tensorboard needs the package"), ConnectionError("lost")])
