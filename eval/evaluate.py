@@ -65,8 +65,7 @@ class Measurement:
         heads = {
             label: {
                 **config["head"],
-                "sha256": config["sha256"],  # of its weights; drafts depend on its calibration too
-                "calibration": digest_of(config.get("calibration"))[:12],
+                "sha256": config["sha256"],  # of its weights
                 "training": config["training"],
             }
             for label, config in configs.items()

@@ -20,7 +20,7 @@ PICTURES = ("By category", "Accepted by depth", "Calibration")  # sections with 
 TEXTS = {  # before the table of a section
     "By category": "The last columns: share of steps that accept at least so many draft tokens.",
     "Accepted by depth": "Share of steps that accept at least so many draft tokens.",
-    "Calibration": "Draft tokens per step; expected is the sum of calibrated psi.",
+    "Calibration": "Draft tokens per step; expected is the sum of psi.",
     "Divergences from plain decoding": "Where an output first differs: the gap between the base's best two logits, and "
     "between its best one and what was put out instead, in the shape of plain decoding (one row per forward); how far "
     "a logit moves in the shape of verification, without any draft; the gap in float32. Rounding may close a gap of "

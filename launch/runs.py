@@ -29,7 +29,6 @@ from ctcdraft.model.folders import claimed, digest_of, write_atomically
 from ctcdraft.model.heads import head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
-from ctcdraft.train.dev import fit_to_dev
 from ctcdraft.train.options import decisive, departures
 
 LONGEST_NAME = 200
@@ -206,7 +205,6 @@ def export_best(folder: Path, base: Base, target: Path) -> None:
     head.load_state_dict(trained.best)
     head = head.to(base.device).eval()
     state, objective = trained.state, record["objective"]
-    fit_to_dev(head, base, Path(paths["data"]), record["train"]["max_length"])
     training = {"objective": objective["kind"], "step": state.best_step, "tokens": state.tokens}
     export_head(head, base, target, {**training, "tokens_per_step": state.best})
 

@@ -17,7 +17,6 @@ from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.decode.request import Settings
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import head_folder, load_head, read_config
-from ctcdraft.model.folders import digest_of
 from ctcdraft.model.load.pretrained import base_of
 
 # Options of `generate` that this decoder does, or that change no token; of all others only the defaults are taken.
@@ -117,7 +116,7 @@ def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: 
     if model.__dict__.get("_ctcdraft_weights") != where:
         model.__dict__.update(_ctcdraft_weights=where, _ctcdraft_decoders={})
     made: dict[Any, Decoder] = model.__dict__["_ctcdraft_decoders"]
-    key = (config["sha256"], digest_of(config.get("calibration")), nodes)
+    key = config["sha256"], nodes
     if key not in made:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)

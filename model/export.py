@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from .base.llm import Base
-from .draft.budget import Calibration
 from .folders import HUB_NAME, new_folder
 from .heads import Head, head_config, head_on, parameters_of
 from .heads.head import OnePassHead
@@ -56,7 +55,6 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         "base": identity,
         "template_args": dict(base.template_args),
         "training": training,
-        "calibration": asdict(head.calibration) if head.calibration else None,
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
     card, heading, served = CARD.read_text(encoding="utf-8").partition("\n## Behind vLLM\n")
@@ -126,8 +124,6 @@ def trained_head(folder: str | Path, base: Base) -> tuple[Head, torch.dtype]:
         head = head_on(base, head_config(config["head"]))
         head.load_state_dict(state, assign=any(p.is_meta for p in head.parameters()))
         head.draft_vocabulary(base)  # whose ids are checked
-        if config.get("calibration") is not None:
-            head.calibration = Calibration(**config["calibration"])
     except (SafetensorError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} does not hold the head that its config.json names: {reason}") from error

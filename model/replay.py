@@ -101,11 +101,9 @@ def drafts_along(
     decoders: Mapping[str, Decoder],
     sequences: Sequence[Transcript],
     *,
-    most: int | None = None,
     progress: bool = True,
 ) -> Iterator[tuple[str, Root, Tree]]:
-    """The tree of each decoder behind the roots of the answers; most: behind so many of each sequence, evenly spread,
-    or None: behind all."""
+    """The tree of each decoder behind all roots of the answers."""
     drafters: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # decoders of the same candidates
     for label, decoder in decoders.items():
         drafters[id(decoder.head), decoder.draft.top_k, decoder.draft.proposal].append(label)
@@ -113,7 +111,7 @@ def drafts_along(
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
         tokens = [torch.from_numpy(sequences[i].tokens) for i in batch]
         ids_BL = pad_sequence(tokens, True).to(base.device)
-        roots = [root for i in batch for root in _roots(i, sequences[i], most)]
+        roots = [root for i in batch for root in _roots(i, sequences[i])]
         places = [(batch.index(root.sequence), root.at - 1) for root in roots]
         anchors_N2 = torch.tensor(places, device=base.device).view(-1, 2)
         ends = [_frontier(base, sequences[root.sequence], root) for root in roots]
@@ -132,11 +130,8 @@ def drafts_along(
                     yield label, root, decoder.drafter.tree(one, end) if decoder.drafts else EMPTY
 
 
-def _roots(number: int, known: Transcript, most: int | None) -> list[Root]:
-    roots = [Root(number, n, at, end) for n, (start, end) in enumerate(known.answers()) for at in range(start, end - 1)]
-    if most is None or len(roots) <= most:
-        return roots
-    return [roots[i] for i in np.linspace(0, len(roots) - 1, most).astype(int)]
+def _roots(number: int, known: Transcript) -> list[Root]:
+    return [Root(number, n, at, end) for n, (start, end) in enumerate(known.answers()) for at in range(start, end - 1)]
 
 
 def _drafted(

@@ -75,7 +75,7 @@ class ServedHead:
                 "ctcdraft's own decoder"
             )
         self.base, self.head, self.pages = base, head, pages
-        self.drafter = Drafter(draft, head.calibration)
+        self.drafter = Drafter(draft)
         self.vocabulary = head.vocabulary(base, draft.top_k)
         self.dtype = next(head.parameters()).dtype
 

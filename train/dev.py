@@ -1,7 +1,6 @@
 """What a head is worth on development sequences, whose answers are the base's own: tokens per step counted along them,
-by which the best head is chosen, and how far psi can be believed."""
+by which the best head is chosen."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,16 +11,13 @@ from torch import Tensor
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
-from ctcdraft.model.draft.budget import fit_calibration
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.heads import Head, HeadConfig, head_on
-from ctcdraft.model.replay import Transcript, drafts_along, replay
+from ctcdraft.model.heads import HeadConfig, head_on
+from ctcdraft.model.replay import Transcript, replay
 
 from . import engine as ds
 
 DRAFT = DraftConfig(budget="fixed")  # that heads are scored with: `draft` may differ from sitting to sitting
-NODES = 64  # of the trees that psi is calibrated on
-SEQUENCES, ROOTS = 64, 16  # that it is calibrated on, and of each
 
 
 def dev_sequences(data_folder: Path, max_length: int, drafts: int | None = None) -> list[Transcript]:
@@ -50,26 +46,3 @@ def count_dev(base: Base, config: HeadConfig, weights: dict[str, Tensor], dev: S
     totals = torch.tensor([sum(len(out.tokens) - 1 for out in outs), sum(out.steps for out in outs)])
     tokens, steps = ds.sum_over_ranks(totals.double().to(base.device)).tolist()
     return tokens / steps if steps else 1.0
-
-
-def fit_to_dev(head: Head, base: Base, data_folder: Path, max_length: int) -> None:
-    """Give a head what its psi is worth on development sequences. Nothing where there are none; where the prepared data
-    is gone, a warning says so."""
-    if not data_folder.is_dir():
-        warnings.warn(
-            f"{data_folder} is gone: the head is exported without calibration, which says how many draft tokens pay",
-            stacklevel=2,
-        )
-        return
-    dev = dev_sequences(data_folder, max_length)
-    decoder = Decoder(base, head, DraftConfig(nodes=NODES, prompt_lookup=0))
-    psi, accepted = [], []
-    for _, root, tree in drafts_along(base, {"": decoder}, dev[:SEQUENCES], most=ROOTS, progress=False):
-        continuation = dev[root.sequence].tokens[root.at + 1 : root.end].tolist()
-        right = np.zeros(len(tree), bool)
-        right[tree.path_of(continuation)] = True
-        seen = tree.depths <= len(continuation)  # what would follow the answer is not known
-        psi.append(tree.psi[seen].astype(np.float64))
-        accepted.append(right[seen])
-    if psi:
-        head.calibration = fit_calibration(np.concatenate(psi), np.concatenate(accepted))

@@ -47,7 +47,7 @@ class OnlineDecoder(Decoder):
     seconds stand under `learn` in each `Generation.seconds`.
 
     finished: the kept requests, with the base's hidden states [L, X], at most `buffer` tokens in all: longer ones are
-    not learnt from. The head's psi stays calibrated as it came.
+    not learnt from.
     """
 
     @torch.inference_mode(False)
@@ -75,7 +75,6 @@ class OnlineDecoder(Decoder):
                     self.due -= self.every
                 assert self.head is not None
                 head = _copied(self.task.head, self.base)
-                head.calibration = self.head.calibration
                 self.renew(head.for_drafting(self.base, next(self.head.parameters()).dtype))
         requests[0].out.seconds["learn"] = time.perf_counter() - start
 

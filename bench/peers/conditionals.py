@@ -69,8 +69,6 @@ class LayersBase(Base):
 class PeerHead:
     """What `replay` and `Drafter.tree` ask of a head. nodes: of the largest tree that will be asked for."""
 
-    calibration = None
-
     def __init__(self, drafter: Drafter, base: Base, nodes: int) -> None:
         self.drafter, self.nodes, self.ends = drafter, nodes, frozenset(base.eos_ids)
         self.attended, self.hidden_size = drafter.layers, drafter.hidden_size

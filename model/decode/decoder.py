@@ -52,7 +52,7 @@ class Decoder:
         draft = DraftConfig() if draft is None and head is not None else draft
         self.base, self.head, self.draft = base, head, draft or DraftConfig()
         self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
-        self.drafter = Drafter(self.draft, None if head is None else head.calibration)
+        self.drafter = Drafter(self.draft)
         self.parallel = self.head is not None and self.draft.schedule == "pearl"
         if self.parallel:
             check_angles(base)

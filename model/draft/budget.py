@@ -1,66 +1,22 @@
-"""How many nodes a draft should have: calibrated psi against the measured time of a step.
+"""How many nodes a draft should have: psi against the measured time of a step.
 
 A step with a tree of n nodes yields 1 + (expected accepted tokens) and takes time(n). Best-first search hands out nodes
 by falling psi, so the first n are the best tree of n nodes, and the budget that pays most is the n that maximises
-(1 + sum of the first n calibrated psi) / time(n).
+(1 + sum of the first n psi) / time(n).
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pydantic
 from numpy.typing import NDArray
 
 from .tree import Tree
 
-LEAST_IN_BIN = 40  # observations behind one knot
-MOST_KNOTS = 16
-FAINT = 1e-6  # of psi, for nodes like which none was accepted
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ENOUGH = 2.0  # seconds of measuring, and how often each size is timed in them
 ROUNDS, MOST_ROUNDS = 3, 9
-
-
-@pydantic.dataclasses.dataclass(frozen=True)
-class Calibration:
-    """P(a node is accepted) as a rising piecewise linear function of its psi, through these knots. Raises ValueError
-    where it is none."""
-
-    psi: list[float]
-    rate: list[float]
-
-    def __post_init__(self) -> None:
-        rises = sorted(self.psi) == self.psi and sorted(self.rate) == self.rate
-        if not rises or not len(self.psi) == len(self.rate) > 0:
-            raise ValueError("the calibration is damaged")
-
-    def applied(self, tree: Tree) -> Tree:
-        """The tree with that for psi, its nodes in the same order."""
-        p = np.interp(tree.psi, self.psi, self.rate)
-        return replace(tree, psi=np.maximum(p, FAINT * tree.psi).astype(np.float32))  # a node of 0 would be left out
-
-
-def fit_calibration(psi_M: NDArray[np.float64], accepted_M: NDArray[np.bool_]) -> Calibration | None:
-    """Isotonic regression of acceptance on psi, on bins of nodes by psi: pool adjacent violators (Barlow et al. 1972).
-    None without observations."""
-    if not len(psi_M):
-        return None
-    order = np.argsort(psi_M, kind="stable")
-    share = psi_M[order] / max(psi_M.sum(), 1e-9) + 1 / len(order)  # likely nodes are few, and matter
-    edges = np.searchsorted(np.cumsum(share), 2 * np.arange(1, MOST_KNOTS) / MOST_KNOTS)
-    pools: list[NDArray[np.float64]] = []  # observations, sum of psi, accepted
-    for part in filter(len, np.split(order, edges)):
-        pools.append(np.array([len(part), psi_M[part].sum(), accepted_M[part].sum()]))
-        while len(pools) > 1 and (
-            pools[-2][0] < LEAST_IN_BIN or pools[-2][2] / pools[-2][0] >= pools[-1][2] / pools[-1][0]
-        ):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    if len(pools) > 1 and pools[-1][0] < LEAST_IN_BIN:
-        pools[-2:] = [pools[-2] + pools[-1]]
-    return Calibration([float(s / n) for n, s, _ in pools], [float(a / n) for n, _, a in pools])
 
 
 def best_size(tree: Tree, seconds: NDArray[np.float64]) -> int:

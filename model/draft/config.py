@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 class DraftConfig:
     """kind `cape`: Du et al. 2024, arXiv 2402.02082; `ranked`: the layouts of Yang et al. 2024, arXiv 2401.06706.
 
-    budget `measured`: by calibrated psi and the time of a step, which for one sequence is measured once, and for
+    budget `measured`: by psi and the time of a step, which for one sequence is measured once, and for
     several as they come: all of these have as many nodes, or the head rests. Tokens do not depend on it, steps do.
 
     proposal `shared`: the noise that the base will choose with is known, and output stays what it is whatever looks at

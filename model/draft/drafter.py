@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..base.sampling import Sampling, gumbel
 from ..lattice.candidates import Lattice
-from .budget import Calibration
 from .config import DraftConfig
 from .grafts import LENGTH, Phrases, grafted, siblings, tails
 from .growth import Drafted, Rule, grow, prefix_of
@@ -68,11 +67,9 @@ class Stop:
 
 @dataclass
 class Drafter:
-    """Makes drafts as `config` says. calibration: what psi of the head is worth, where that was measured. phrases, said
-    (see `Rule`): of each request."""
+    """Makes drafts as `config` says. phrases, said (see `Rule`): of each request."""
 
     config: DraftConfig
-    calibration: Calibration | None = None
     stop: Stop = field(default_factory=Stop)
     phrases: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
     said: WeakKeyDictionary[Any, dict[int, Counter[int]]] = field(default_factory=WeakKeyDictionary)
@@ -80,8 +77,7 @@ class Drafter:
     def tree(self, drafted: Drafted, frontier: Frontier) -> Tree:
         """The draft tree of a lattice, of the nodes that a head has scored, or of what either says behind some tokens.
 
-        psi is calibrated where the head's was measured, and that of the head's nodes, of copied ones and of grafts
-        together where there are any.
+        psi is that of the head's nodes, of copied ones and of grafts together, where there are any.
         """
         config = self.config
         ends = np.array([*frontier.eos], np.int64)
@@ -102,8 +98,6 @@ class Drafter:
             said = {} if frontier.owner is None else self.said.get(frontier.owner, {})
             rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least, said)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
-        if self.calibration is not None and not drawn:
-            tree = self.calibration.applied(tree)
         if config.prompt_lookup:
             tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))
         if pool := self._phrases(frontier.owner):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..base.cache import TreeCache
 from ..base.context import Anchors, Attended, KeysAndValues
 from ..base.llm import Base
-from ..draft.budget import Calibration
 from ..draft.tree import Tree
 from ..lattice.candidates import Candidates, Lattice, Tables, candidates_of
 from ..lattice.topology import ONE_TO_ONE, Topology
@@ -60,10 +59,8 @@ class Head(nn.Module, ABC):
     transition: None where slots do not depend on what was collapsed before.
     attended: layers of the base whose keys and values slots see, or None: of whole sequences they come behind
     each hidden state (`Base.hidden`), of cached ones from the base's cache.
-    calibration: what its psi was seen to be worth on held-out text, if that was measured.
     """
 
-    calibration: Calibration | None = None
     reads_labels: ClassVar[bool] = False  # is it trained along the labels?
     draft_ids_X: Tensor
 

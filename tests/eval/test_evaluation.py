@@ -20,7 +20,6 @@ from ctcdraft.eval.results import LOOKUP_ALONE, aggregate, measured, of_one_head
 from ctcdraft.eval.run import Turn, balanced_orders, run
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
 from ctcdraft.model.decode.decoder import Generation
-from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.heads import CtcConfig, head_on
 
 DRAFT = DraftConfig("tree", 8, budget="fixed")
@@ -135,17 +134,6 @@ def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(
     assert not is_known(DRAFT)
     assert json.loads((folder / "results.json").read_text()) == first.results  # what failed has left nothing
     assert len([*folder.parent.iterdir()]) == 2
-
-
-def test_a_head_with_another_calibration_is_measured_anew(chat_base, head_folder, tmp_path):
-    measurement, settings = Measurement(chat_base, DRAFT, BenchConfig("toy")), []
-    for calibration in (None, Calibration([0.0, 1.0], [0.0, 0.5])):
-        head = load_head(head_folder, chat_base)
-        head.calibration = calibration
-        export_head(head, chat_base, tmp_path / "head", TRAINING)
-        settings.append(measurement.setting({"": tmp_path / "head"}))
-    assert settings[0]["head"]["sha256"] == settings[1]["head"]["sha256"]
-    assert settings[0] != settings[1]
 
 
 def test_a_base_with_other_weights_or_another_template_is_measured_anew(head_folder, chat_base):

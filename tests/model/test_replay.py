@@ -8,7 +8,6 @@ from drafting import HEADS, prompts, random_head
 
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.sampling import Sampling
-from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.replay import Transcript, replay
 
 pytestmark = pytest.mark.slow
@@ -60,7 +59,6 @@ def test_a_replay_counts_what_decoding_counts(talking, conversations, config, ki
     head = None
     if config is not None:
         head = random_head(config, talking)
-        head.calibration = Calibration([0.0, 1.0], [0.0, 0.5])
     decoders = {
         "both": Decoder(talking, head, DraftConfig(kind, 9, prompt_lookup=7, budget="fixed")),
         "head": Decoder(talking, head, DraftConfig(kind, 4, prompt_lookup=0, budget="fixed")),

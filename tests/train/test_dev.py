@@ -1,6 +1,5 @@
-"""What the best head is chosen by, and what psi is calibrated on."""
+"""What the best head is chosen by."""
 
-from itertools import chain
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,9 +7,9 @@ import pytest
 from drafting import HEADS, prompts, random_head
 
 from ctcdraft.data.store import Example, save_corpus
-from ctcdraft.model import Decoder, DraftConfig
+from ctcdraft.model import Decoder
 from ctcdraft.train import loop
-from ctcdraft.train.dev import DRAFT, count_dev, dev_sequences, fit_to_dev
+from ctcdraft.train.dev import DRAFT, count_dev, dev_sequences
 
 
 @pytest.fixture(scope="module")
@@ -80,30 +79,6 @@ def test_sequences_are_drawn_of_all_lengths_and_as_many_as_hold_the_drafts(tmp_p
     drafts = [length - 2 for length in lengths]
     assert sum(drafts[:-1]) < 1000 <= sum(drafts)
     assert 25 < np.mean(lengths) < 55
-
-
-def test_calibration_is_fitted_to_what_was_accepted(talking, answered):
-    """Random heads promise what they do not hold: after the fit expected and accepted tokens are equal on these."""
-    folder, _ = answered
-    head = random_head(HEADS[2], talking)
-    fit_to_dev(head, talking, folder, 200)
-    assert head.calibration is not None
-    decoder = Decoder(talking, head, DraftConfig(nodes=64, prompt_lookup=0, budget="fixed"))
-    answers = [*chain(*replayed(talking, decoder, dev_sequences(folder, 200)))]
-    expected = sum(sum(one.expected) for one in answers)
-    accepted = sum(len(sources) for one in answers for sources in one.sources)
-    assert expected == pytest.approx(accepted, rel=0.15, abs=0.5)
-
-
-def replayed(base, decoder, sequences):
-    from ctcdraft.model.replay import replay
-
-    return replay(base, {"": decoder}, sequences, progress=False)[""]
-
-
-def test_an_export_without_the_prepared_data_says_what_it_lacks(tmp_path):
-    with pytest.warns(UserWarning, match="data-x is gone: the head is exported without calibration"):
-        fit_to_dev(None, None, tmp_path / "data-x", 200)
 
 
 def test_a_score_is_logged_at_steps_too_whose_figures_are_not_due(small, tmp_path, monkeypatch):

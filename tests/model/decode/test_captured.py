@@ -14,7 +14,6 @@ from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import captured
 from ctcdraft.model.decode.captured import width_of
-from ctcdraft.model.draft.budget import Calibration
 from ctcdraft.model.heads.head import OnePassHead
 
 pytestmark = pytest.mark.slow
@@ -116,7 +115,6 @@ def test_a_longer_request_gets_a_longer_cache(base):
 
 def test_a_budget_chosen_per_step_moves_between_shapes(base):
     head = random_head(HEADS[0], base)
-    head.calibration = Calibration([0.0, 1.0], [0.0, 0.9])
     static = Decoder(base, head, DraftConfig("tree", 24, budget="measured"))
     static.graphs = True
     static.prepare()

@@ -14,7 +14,7 @@ from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import step
 from ctcdraft.model.decode.decoder import Generation
-from ctcdraft.model.draft.budget import Calibration, chain_of
+from ctcdraft.model.draft.budget import chain_of
 from ctcdraft.model.draft.tree import Tree
 
 
@@ -491,7 +491,6 @@ def test_a_genuine_repeat_survives(base):
 
 def test_a_budget_chosen_per_step_changes_no_token(base):
     head = random_head(HEADS[0], base)
-    head.calibration = Calibration([0.0, 1.0], [0.0, 0.9])
     assert Decoder(base, head, DraftConfig()).measures == (base.device.type == "cpu")
     assert not Decoder(base, head, DraftConfig(budget="fixed")).measures
     assert not Decoder(base).measures

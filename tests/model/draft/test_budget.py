@@ -1,48 +1,9 @@
-from dataclasses import asdict
+from dataclasses import replace
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ctcdraft.model.draft.budget import Calibration, best_size, chain_of, fit_calibration, step_seconds
+from ctcdraft.model.draft.budget import best_size, chain_of, step_seconds
 from ctcdraft.model.draft.tree import Tree
-
-
-def observations(bend, count=40000, seed=0):
-    """Nodes whose true acceptance is psi ** bend."""
-    rng = np.random.default_rng(seed)
-    psi = rng.random(count)
-    return psi, rng.random(count) < psi**bend
-
-
-@pytest.mark.parametrize("bend", [0.5, 1.0, 2.0])
-def test_calibration_finds_the_true_acceptance(bend):
-    calibration = fit_calibration(*observations(bend))
-    x = np.linspace(0.95, 0.05, 30)
-    got = calibration.applied(beside(x)).psi
-    assert np.abs(got - x**bend).max() < 0.05
-    assert (np.diff(got) <= 0).all()
-
-
-def beside(psi):
-    """Nodes of these psi, all behind the root."""
-    return Tree(np.arange(len(psi)), np.full(len(psi), -1), np.ones(len(psi), np.int64), np.array(psi, np.float32))
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=300))
-def test_whatever_was_observed_rises_with_psi_and_falls_along_paths(rows):
-    psi, right = (np.array(column) for column in zip(*rows, strict=True)) if rows else (np.zeros(0),) * 2
-    calibration = fit_calibration(psi.astype(float), right.astype(bool))
-    if calibration is None:
-        assert not rows
-        return
-    assert Calibration(**asdict(calibration)) == calibration
-    assert calibration.rate == sorted(calibration.rate)
-    assert 0 <= calibration.rate[0] <= calibration.rate[-1] <= 1
-    tree = Tree(np.arange(5), np.arange(5) - 1, np.arange(5) + 1, np.array([0.9, 0.8, 0.5, 0.5, 0.1], np.float32))
-    assert (np.diff(calibration.applied(tree).psi) <= 0).all()
 
 
 def test_the_budget_is_what_pays_most_per_second():
@@ -53,21 +14,8 @@ def test_the_budget_is_what_pays_most_per_second():
     assert best_size(tree, dear) == 0
     steps = np.array([1.0, 1.2, 1.3, 1.45, 1.6])  # 1, 1.33, 1.46, 1.37, 1.25 per second
     assert best_size(tree, steps) == 2
-    doubtful = Calibration([0.0, 1.0], [0.0, 0.1]).applied(tree)
+    doubtful = replace(tree, psi=0.1 * tree.psi)
     assert best_size(doubtful, steps) == 0
-
-
-def test_calibrated_nodes_are_worth_what_lies_between_the_knots():
-    found = Calibration([0.1, 0.5, 0.9], [0.2, 0.2, 0.6]).applied(beside([0.95, 0.8, 0.5, 0.3, 0.05]))
-    assert found.psi.tolist() == pytest.approx([0.6, 0.5, 0.2, 0.2, 0.2])
-    assert found.tokens.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_calibrated_tree_keeps_the_nodes_like_which_none_was_accepted():
-    kept = Calibration([0.1, 0.9], [0.0, 1.0]).applied(beside([0.9, 0.09, 0.08, 0.05]))
-    assert kept.tokens.tolist() == [0, 1, 2, 3]
-    assert (kept.psi > 0).all()
-    assert kept.psi[1:].sum() < 1e-6
 
 
 def test_step_times_are_interpolated_and_never_fall():
@@ -130,24 +78,6 @@ def test_a_base_of_slow_steps_is_timed_at_few_sizes(monkeypatch):
     monkeypatch.setattr("ctcdraft.model.draft.budget.ENOUGH", 30.0)
     step_seconds(20, clock.verify, clock.draft)
     assert {call for call in clock.calls[9:] if call != "draft"} == {0, 1, 4, 8, 20}
-
-
-def test_a_damaged_calibration_is_refused():
-    for found in ({}, {"psi": 3, "rate": 4}, {"psi": [[0.2, 0.1]], "rate": [[0, 1]]}):
-        with pytest.raises(ValueError, match="for Calibration"):
-            Calibration(**found)
-    for psi, rate in (([], []), ([0.1], []), ([0.2, 0.1], [0, 1]), ([0.1, 0.2], [1, 0])):
-        with pytest.raises(ValueError, match="calibration is damaged"):
-            Calibration(psi, rate)
-
-
-def test_likely_nodes_are_not_thrown_together_with_the_many_unlikely_ones():
-    """Sixty nodes of an anchor are hopeless, four are good and better: each finds its own rate."""
-    rng = np.random.default_rng(0)
-    psi = np.concatenate([rng.uniform(0, 0.01, 60_000), rng.uniform(0.1, 1.0, 4_000)])
-    calibration = fit_calibration(psi, rng.random(len(psi)) < psi**2)
-    p = np.array([0.9, 0.6, 0.3])
-    assert np.abs(calibration.applied(beside(p)).psi - p**2).max() < 0.08
 
 
 def test_a_chain_is_a_tree():
