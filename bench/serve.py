@@ -61,6 +61,7 @@ class Process:
         if system != "plain":
             for name, value in zip(("speculative", "additional"), speculation(system, options), strict=True):
                 words += [f"--{name}-config={json.dumps(value)}"] if value else []
+        options.logs.mkdir(parents=True, exist_ok=True)
         self.log = options.logs / f"{system}.log"
         with self.log.open("wb") as out:
             self.engine = subprocess.Popen(words, start_new_session=True, **{"stdout": out, "stderr": out} | pipes)
