@@ -158,9 +158,6 @@ class _Preparation:
             raise self._server_failed()
         for left in self.folder.parent.glob(f"unfinished-{self.folder.name}-*"):
             shutil.rmtree(left)
-        kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
-        if not self.work.is_dir():  # another process has joined them, and found nothing
-            raise ValueError(f"data.path={self.config.path}: no row gave a sequence to learn from; see {kept}")
         total, rejected = Account(), 0
         for account in self._accounts():
             total.read += account.read
@@ -176,12 +173,12 @@ class _Preparation:
             _lend_dev(fresh)
             counts = {split: _counted(fresh, split) for split in LEARNT}
             if empty := [split for split, count in counts.items() if not count["answer_tokens"]]:
+                kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
                 shutil.copy(fresh / "rejects.jsonl", kept)
                 first = next((f" (the first: {row['reason']})" for row in read_jsonl(kept)), "")
-                shutil.rmtree(self.work, ignore_errors=True)
-                raise ValueError(
+                raise ValueError(  # of each process: the shards stay, for others may look for them at this moment
                     f"data.path={self.config.path}: of {total.read} rows none gave a {empty[0]} sequence; "
-                    f"{rejected} rejected{first}; see {kept}"
+                    f"{rejected} rejected{first}; see {kept}; without {self.work} they are read anew"
                 )
             generated = GENERATED.get(self.config.kind)
             questions = generated.questions() if generated else total.heldout

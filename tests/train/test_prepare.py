@@ -187,10 +187,12 @@ def test_nothing_usable_is_an_error_that_names_a_reason(chat_base, tmp_path):
 
 
 def test_nothing_usable_is_the_error_of_all_that_prepare_together(chat_base, tmp_path):
+    (tmp_path / "rows.json").write_text("[1, 2, 3, 4]")
+    config = DataConfig(kind="sharegpt", path=str(tmp_path / "rows.json"), shard_rows=1)
     with ThreadPoolExecutor(3) as pool:
-        tries = [pool.submit(prepared, chat_base, tmp_path, [1, 2, 3, 4], shard_rows=1) for _ in range(3)]
-    assert all(isinstance(one.exception(), ValueError) for one in tries)
-    assert all("gave a" in str(one.exception()) for one in tries)
+        tries = [pool.submit(prepare, chat_base, config, 0, tmp_path / "cache") for _ in range(3)]
+    assert [type(one.exception()) for one in tries] == [ValueError] * 3, [one.exception() for one in tries]
+    assert all("of 4 rows none gave a train sequence; 4 rejected" in str(one.exception()) for one in tries)
 
 
 def test_what_has_no_known_meaning_is_counted_once_by_its_name(chat_base, tmp_path):
