@@ -62,6 +62,7 @@ def test_the_states_are_those_of_reading_each_text_alone(exact_base, corpus, pac
         assert torch.allclose(said_NUD[n], alone, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
 def test_labels_are_the_chains_that_the_head_drafts_when_it_decodes(exact_base, corpus, config, pack):

@@ -308,6 +308,7 @@ def test_logits_of_likely_nodes_are_computed_together(base, monkeypatch, psi, ca
     assert asked == calls  # the prompt's last; the root and four nodes, of unlikely ones three
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
 def test_a_batch_yields_what_each_prompt_yields_alone(base, settings):
     asked = prompts(7, seed=33)

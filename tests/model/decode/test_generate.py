@@ -27,6 +27,7 @@ def test_short_sequences_are_not_padded_to_a_long_one():
     assert all(len(batch) * max(lengths[i] for i in batch) <= POSITIONS for batch in batches[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_greedy_tokens_are_those_of_transformers(base_folder, rows, dtype):
