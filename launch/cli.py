@@ -142,7 +142,7 @@ def _quoted(word: str) -> str:
     key, equals, value = word.partition("=")
     quoted = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
     if key in ("prompt", "system") and value != "null":
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", quoted)
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", quoted)  # no interpolation
     choice = value.isdecimal() and key.isidentifier() and resources.files(CONF).joinpath(key).is_dir()
     text = key == "name" and re.match(r"[-+.\d]", value)
     if choice or text or os.path.exists(os.path.expanduser(value)):

@@ -195,7 +195,7 @@ def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:
 def export_best(folder: Path, base: Base, target: Path) -> None:
     """Export the best head of a run."""
     record, paths = settings_of(folder), run_paths(folder)
-    if any(base.identity[part] != known for part, known in paths["identity"].items() if part != "name"):
+    if paths["identity"] | {"name": base.name} != base.identity:
         raise ValueError(f"{folder} was trained on another base than {base.name} is now: train again")
     trained = read_checkpoint(folder / "checkpoints")
     if trained is None or not trained.best:
@@ -254,8 +254,7 @@ def chosen_heads(choice: HeadChoice) -> tuple[Base, dict[str, Path], Path | None
     if not runs and choice.base.path is None:
         option = "heads=[<folder>,...]" if several else "head.path"
         raise ValueError(f"{option} needs base.path=<the model it was trained on>")
-    cache = choice.cache_dir if isinstance(choice, EvalEntry) else ".cache"
-    base = run_base(runs[0], choice.base, cache) if runs else load(choice.base, cache)
+    base = run_base(runs[0], choice.base, choice.cache_dir) if runs else load(choice.base, choice.cache_dir)
     return _as_trained(base, [*heads.values()], choice.data.template_args), heads, Path(min(data)) if data else None
 
 

@@ -118,6 +118,7 @@ class HeadChoice(RunChoice):
     data: ChatOptions = ChatOptions()
     online: OnlineConfig = field(default_factory=OnlineConfig)
     seed: Seed = 0  # of everything random
+    cache_dir: FolderPath = ".cache"  # a base that was dequantised, and its answers that are counted along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,6 @@ class EvalEntry(HeadChoice):
     heads: list[FolderPath] = field(default_factory=list)
     # true: do not decode, count tokens per step along the base's own answers: minutes, not hours
     count: bool = False
-    cache_dir: FolderPath = ".cache"  # where these answers are kept
     open: bool = False  # true: show report.html in a browser
 
     def __post_init__(self) -> None:

@@ -145,11 +145,11 @@ def _drafted(
     for start in range(0, len(ends), ANCHORS):
         part = slice(start, start + ANCHORS)
         batch_N, position_N = anchors_N2[part].unbind(1)
-        first, last = int(batch_N.min()), int(batch_N.max()) + 1  # anchors come sequence by sequence
-        anchors = Anchors.of(batch_N - first, position_N, last - first)
+        first, last = batch_N[[0, -1]].tolist()  # anchors come sequence by sequence
+        own = slice(first, last + 1)
+        anchors = Anchors.of(batch_N - first, position_N, last + 1 - first)
         noise_NTV = decoder.drafter.noise(ends[part], slots, V, root_BL.device)
-        given = hidden_BLD[first:last], root_BL[first:last], anchors
-        yield from head.drafts(*given, decoder.vocabulary, None, noise_NTV)
+        yield from head.drafts(hidden_BLD[own], root_BL[own], anchors, decoder.vocabulary, None, noise_NTV)
 
 
 def _frontier(base: Base, known: Transcript, root: Root) -> Frontier:

@@ -61,7 +61,7 @@ class Trainer:
         """Train to the end, the time limit or SIGTERM; a checkpoint is saved in each case."""
         state, train, self.log = self.state, self.plan.train, log
         saved = (state.step, state.best) if state.step else None
-        if not any(end - start > 1 for answers in self.dev for start, end in answers.answers()):
+        if not any(end - start > 1 for known in self.dev for start, end in known.answers()):
             self._warn(["no development answer within train.max_length has two tokens: the last head is the best"])
         bar = tqdm(
             total=train.steps,

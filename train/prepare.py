@@ -176,9 +176,9 @@ class _Preparation:
                 kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
                 shutil.copy(fresh / "rejects.jsonl", kept)
                 first = next((f" (the first: {row['reason']})" for row in read_jsonl(kept)), "")
-                raise ValueError(  # of each process: the shards stay, for others may look for them at this moment
+                raise ValueError(  # the shards stay: other processes look for them, to say the same
                     f"data.path={self.config.path}: of {total.read} rows none gave a {empty[0]} sequence; "
-                    f"{rejected} rejected{first}; see {kept}; without {self.work} they are read anew"
+                    f"{rejected} rejected{first}; see {kept}; to read them anew delete {self.work}"
                 )
             generated = GENERATED.get(self.config.kind)
             questions = generated.questions() if generated else total.heldout

@@ -106,9 +106,8 @@ def read_shards(config: RowsConfig, seed: int) -> Iterator[Shard]:
             shard.account.reject(name, error)
         else:
             place = int.from_bytes(hashlib.sha256(record.opening.encode()).digest()[:8], "big") / 2**64
-            split = "dev" if place < config.holdout / 2 else "heldout" if place < config.holdout else "train"
-            if split == "heldout" and config.kind in GENERATED:
-                split = "train"  # its questions are others
+            asked = place < config.holdout and config.kind not in GENERATED  # whose questions are others
+            split = "dev" if place < config.holdout / 2 else "heldout" if asked else "train"
             shard.splits[split].append(replace(record, id=name))
             shard.account.unread.update(record.unread)
     yield shard

@@ -108,6 +108,10 @@ class Base:
         scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
         return scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
 
+    @cached_property
+    def _soft_cap(self) -> float | None:
+        return getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma
+
     @property
     def device(self) -> torch.device:
         return self.lm_weight.device
@@ -186,8 +190,8 @@ class Base:
         return self.capped(logits if self.logit_scale == 1.0 else logits * self.logit_scale)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """As Gemma caps them, softly; as they are, elsewhere."""
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        """Scaled logits as the base caps them, if it does."""
+        cap = self._soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @cached_property

@@ -49,9 +49,8 @@ class Decoder:
     def __init__(self, base: Base, head: Head | None = None, draft: DraftConfig | None = None) -> None:
         if head is not None and head.hidden_size != base.hidden_size:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
-        draft = DraftConfig() if draft is None and head is not None else draft
         self.base, self.head, self.draft = base, head, draft or DraftConfig()
-        self.drafts = draft is not None and (head is not None or draft.prompt_lookup > 0 or bool(draft.graft))
+        self.drafts = head is not None or (draft is not None and (draft.prompt_lookup > 0 or bool(draft.graft)))
         self.drafter = Drafter(self.draft)
         self.parallel = self.head is not None and self.draft.schedule == "pearl"
         if self.parallel:

@@ -27,7 +27,7 @@ from .accept import accept_drawn
 from .request import Request
 
 LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before the walk comes by
-UNMASKED = 1024  # tokens that are rather read again than copied, where more than so many of a prompt are behind them
+LONG_REST = 1024  # rows behind a shared beginning: beyond, their mask costs more than to read a shorter one again
 LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three
 
 Noise = Callable[[], Tensor | None]  # see `Head.drafts`
@@ -89,8 +89,6 @@ class EagerStep:
                 for each in self.caches:
                     each.add()
             source, shared = self._longest_shared(request) if self.own_cache is None else (row, 0)
-            if shared < len(request.prompt) - shared > UNMASKED:
-                source, shared = row, 0
             for each in self.caches:
                 each.begin(row, source, shared)
             self.active[row : row + 1] = [request]
@@ -108,14 +106,16 @@ class EagerStep:
             request.hidden = [hidden_1LD[0, self.unread]]
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
-        """The row that begins with most of a prompt, and how many tokens these are; the last is always read."""
+        """The row that begins with most of a prompt, and how many tokens these are; the last is always read. 0 where
+        they are not worth the mask of what is behind them."""
         source, most = 0, 0
         for row, other in enumerate(self.active):
             pairs = zip(request.prompt[:-1], other.prompt + other.tokens[:-1], strict=False)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if shared > most:
                 source, most = row, shared
-        return source, most
+        rest = len(request.prompt) - most
+        return source, most if rest <= max(most, LONG_REST) else 0
 
     def retire(self) -> bool:
         """Forget the requests that have ended; are there others?"""

@@ -60,14 +60,12 @@ def layers_on(base: Base, config: HeadConfig) -> Attended | None:
     if not isinstance(config, ParallelConfig | GlideConfig):
         return None
     found = layers_to_copy(base, config.layers)
-    if found is None and isinstance(config, GlideConfig):
-        raise ValueError(f"head=glide: the last layers of {base.name} do not run alone: take another head")
     if found is None:
-        warnings.warn(
-            f"the last layers of {base.name} do not run alone, so head={config.kind} copies none: its slots see the "
-            "last state and each other, and none of the context",
-            stacklevel=3,
-        )
+        problem = f"the last layers of {base.name} do not run alone"
+        if isinstance(config, GlideConfig):
+            raise ValueError(f"head=glide: {problem}: take another head")
+        blind = "its slots see the last state and each other, and none of the context"
+        warnings.warn(f"{problem}, so head={config.kind} copies none: {blind}", stacklevel=3)
     return found
 
 

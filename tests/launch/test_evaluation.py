@@ -45,14 +45,14 @@ def place(tmp_path_factory):
     return root
 
 
-def start(place, *words):
+def start(place, words):
     config = typed(compose("eval", [f"runs_dir={place}/runs", *SMALL, *words]), EvalEntry)
     return entry.main(config)
 
 
 def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
     words = [f"heads=[a,{place}/shipped/b]", "logger=offline", "bench.temperatures=[0,1]", "bench.seeds=2"]
-    assert start(place, *words) == 0
+    assert start(place, words) == 0
     out = capsys.readouterr().out
     folder = place / "runs" / "a" / "eval" / "toy-heads"
     assert f"lies in {folder}" in out
@@ -67,12 +67,12 @@ def test_heads_are_compared_by_run_and_by_folder_and_logged(place, capsys):
     columns = tables["questions"]["columns"]
     assert {"head", "question_id", "temperature", "seed", "answers", "tokens_per_step"} <= set(columns)
     assert len(tables["questions"]["data"]) == 2 * 2 * 3  # heads, questions, settings
-    assert start(place, *words) == 0
+    assert start(place, words) == 0
     assert "(reused)" in capsys.readouterr().out
 
 
 def test_one_head_keeps_its_place_and_logs_a_row_per_question(place):
-    assert start(place, "name=a", "logger=offline") == 0
+    assert start(place, ["name=a", "logger=offline"]) == 0
     folder = place / "runs" / "a" / "eval" / "toy"
     assert (folder / "results.json").is_file()
     (table,) = [path for path in folder.rglob("*.table.json") if path.name.startswith("questions")]
@@ -83,8 +83,8 @@ def test_one_head_keeps_its_place_and_logs_a_row_per_question(place):
 def test_a_head_that_learns_on_the_way_is_measured_by_itself(place, capsys):
     """Its outputs are plain decoding's, its seconds in the report, and nothing is left on disk but the report."""
     words = ["name=b", "logger=none", "bench.max_new_tokens=6"]
-    assert start(place, *words) == 0
-    assert start(place, *words, "online=on", "online.every=4", "online.lr=10") == 0
+    assert start(place, words) == 0
+    assert start(place, [*words, "online=on", "online.every=4", "online.lr=10"]) == 0
     assert "(reused)" not in capsys.readouterr().out
     folder = place / "runs" / "b" / "eval" / "toy"
     results = json.loads((folder / "results.json").read_text())
@@ -103,13 +103,13 @@ def test_the_page_is_opened_where_that_is_asked_for(place, capsys, monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     words = ("name=a", "logger=none")
-    assert start(place, *words) == 0
+    assert start(place, words) == 0
     assert opened == []
-    assert start(place, *words, "open=true") == 0
+    assert start(place, [*words, "open=true"]) == 0
     page = place / "runs" / "a" / "eval" / "toy" / "report.html"
     assert opened == [page.as_uri()]
     assert f"as a page: {page}" in capsys.readouterr().out
-    assert start(place, *words, "open=true", "count=true", f"cache_dir={place}/cache") == 0
+    assert start(place, [*words, "open=true", "count=true", f"cache_dir={place}/cache"]) == 0
     assert opened[1] == (place / "runs" / "a" / "eval" / "toy-count" / "report.html").as_uri()
     assert "prompt lookup alone" in (place / "runs" / "a" / "eval" / "toy-count" / "report.html").read_text()
 
@@ -117,7 +117,7 @@ def test_the_page_is_opened_where_that_is_asked_for(place, capsys, monkeypatch):
 def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):
     monkeypatch.setattr(Decoder, "generate", None)
     for words, heads in ((["name=a"], ["a"]), (["heads=[a,b]"], ["a", "b"])):
-        assert start(place, *words, "count=true", f"cache_dir={place}/cache") == 0
+        assert start(place, [*words, "count=true", f"cache_dir={place}/cache"]) == 0
         out = capsys.readouterr().out
         folder = place / "runs" / "a" / "eval" / "toy-count"
         assert f"lies in {folder}" in out
@@ -127,7 +127,7 @@ def test_heads_are_counted_without_decoding(place, capsys, monkeypatch):
             "prompt lookup alone",
         ]
         assert all(label in out for label in drafts)
-        assert start(place, *words, "count=true", f"cache_dir={place}/cache") == 0
+        assert start(place, [*words, "count=true", f"cache_dir={place}/cache"]) == 0
         assert "(reused)" in capsys.readouterr().out
 
 
@@ -142,7 +142,7 @@ def test_a_decoder_that_is_wrong_for_one_head_fails_the_evaluation(place, monkey
         return out
 
     monkeypatch.setattr(Decoder, "generate", generate)
-    assert start(place, heads, "logger=none") == 1
+    assert start(place, [heads, "logger=none"]) == 1
     assert "DIFFER" in capsys.readouterr().out
 
 
@@ -152,7 +152,7 @@ def test_a_head_of_the_hub_is_evaluated_among_the_runs(place, tmp_path, capsys, 
     monkeypatch.setattr(export, "snapshot_download", lambda name, **_: asked.append(name) or cache / "snapshots/0123")
     monkeypatch.chdir(tmp_path)
     for words in (["head.path=someone/drafts"], ["heads=[someone/drafts]"]):
-        assert start(place, *words, f"base.path={place}/base", "count=true", f"cache_dir={place}/cache") == 0
+        assert start(place, [*words, f"base.path={place}/base", "count=true", f"cache_dir={place}/cache"]) == 0
         assert f"lies in {place}/runs/drafts/eval/toy-count" in capsys.readouterr().out
     assert set(asked) == {"someone/drafts"}
     assert sorted(path.name for path in (cache / "snapshots").iterdir()) == ["0123"]
@@ -203,17 +203,17 @@ def switched(tmp_path_factory):
     return root
 
 
-def prompts_of(monkeypatch, root, *words):
+def prompts_of(monkeypatch, root, words):
     """What is decoded, as text."""
     found = set()
     honest = Decoder.generate
 
-    def logged(decoder, prompt, *rest, **options):
+    def logged(decoder, prompt, limit, **options):
         found.add(decoder.base.tokenizer.decode(prompt))
-        return honest(decoder, prompt, *rest, **options)
+        return honest(decoder, prompt, limit, **options)
 
     monkeypatch.setattr(Decoder, "generate", logged)
-    start(root, f"base.path={root}/base", "logger=none", "bench.questions=1", *words)
+    start(root, [f"base.path={root}/base", "logger=none", "bench.questions=1", *words])
     return found
 
 
@@ -221,10 +221,10 @@ def prompts_of(monkeypatch, root, *words):
 def test_a_head_is_evaluated_with_the_template_args_of_its_training(switched, monkeypatch):
     assert "template_args" in json.loads((switched / "off" / "config.json").read_text())
     assert '{"enable_thinking": false}' in (switched / "off" / "README.md").read_text()
-    prompts = prompts_of(monkeypatch, switched, f"head.path={switched}/off")
+    prompts = prompts_of(monkeypatch, switched, [f"head.path={switched}/off"])
     assert prompts
     assert all(prompt.endswith("<think></think>") for prompt in prompts)
-    assert all(p.endswith("<think>") for p in prompts_of(monkeypatch, switched, f"head.path={switched}/plain"))
+    assert all(p.endswith("<think>") for p in prompts_of(monkeypatch, switched, [f"head.path={switched}/plain"]))
 
 
 def test_other_template_args_are_used_where_asked_for_with_a_warning(switched, monkeypatch):
@@ -232,18 +232,18 @@ def test_other_template_args_are_used_where_asked_for_with_a_warning(switched, m
     with pytest.warns(
         UserWarning, match=r'trained with data.template_args=\{"enable_thinking": false\} and drafts here'
     ):
-        prompts = prompts_of(monkeypatch, switched, *words)
+        prompts = prompts_of(monkeypatch, switched, words)
     assert all(prompt.endswith("<think>") for prompt in prompts)
     with pytest.warns(UserWarning, match=r"for chats with \{\}"):
-        prompts_of(monkeypatch, switched, f"head.path={switched}/off", "data.template_args={}")
+        prompts_of(monkeypatch, switched, [f"head.path={switched}/off", "data.template_args={}"])
 
 
 def test_heads_of_several_template_args_need_a_word_on_which(switched, monkeypatch):
     heads = f"heads=[{switched}/off,{switched}/plain]"
     with pytest.raises(ValueError, match=r"trained under several data.template_args \(.*off: .*: say which to use"):
-        prompts_of(monkeypatch, switched, heads)
+        prompts_of(monkeypatch, switched, [heads])
     with pytest.warns(UserWarning, match="the head in .*plain was trained with"):
-        prompts_of(monkeypatch, switched, heads, "data.template_args={enable_thinking: false}")
+        prompts_of(monkeypatch, switched, [heads, "data.template_args={enable_thinking: false}"])
 
 
 def test_a_runs_ends_of_sequence_and_date_are_those_of_its_training(tmp_path):

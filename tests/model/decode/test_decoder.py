@@ -342,7 +342,7 @@ def test_a_common_beginning_is_read_once_where_the_head_need_not_see_it(base, co
 
 def test_little_in_common_is_read_again_where_much_is_behind_it(base, monkeypatch):
     """A forward of many rows behind cached ones needs a mask of them all."""
-    monkeypatch.setattr(step, "UNMASKED", 8)
+    monkeypatch.setattr(step, "LONG_REST", 8)
     read, masks, hidden = [], [], Base.hidden
 
     def seen(base, ids, mask=None, **given):
