@@ -136,6 +136,7 @@ def _tiles(hidden_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor
         yield rows, narrow_RD, torch.mm(narrow_RD, weight_VD.T, out=buffer_RV[: len(narrow_RD)])
 
 
+@torch.inference_mode(False)  # it is kept, for steps in any mode
 def _workspace(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, vocab] to write on, until the next of this dtype. A CPU's is kept from step to step: the pages of a fresh
     one cost more than what is written there."""

@@ -73,6 +73,15 @@ def test_a_second_step_does_not_change_what_the_first_gave():
     assert all(torch.equal(a, b) for a, b in zip(everything(*problem()), before, strict=True))
 
 
+def test_a_loss_that_was_first_looked_at_in_inference_mode_can_be_trained_on(monkeypatch):
+    monkeypatch.setattr("ctcdraft.model.loss.linear_lse._kept", {})
+    hidden, weight, index = problem()
+    with torch.inference_mode():
+        seen = linear_lse_gather(hidden, weight, index)
+    for got, want in zip(everything(hidden, weight, index), seen, strict=False):
+        assert torch.equal(got, want)
+
+
 def test_no_rows_and_a_trained_weight():
     hidden, weight, index = problem(M=0)
     assert [part.shape for part in everything(hidden, weight, index)[:2]] == [(0,), (0, K)]
