@@ -70,8 +70,8 @@ class Sampler:
         corpus, longest = self.corpus, self.max_length
         if len(corpus) < 1:
             raise ValueError("the prepared data holds no training sequence: see its rejects.jsonl")
-        if not any(corpus.mask[start : start + longest].any() for start in corpus.offsets[:-1]):
-            raise ValueError(f"no answer lies within the first train.max_length={longest} tokens of any sequence")
+        if not any(len(self._document(number)[1]) for number in range(len(corpus))):
+            raise ValueError(f"no answer has two tokens within the first train.max_length={longest} of any sequence")
         lengths = corpus.lengths.clip(max=longest)
         self.members = list(np.arange(len(corpus))[:, None])
         if self.pack:  # in an order of their own: the same in every epoch

@@ -156,8 +156,11 @@ def test_long_sequences_are_cut(tmp_path):
 
 
 def test_no_answer_within_the_length_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no answer lies within"):
+    with pytest.raises(ValueError, match=r"no answer has two tokens within the first train\.max_length=1 of"):
         sampler_of(tmp_path, max_length=1)
+    short = [Example([5, 6, 7], mask, [5, 6, 7]) for mask in ([0, 0, 1], [0, 1, 0])] + [Example([5], [1], [5])]
+    with pytest.raises(ValueError, match="no answer has two tokens within"):  # a root, and a label behind it
+        Sampler(corpus_of(tmp_path, short), batch=1, anchors=3, labels=4, max_length=64, seed=0)
 
 
 def test_no_sequences_are_refused(tmp_path):
@@ -176,7 +179,7 @@ def test_packed_rows_hold_the_same_anchors_and_no_label_crosses_a_document_or_le
     try:
         packed = Sampler(corpus, batch=1, pack=True, **options)
     except ValueError:
-        return  # no answer lies within so few tokens
+        return  # no answer has two tokens within so few
     plain = Sampler(corpus, batch=len(corpus), **options)
     (whole,) = (anchors_of(plain.collate(0, slice(None)), corpus, plain.sequences(0)[:, None]),)
     found = []
