@@ -137,7 +137,7 @@ class FeatureStore:
     @property
     def bytes_left(self) -> int:
         """An estimate of what is still to be written."""
-        there = sum(path.stat().st_size for path in self.folder.glob("*"))
+        there = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         whole = 2 * self.size * len(self.corpus.ids) + 8 * len(self.corpus)  # numbers, and checksums
         return max(0, whole - there)
 
