@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from ..base.cache import TreeCache
 from ..base.context import Anchors, Attended, KeysAndValues
 from ..base.llm import Base
+from ..base.packed import pack
 from ..draft.tree import Tree
 from ..lattice.candidates import Candidates, Lattice, Tables, candidates_of
 from ..lattice.topology import ONE_TO_ONE, Topology
+from .last_layers import LastLayers
 from .transition import Slots, Transition
 from .vocabulary import DraftVocabulary
 
@@ -116,8 +118,13 @@ class Head(nn.Module, ABC):
         return {layer: cache.committed(layer) for layer in self.attended.layers}
 
     def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
-        """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider."""
-        return self.to(base.device, torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+        """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider.
+        Copied layers: in the precision of the base's own."""
+        self.to(base.device, torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
+        for part in self.children():
+            if isinstance(part, LastLayers):
+                pack(part.to(base.dtype))
+        return self
 
     def draft_vocabulary(self, base: Base) -> DraftVocabulary:
         """The tokens that it can draft, of its base's."""

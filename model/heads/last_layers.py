@@ -17,7 +17,6 @@ from transformers import Cache
 from ..base.cache import PassingCache, TreeCache
 from ..base.context import Attended, AttentionMask
 from ..base.llm import Base
-from ..base.packed import pack
 from ..base.window import windows_of
 
 TRIED, CLOSE = 6, 1e-2  # positions of the trial, and how far from the base its result may be, of the largest number
@@ -44,10 +43,6 @@ class LastLayers(nn.Module):
     def train(self, mode: bool = True) -> "LastLayers":
         """Dropout, which some configs ask for, stays off: a resumed run would draw other numbers."""
         return super().train(False)
-
-    def for_drafting(self, base: Base) -> None:
-        """In the precision of the base's own."""
-        pack(self.to(base.dtype))
 
     def forward(self, x_BQD: Tensor, mask: AttentionMask, cache: PassingCache | TreeCache) -> Tensor:
         """States after the final norm [B, Q, D]; mask: of the S entries of the cache and of the Q rows, within the

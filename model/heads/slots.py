@@ -4,7 +4,7 @@ Shape suffixes: B batch, L positions, N anchors, A of them in a row (padded), T 
 `Base.hidden` gives per position, S positions with keys and values, Q slots of all anchors of a row, R rank.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -87,13 +87,6 @@ class SlotHead(OnePassHead):
             nn.init.constant_(self.blank.bias, RARE_BLANK)
         if config.transition != "none":
             self.transition = Transition(D, D, config.rank, with_blank=with_blank)
-
-    def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
-        """The same, copied layers in the precision of the base's own."""
-        super().for_drafting(base, dtype)
-        if self.body is not None:
-            self.body.for_drafting(base)
-        return self
 
     def fill(
         self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None, *tokens: Any

@@ -8,7 +8,7 @@ base's embedding and go to its LM head.
 Shape suffixes: B batch, Q rows of one pass, D hidden size of the base.
 """
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +45,6 @@ class GlideHead(StepwiseHead):
         nn.init.zeros_(self.enter.weight)
         self.register_buffer("scale", torch.tensor(attended.scale))
         self.body = LastLayers(base, attended)
-
-    def for_drafting(self, base: Base, dtype: torch.dtype = torch.float32) -> Self:
-        """The same, copied layers in the precision of the base's own."""
-        super().for_drafting(base, dtype)
-        self.body.for_drafting(base)
-        return self
 
     def step(self, state_BQD: Tensor, token_BQD: Tensor, mask: AttentionMask, cache: OwnCache) -> Tensor:
         x_BQD = self.gain * token_BQD + self.scale * self.enter(F.rms_norm(token_BQD, token_BQD.shape[-1:]))
