@@ -111,12 +111,12 @@ def join_corpora(path: Path, parts: Sequence[Path]) -> None:
 
 
 def load_corpus(folder: Path, split: str) -> Corpus:
-    """The `train` or `dev` sequences of a prepared folder, memory-mapped. Raises ValueError when they are damaged."""
+    """The `train` or `dev` sequences of a prepared folder, memory-mapped. Raises ValueError when they are not whole."""
     path = folder / f"{split}.safetensors"
     try:
         return _mapped(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: delete {folder} and run the command again") from error
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is missing or damaged: delete {folder} and run the command again") from error
 
 
 @contextmanager
@@ -161,8 +161,8 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All objects of a file that `write_jsonl` wrote. Raises ValueError when it is damaged."""
+    """All objects of a file that `write_jsonl` wrote. Raises ValueError when it is not whole."""
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: delete its folder and run the command again") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged: delete its folder and run the command again") from error

@@ -57,8 +57,10 @@ def test_a_damaged_file_is_one_sentence(tmp_path, damage):
     save_corpus(tmp_path / "train.safetensors", random_examples(3))
     path = tmp_path / "train.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="is damaged: delete"):
+    with pytest.raises(ValueError, match="is missing or damaged: delete"):
         load_corpus(tmp_path, "train")
+    with pytest.raises(ValueError, match=r"dev\.safetensors is missing or damaged: delete"):
+        load_corpus(tmp_path, "dev")
 
 
 def test_joined_parts_are_what_one_file_would_be(tmp_path):
