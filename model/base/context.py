@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -43,12 +44,9 @@ class Anchors(NamedTuple):
 
     @staticmethod
     def of(batch_N: Tensor, position_N: Tensor, rows: int, mask: AttentionMask | None = None) -> "Anchors":
-        counts_B = torch.bincount(batch_N, minlength=1)
-        order_N = batch_N.argsort(stable=True)
-        sorted_N = torch.arange(len(batch_N), device=batch_N.device)
-        sorted_N = sorted_N - (counts_B.cumsum(0) - counts_B)[batch_N[order_N]]
-        place_N = torch.empty_like(sorted_N).index_put((order_N,), sorted_N)
-        return Anchors(batch_N, position_N, place_N, rows, max(1, int(counts_B.max())), mask)
+        before_NB = F.pad(F.one_hot(batch_N, rows).cumsum(dim=0), (0, 0, 1, 0))  # of each row, before each anchor
+        place_N = before_NB[:-1].gather(1, batch_N.unsqueeze(1)).squeeze(1)
+        return Anchors(batch_N, position_N, place_N, rows, max(1, int(before_NB[-1].max())), mask)
 
     @staticmethod
     def one_per_row(position_B: Tensor, mask: AttentionMask) -> "Anchors":
