@@ -84,7 +84,7 @@ def _convert(file: Path, folder: Path) -> None:
     absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if absent:  # transformers would have drawn them at random
         raise ValueError(f"{file} lacks {len(absent)} of the model's weights, {absent[0]} for one: fetch it again")
-    del model.config.quantization_config  # which save_pretrained would refuse, and which is no longer true
+    vars(model.config).pop("quantization_config", None)  # save_pretrained would refuse it, and it is no longer true
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict(), assign=True)

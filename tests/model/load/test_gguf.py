@@ -7,7 +7,7 @@ from commands import forks
 from gguf import GGMLQuantizationType
 from gguf_files import HEADS, LAYERS, WIDTH, write_gguf
 from safetensors import SafetensorError
-from transformers import LlamaForCausalLM
+from transformers import GgufConfig, LlamaForCausalLM
 
 from ctcdraft.model import load_base
 from ctcdraft.model.load import gguf
@@ -74,6 +74,13 @@ def test_a_gguf_is_a_base_like_any_other_and_is_converted_once(file, tmp_path, m
     with torch.no_grad():
         assert torch.equal(base.model(ids).logits, again.model(ids).logits)
     load_base(base.path)  # the folder itself, as a run records it
+
+
+def test_a_file_that_transformers_itself_dequantises_is_converted_too(file, tmp_path, monkeypatch):
+    """As its newer loader does for Qwen3.5, where no kernels are."""
+    monkeypatch.setattr(GgufConfig.__init__, "__defaults__", (None, True))
+    folder = convert_gguf(file, tmp_path)
+    assert LlamaForCausalLM.from_pretrained(folder).dtype == torch.float32
 
 
 def test_the_content_is_the_key_and_what_lies_beside_the_file_is_not_read(file, tmp_path):
