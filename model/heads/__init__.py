@@ -61,7 +61,7 @@ def layers_on(base: Base, config: HeadConfig) -> Attended | None:
         return None
     found = layers_to_copy(base, config.layers)
     if found is None:
-        problem = f"the last layers of {base.name} do not run alone"
+        problem = f"the last layers of {base.name} are quantised or do not run alone"
         if isinstance(config, GlideConfig):
             raise ValueError(f"head=glide: {problem}: take another head")
         blind = "its slots see the last state and each other, and none of the context"

@@ -66,12 +66,13 @@ class LastLayers(nn.Module):
 @torch.no_grad()
 def layers_to_copy(base: Base, count: int) -> Attended | None:
     """The last `count` layers of a base whose class can run them alone; None where it cannot: tried at one position.
+    None of those that are quantised: copies could not be trained.
     Where the base's layers have no weights (device `meta`), an engine runs them, and a head was tried in its training.
 
     Raises ValueError where there are not as many.
     """
     attended = base.attended(count)
-    if attended is None or not hasattr(base.decoder, "layers"):
+    if attended is None or not hasattr(base.decoder, "layers") or getattr(base.model, "hf_quantizer", None):
         return None
     if any(p.is_meta for p in base.decoder.parameters()):
         return attended

@@ -119,7 +119,15 @@ def test_copied_layers_make_of_the_bases_own_states_what_the_base_makes(kind):
 @pytest.mark.parametrize("name", ["falcon", "deepseek_v3"])
 def test_a_base_whose_layers_do_not_run_alone_is_refused_by_glide_and_others_say_so(name):
     base = base_of_architecture(name)
-    with pytest.raises(ValueError, match=f"^head=glide: the last layers of {base.name} do not run alone: take another"):
+    problem = f"the last layers of {base.name} are quantised or do not run alone"
+    with pytest.raises(ValueError, match=f"^head=glide: {problem}: take another"):
         head_on(base, HEADS["glide"][0])
-    with pytest.warns(UserWarning, match=f"of {base.name} do not run alone, so head=ctc copies none: its slots see"):
+    with pytest.warns(UserWarning, match=f"^{problem}, so head=ctc copies none: its slots see"):
         head_on(base, HEADS["ctc"][0])
+
+
+def test_quantised_layers_are_not_copied_since_they_cannot_be_trained():
+    base = base_of_architecture("llama")
+    base.model.hf_quantizer = "as transformers leaves it on a model with packed weights"
+    with pytest.warns(UserWarning, match="are quantised or do not run alone"):
+        assert head_on(base, HEADS["ctc"][0]).attended is None
