@@ -50,7 +50,7 @@ class LastLayers(nn.Module):
         own = next(self.decoder.layers.parameters()).dtype
         mixed = self.mixed and torch.is_grad_enabled()
         masks: Any = mask.additive(torch.bfloat16 if mixed else own)
-        if self.windows.width is not None:
+        if self.windows.width is not None and masks is not None:
             (B, Q), S = x_BQD.shape[:2], masks.shape[-1] - x_BQD.shape[1]
             places_BS = cache.places_BS if isinstance(cache, PassingCache) else None
             places_BS = torch.arange(S, device=x_BQD.device) if places_BS is None else places_BS

@@ -62,7 +62,8 @@ class StepwiseHead(Head):
         """T passes along the labels, each on the state of the one before; roots and labels as `embedded`."""
         assert label_NUF is not None
         B, L, _ = hidden_BLX.shape
-        cache = PassingCache(self.keys_and_values(hidden_BLX), keeps=True, places_BS=anchors.places_BS)
+        places_BS = None if self.encodes else anchors.places_BS  # its own entries are still to come
+        cache = PassingCache(self.keys_and_values(hidden_BLX), keeps=True, places_BS=places_BS)
         position_BA, seen_BAS = anchors.context(L)
         own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
         if self.encodes:

@@ -10,7 +10,7 @@ from drafting import difference_from_the_base, prompts, random_head, slots_behin
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.window import Windows
-from ctcdraft.model.heads import CtcConfig, last_layers
+from ctcdraft.model.heads import CtcConfig, GlideConfig, last_layers
 
 LENGTH = 40
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # Gemma counts norms in float32
@@ -73,6 +73,31 @@ def test_slots_see_the_same_in_whole_rows_in_packed_ones_and_behind_a_cache(wind
     assert torch.allclose(states(packed, mask), want, **CLOSE)
     head.body.windows = full(None)
     assert not torch.allclose(states(ids), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_passes_of_glide_see_the_window_in_training_alone_and_packed_and_while_drafting(windowed, cross):
+    head = random_head(GlideConfig(slots=3, beam=2, cross=cross), windowed)
+    ids = torch.randint(2, 260, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    vocabulary, zero, before = head.vocabulary(windowed, 8), torch.zeros(1, dtype=torch.long), 9
+    document = torch.tensor([[0] * before + [1] * LENGTH])
+    places = torch.tensor([[*range(before), *range(LENGTH)]])
+    mask = AttentionMask(places, (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1))
+    rows = {"alone": (ids, None), "packed": (torch.cat([ids[:, 3:12], ids], dim=1), mask)}
+    found = []
+    for read, seen in rows.values():
+        hidden, at = windowed.hidden(read[:, :-1], seen, attended=head.attended), torch.tensor([read.shape[1] - 2])
+        anchors = Anchors.of(zero, at, 1, seen)
+        (tree,) = head.drafts(hidden, read[:, 1:], anchors, vocabulary)
+        path = [int(np.flatnonzero(tree.depths == 3)[0])]
+        while tree.parents[path[0]] >= 0:
+            path.insert(0, int(tree.parents[path[0]]))
+        labels = torch.from_numpy(tree.tokens[path]).unsqueeze(0)
+        states_TD = head(hidden, windowed.embed(read[:, 1:]), anchors, windowed.embed(labels)).states_NTD[0]
+        log_p_T = vocabulary.tokens.logits(states_TD).log_softmax(dim=1).gather(1, labels.T)[:, 0]
+        assert log_p_T.cumsum(dim=0).exp().tolist() == pytest.approx(tree.psi[path].tolist(), rel=1e-3)
+        found.append(states_TD.detach())
+    assert torch.allclose(*found, **CLOSE)
 
 
 def test_fixed_shapes_draft_within_the_window_too(windowed):
