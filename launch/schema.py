@@ -15,7 +15,6 @@ from ctcdraft.eval.bench import BenchConfig
 from ctcdraft.model.base.sampling import Sampling
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import AnyHeadConfig
-from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
 from ctcdraft.model.load.precision import Dtype
 from ctcdraft.model.load.template_date import PINNED_DATE, check_date
 from ctcdraft.train.engine import Seed
@@ -84,8 +83,6 @@ class TrainEntry(Plan):
             raise ValueError(
                 f"objective.policy={self.objective.policy} drafts with whole weights: take zero=2 or lower"
             )
-        if isinstance(self.head, StepwiseConfig) and self.train.pack:
-            raise ValueError(f"head={self.head.kind} drafts in rows of one document: leave train.pack at false")
 
 
 @dataclass(frozen=True)

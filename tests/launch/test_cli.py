@@ -177,7 +177,6 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
         (["seed=-1"], "error: seed=-1: input should be greater than or equal to 0"),
         (["seed=4294967296"], "error: seed=4294967296: input should be less than 4294967296"),
         (["base.template=alpaca"], "error: base.template=alpaca: input should be 'plain' or"),
-        (["head=eagle", "objective=cross_entropy", "train.pack=true"], "error: head=eagle drafts in rows of one"),
         (["head.slots"], "error: Error parsing override 'head.slots'"),
     ],
 )

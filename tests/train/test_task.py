@@ -1,5 +1,6 @@
 """Packing changes where tokens lie, and nothing else."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,7 +10,7 @@ from drafting import random_corpus
 
 from ctcdraft.data.batches import Sampler
 from ctcdraft.model import load_base
-from ctcdraft.model.heads import HEADS, CtcConfig, MedusaConfig, head_on
+from ctcdraft.model.heads import HEADS, CtcConfig, EagleConfig, GlideConfig, MedusaConfig, MlpConfig, head_on
 from ctcdraft.model.loss.divergence import Divergence
 from ctcdraft.model.loss.objective import anchor_losses
 from ctcdraft.train.task import (
@@ -58,7 +59,18 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(tmp_path, corpus, at
     if kind == "medusa":
         torch.nn.init.normal_(head.weight, std=0.1)
     objective = ObjectiveConfig("prefix_ctc" if kind == "ctc" else "cross_entropy", labels=4)
-    task = DraftTask(head, objective, base)
+    check_packed(base, DraftTask(head, objective, base), corpus)
+
+
+@pytest.mark.parametrize("config", [EagleConfig(), MlpConfig(), GlideConfig(), GlideConfig(cross=False)])
+def test_heads_of_a_pass_per_depth_may_be_packed_too(tmp_path, corpus, config):
+    base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
+    torch.manual_seed(0)
+    head = head_on(base, replace(config, slots=4)).double()
+    check_packed(base, DraftTask(head, ObjectiveConfig("cross_entropy", labels=4), base), corpus)
+
+
+def check_packed(base, task, corpus):
     options = {"anchors": 100, "labels": 4, "max_length": LONGEST, "seed": 0}
     packed = Sampler(corpus, batch=1, pack=True, **options)
     assert len(packed.members) < len(corpus)
