@@ -6,8 +6,8 @@ rejects.jsonl and manifest.json, which is written last: a folder without one is 
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,17 +90,15 @@ def corpus_of(examples: Sequence[Example]) -> Corpus:
 
 
 def save_corpus(path: Path, examples: Sequence[Example]) -> None:
-    """Write the examples as flat arrays. Raises OSError where the disk does not take them."""
-    with _writing(path):
-        save_file(vars(corpus_of(examples)), path)
+    """Write the examples as flat arrays."""
+    save_file(vars(corpus_of(examples)), path)
 
 
 def join_corpora(path: Path, parts: Sequence[Path]) -> None:
-    """Write the examples of several files into one, through memory maps: no column is in memory as a whole. Raises
-    OSError where the disk does not take them."""
+    """Write the examples of several files into one, through memory maps: no column is in memory as a whole."""
     corpora = [_mapped(part) for part in parts]
     offsets = np.cumsum(np.concatenate([[0], *(corpus.lengths for corpus in corpora)]), dtype=np.int64)
-    with _writing(path), TemporaryDirectory(dir=path.parent) as scratch:
+    with TemporaryDirectory(dir=path.parent) as scratch:
         arrays = {"offsets": offsets}
         for name, dtype in COLUMNS.items():
             with (Path(scratch) / name).open("wb") as column:  # writing into a map would be a signal on a full disk
@@ -117,17 +115,6 @@ def load_corpus(folder: Path, split: str) -> Corpus:
         return _mapped(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is missing or damaged: delete {folder} and run the command again") from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """What the disk does not take is an OSError with a sentence, of safetensors too."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"{path} could not be written ({error}): make room or check the disk and give the same command again"
-        ) from error
 
 
 def _mapped(path: Path) -> Corpus:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
 MANIFEST = "manifest.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or data set: owner/name
 TRIES = 100  # to make a lock in a folder that others may take away
@@ -20,30 +22,43 @@ Piece = TypeVar("Piece")
 
 
 @contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """What the disk does not take is an OSError with a sentence, of safetensors too."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{place} could not be written ({error}): make room there or take another place, and give the same command "
+            "again"
+        ) from error
+
+
+@contextmanager
 def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     """A folder to fill that becomes `folder` in one rename when the block ends well, and is gone if not.
 
     A process that is killed leaves nothing of that name; of two at once, the first to end stays. replaces: the last
-    one does, and what was there before stays whole until then.
+    one does, and what was there before stays whole until then. Raises OSError where the disk does not take it.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
-    before = unfinished.with_name(f"{unfinished.name}.old")
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)  # a temporary folder is made for its owner alone
-        if replaces and folder.exists():
-            folder.rename(before)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
+        before = unfinished.with_name(f"{unfinished.name}.old")
         try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-    finally:
-        if before.exists() and not folder.exists():
-            before.rename(folder)
-        for left in (unfinished, before):
-            shutil.rmtree(left, ignore_errors=True)
+            yield unfinished
+            unfinished.chmod(0o755)  # a temporary folder is made for its owner alone
+            if replaces and folder.exists():
+                folder.rename(before)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+        finally:
+            if before.exists() and not folder.exists():
+                before.rename(folder)
+            for left in (unfinished, before):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -101,9 +116,10 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content as a whole, on disk when this returns."""
     fresh = path.with_name(path.name + ".tmp")
     try:
-        fresh.write_bytes(data)
-        sync(fresh)
-        os.replace(fresh, path)
+        with writing(path):
+            fresh.write_bytes(data)
+            sync(fresh)
+            os.replace(fresh, path)
     except OSError:
         fresh.unlink(missing_ok=True)
         raise

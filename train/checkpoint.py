@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.model.folders import seal, sealed_facts, write_atomically
+from ctcdraft.model.folders import seal, sealed_facts, write_atomically, writing
 
 from .engine import from_rank_zero, rank, world_size
 from .log import first_line
@@ -125,16 +125,14 @@ def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep
         shutil.rmtree(dead, ignore_errors=True)
     try:
         fresh.mkdir()
-        save_file(tensors, fresh / STATE)
+        with writing(folder / tag):
+            save_file(tensors, fresh / STATE)
         seal(fresh, folder / tag, facts)
         write_atomically(folder / "latest", tag.encode())
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
         before = "".join(f"; the checkpoint before, {path.name}, is untouched" for path in _newest_first(folder)[:1])
-        raise ValueError(
-            f"{folder / tag} could not be written ({first_line(error)}): make room or check the disk and give the same "
-            f"command again{before}"
-        ) from error
+        raise ValueError(f"{error}{before}") from error
     newest = _newest_first(folder)
     for old in newest[newest.index(folder / tag) + keep :]:  # what is newer was passed over, and counts for nothing
         shutil.rmtree(old)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from ctcdraft.data.secrets import masked
-from ctcdraft.model.folders import write_atomically
+from ctcdraft.model.folders import write_atomically, writing
 
 INIT_SECONDS = 30
 OFFLINE = ("offline", "dryrun")  # W&B's own words for it
@@ -66,8 +66,9 @@ class RunLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One step's figures; the row has `step`."""
-        self._file.write(json.dumps(dict(row)) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(dict(row)) + "\n")
+            self._file.flush()
         self._tell(lambda sink: sink.log({k: v for k, v in row.items() if k != "step"}, row["step"]))
 
     def alert(self, sentence: str) -> None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
+from ctcdraft.model.folders import writing
 
 from . import engine as ds
 from .anomalies import AnomalyChecks
@@ -137,9 +138,10 @@ class Trainer:
                 if tensor is not None:
                     tensors[f"{turn}.{name}"] = tensor.contiguous()
         skips = self.checkpoints.with_name("skipped")
-        skips.mkdir(parents=True, exist_ok=True)
         metadata = {"step": str(step), "seed": str(self.plan.seed)}
-        save_file(tensors, skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)
+        with writing(skips):
+            skips.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)
         self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {skips}"])
         if state.in_a_row >= self.plan.train.max_skips:
             raise ValueError(

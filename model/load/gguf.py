@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..folders import claimed, new_folder
@@ -33,7 +32,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
 
     It is kept in `cache` under the SHA-256 of the file's content and bears the file's name. Of several processes one
     converts and the others wait for it. Raises ValueError, in one sentence, when the file is not there, is no GGUF,
-    is damaged, holds no causal LM that transformers knows, or does not fit on the disk; nothing stays behind then.
+    is damaged, or holds no causal LM that transformers knows; as `new_folder` does where it does not fit on the disk.
     """
     if not file.is_file():
         raise ValueError(f"{file}: no such file")
@@ -90,11 +89,5 @@ def _convert(file: Path, folder: Path) -> None:
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
-    try:
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{file} could not be written in float32 in {folder.parent.parent} ({error}): make room, or give another "
-            "cache_dir"
-        ) from error
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

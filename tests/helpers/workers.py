@@ -15,6 +15,7 @@ from ctcdraft.data.features import FeatureStore
 from ctcdraft.data.store import join_corpora
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode import generate
+from ctcdraft.model.folders import new_folder
 from ctcdraft.train.prepare import prepare
 
 NO_DISK = 77
@@ -103,7 +104,8 @@ def _join(parts, disk, kilobytes):
         os._exit(NO_DISK)
     said = ""
     try:
-        join_corpora(disk / "train.safetensors", parts)
+        with new_folder(disk / "joined") as fresh:
+            join_corpora(fresh / "train.safetensors", parts)
     except OSError as error:
         said = str(error)
     disk.with_name("said").write_text(said)

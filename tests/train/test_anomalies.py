@@ -2,11 +2,12 @@ import math
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from trainers import Rows, head_weights
 
 from ctcdraft.data.batches import Batch
-from ctcdraft.train import engine
+from ctcdraft.train import engine, loop
 from ctcdraft.train.anomalies import AnomalyChecks
 from ctcdraft.train.task import DraftTask, base_features
 
@@ -125,6 +126,16 @@ def test_too_many_in_a_row_end_the_run_with_a_sentence(small, tmp_path, monkeypa
         trainer.run(rows)
     assert [sentence.split(":")[0] for sentence in rows.alerts] == [f"step {n} is skipped" for n in (1, 2, 3)]
     assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_a_batch_for_which_the_disk_has_no_room_is_one_sentence(small, tmp_path, monkeypatch):
+    def fill(*_):
+        raise SafetensorError("No space left on device")
+
+    poisoned(monkeypatch, "loss", times=1)
+    monkeypatch.setattr(loop, "save_file", fill)
+    with pytest.raises(OSError, match=r"skipped could not be written \(No space left on device\): make room"):
+        small(tmp_path).run(None)
 
 
 def test_skips_that_are_not_in_a_row_do_not(small, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The toy base is an ordinary transformers folder with a right chat template, built once."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -100,3 +101,14 @@ def test_a_killed_training_leaves_no_base(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("toy-*"))
     monkeypatch.undo()
     assert (toy_base(tmp_path, TINY) / "model.safetensors").exists()
+
+
+def test_a_disk_that_fills_up_is_one_sentence_and_leaves_no_base(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"toy-\w+ could not be written \(.*: make room"):
+            toy_base(tmp_path, TINY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
