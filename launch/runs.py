@@ -141,8 +141,10 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
     if ds.rank() == 0 and not all((folder / name).is_file() for name in ("paths.json", "config.yaml")):
         folder.mkdir(parents=True, exist_ok=True)
         record = {"run": decisive(config), "all": masked(asdict(config))}
-        paths = {"base": base.path, "data": str(data_folder), "identity": base.identity}
-        paths |= {name: getattr(config.base, name) for name in RECORDED}
+        paths = {name: getattr(config.base, name) for name in RECORDED} | {"identity": base.identity}
+        for name, place in (("base", base.path), ("data", str(data_folder))):
+            near = os.path.exists(place) and not os.path.isabs(place)  # as seen from the run
+            paths[name] = os.path.relpath(os.path.realpath(place), os.path.realpath(folder)) if near else place
         write_atomically(folder / "paths.json", json.dumps(paths, indent=2).encode())
         write_atomically(folder / "config.yaml", yaml.safe_dump(record, sort_keys=False).encode())
     ds.barrier()
@@ -157,7 +159,9 @@ def run_paths(folder: Path) -> dict[str, Any]:
     """Where a run's base and prepared data lie."""
     if not (folder / "paths.json").is_file():
         raise ValueError(f"{folder} was started but got neither base nor data: run its training again")
-    return _read(folder / "paths.json", base=str, dtype=str, data=str, identity=dict)
+    found = _read(folder / "paths.json", base=str, dtype=str, data=str, identity=dict)
+    near = {name: os.path.realpath(folder / found[name]) for name in ("base", "data")}
+    return found | {name: place for name, place in near.items() if os.path.exists(place)}
 
 
 def _read(path: Path, **kinds: type) -> dict[str, Any]:

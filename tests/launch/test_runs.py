@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -146,3 +147,20 @@ def test_a_start_that_was_cut_off_is_written_down_by_the_next(tmp_path, missing)
     (folder / missing).unlink()
     _, _, record = begun(tmp_path)
     assert record["run"]["base"]["dtype"] == runs.run_paths(folder)["dtype"] == "fp32"
+
+
+def test_a_run_finds_base_and_data_from_any_folder_and_where_all_of_it_was_moved(tmp_path, monkeypatch):
+    for name in ("here/models/b", "here/cache/d", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    config = typed(compose("train", ["experiment=smoke", "name=a"]), TrainEntry)
+    runs.open_run(Path("runs/a"), config, SimpleNamespace(path="models/b", identity={}), Path("cache/d"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "here").rename(tmp_path / "there")
+    found = runs.run_paths(tmp_path / "there" / "runs" / "a")
+    assert [found["base"], found["data"]] == [f"{tmp_path}/there/models/b", f"{tmp_path}/there/cache/d"]
+
+
+def test_the_name_of_a_base_on_the_hub_stays_a_name(tmp_path):
+    _, folder, _ = begun(tmp_path)
+    assert runs.run_paths(folder)["base"] == "base"
