@@ -33,6 +33,7 @@ from ctcdraft.data.secrets import masked
 from .schema import store_defaults
 
 CONF = "ctcdraft.conf"
+INTERRUPTED = 130  # what a shell gives for Ctrl-C
 RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
@@ -71,6 +72,8 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
         sys.argv[1:] = masked(words)
         with redirect_stdout(ours):
             codes.append(_guarded(lambda: task(typed(config, schema))))
+        if codes[-1] == INTERRUPTED:  # no other of several is begun
+            sys.exit(INTERRUPTED)
 
     sys.argv[1:] = words
     try:
@@ -172,7 +175,7 @@ def _guarded(task: Callable[[], int | None]) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _override_sentence(config_name: str, error: Exception) -> str:
@@ -185,7 +188,7 @@ def _override_sentence(config_name: str, error: Exception) -> str:
         close = difflib.get_close_matches(key[1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "--cfg job shows all options"
         return f"{key[1]}: there is no such option; {hint}"
-    if choice := re.search(r"Could not find '([^']+)/([^']+)'", text):
+    if choice := re.search(r"Could not find '([^']+)/([^']*)'", text):
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         return f"{choice[1]}={choice[2]}: there is no such choice; choose one of {', '.join(options)}"
     return _short(error)

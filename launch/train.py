@@ -10,15 +10,13 @@ from dataclasses import asdict
 
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.launch import pipeline, runs
-from ctcdraft.launch.cli import run
+from ctcdraft.launch.cli import INTERRUPTED, run
 from ctcdraft.launch.media import media_of
 from ctcdraft.launch.pipeline import say
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.train import engine as ds
 from ctcdraft.train.log import RunLog
 from ctcdraft.train.loop import Trainer
-
-INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 
 def main(config: TrainEntry) -> int:

@@ -147,6 +147,7 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
             "error: head=hydra: there is no such choice; choose one of ctc, diffusion, eagle, glide, medusa, mlp, "
             "parallel",
         ),
+        (["base="], "error: base=: there is no such choice; choose one of local, smollm2, tiny, toy"),
         (["+head.depth=1"], "error: head.depth: there is no such option"),
         (["objective.labels=21"], "error: objective.labels=21 do not fit into head.slots=5"),
         (["objective.labels=3"], "error: objective.labels=3 and head.band=1 leave slots without a label"),
@@ -240,6 +241,20 @@ def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys, tmp
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, lambda config: int(config.head.slots == 9))
     assert end.value.code == 1
+
+
+def test_who_interrupts_one_of_several_interrupts_all(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
+    begun = []
+
+    def task(config):
+        begun.append(config.head.slots)
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, task)
+    assert (end.value.code, begun) == (130, [9])
 
 
 ENDS = """
