@@ -20,6 +20,7 @@ from importlib import resources
 from typing import Any, NoReturn, TypeVar
 
 import hydra
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -35,6 +36,7 @@ from .schema import store_defaults
 CONF = "ctcdraft.conf"
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
+LESS_MEMORY = "base.dtype=bf16, or a lower train.micro_batch, train.max_length or data.batch_size"
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
@@ -166,12 +168,15 @@ def _parses(word: str) -> bool:
 def _guarded(task: Callable[[], int | None]) -> int:
     try:
         return task() or 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise
         if os.environ.get("RANK", "0") != "0":  # who starts ranks ends all of them with the first: rank 0 is to say it
             time.sleep(RANK_0_SECONDS)
-        print(f"error: {masked(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+        said = " ".join(str(error).split())
+        if isinstance(error, torch.OutOfMemoryError):
+            said = f"{said.partition(' GPU ')[0]} Take less: {LESS_MEMORY}"
+        print(f"error: {masked(said)}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from commands import run
 
@@ -241,6 +242,18 @@ def test_a_failure_under_hydras_flags_has_its_exit_code(monkeypatch, capsys, tmp
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, lambda config: int(config.head.slots == 9))
     assert end.value.code == 1
+
+
+def test_the_end_of_a_gpus_memory_is_one_sentence(monkeypatch, capsys):
+    def task(config):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB")
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, task)
+    said = "error: CUDA out of memory. Tried to allocate 20.00 GiB. Take less: base.dtype=bf16, or a lower train.micro_"
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_who_interrupts_one_of_several_interrupts_all(monkeypatch, tmp_path):
