@@ -143,8 +143,7 @@ class FeatureStore:
 
     def check_room(self) -> str:
         """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        left, free = self.bytes_left, free_bytes(self.folder)
+        left, free = self.bytes_left, free_bytes(self.folder.parent)
         what = f"hidden states of {self.base.hidden_size} numbers"
         if self.attended is not None:
             what += f" and {self.attended.size} of the layers that the head copies"

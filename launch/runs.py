@@ -139,7 +139,6 @@ def open_run(folder: Path, config: TrainEntry, base: Base, data_folder: Path) ->
                 "another name=, or delete that folder"
             )
     if ds.rank() == 0 and not all((folder / name).is_file() for name in ("paths.json", "config.yaml")):
-        folder.mkdir(parents=True, exist_ok=True)
         record = {"run": decisive(config), "all": masked(asdict(config))}
         paths = {name: getattr(config.base, name) for name in RECORDED} | {"identity": base.identity}
         for name, place in (("base", base.path), ("data", str(data_folder))):

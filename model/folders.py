@@ -68,8 +68,8 @@ def claimed(lock: Path, *, wait: bool) -> Iterator[bool]:
     A process that dies, however it does, gives back what it had claimed. Raises ValueError where no file can be made.
     """
     for _ in range(TRIES):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process has ended and taken the folder with it
+        with writing(lock), suppress(FileNotFoundError):  # another process has ended and taken the folder with it
+            lock.parent.mkdir(parents=True, exist_ok=True)
             stream = lock.open("w")
             break
     else:
@@ -113,16 +113,17 @@ def share_out(
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content as a whole, on disk when this returns."""
+    """Replace a file's content as a whole, on disk when this returns. Makes its folder where that is not there."""
     fresh = path.with_name(path.name + ".tmp")
-    try:
-        with writing(path):
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
             fresh.write_bytes(data)
             sync(fresh)
             os.replace(fresh, path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
     sync(path.parent)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ctcdraft.model.folders import claimed, new_folder
+from ctcdraft.model.folders import claimed, new_folder, write_atomically
 
 
 def test_what_a_folder_replaces_stays_whole_until_then_and_where_it_fails(tmp_path, monkeypatch):
@@ -52,3 +52,15 @@ def test_a_claim_outlives_the_folder_of_its_lock(tmp_path, monkeypatch):
 def test_a_folder_that_takes_no_files_is_refused():
     with pytest.raises(ValueError, match="/proc takes no files"), claimed(Path("/proc/a.lock"), wait=True):
         pass
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_what_cannot_be_a_folder_is_one_sentence(tmp_path, folder):
+    (tmp_path / "file").touch()
+    place = tmp_path / folder / "a"
+    said = r"a could not be written \(.*\): make room there or take another place"
+    for made in (new_folder(place), claimed(place, wait=True)):
+        with pytest.raises(OSError, match=said), made:
+            pass
+    with pytest.raises(OSError, match=said):
+        write_atomically(place, b"")
