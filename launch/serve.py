@@ -97,12 +97,10 @@ def served(config: ServeEntry) -> tuple[str, Path, dict[str, Any]]:
 
 def check_port(host: str, port: int) -> None:
     """Raises ValueError where nobody can listen there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ValueError(f"port={port} of host={host}: {error.strerror or error}; choose another") from error
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ValueError(f"port={port} of host={host}: {error.strerror or error}; choose another") from error
 
 
 def engine_python(env: Path) -> str:
