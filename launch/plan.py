@@ -61,7 +61,13 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
     """On so many GPUs, a rank on each; 0: on one process of this machine's CPU."""
     dtype = config.base.dtype if config.base.dtype != "auto" else "bf16"
     base = described(path, dtype)
-    head, attended = head_on(base, config.head), attended_on(base, config.head)
+    try:
+        head, attended = head_on(base, config.head), attended_on(base, config.head)
+    except (RuntimeError, LookupError) as error:  # of layers that want weights, or another dtype
+        raise ValueError(
+            f"base={path}: its layers do not run in {dtype} without weights ({error}): base.dtype=bf16, or a head that "
+            "copies none of them (head=mlp), may be planned"
+        ) from error
     ranks, micro = max(1, gpus), config.train.split(max(1, gpus))[0]
     W, H = base.dtype.itemsize, DTYPES["bf16" if gpus else config.train.precision].itemsize
     B, L, D = micro, min(config.train.max_length, base.context_length), base.hidden_size

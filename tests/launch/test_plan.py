@@ -105,6 +105,7 @@ def test_a_head_without_copied_layers_is_planned_too(tmp_path, monkeypatch, caps
         (["gpus=2", "base=none.json"], "base=none.json: no such file"),
         (["gpus=2", "base={folder}/tokenizer.json"], "tokenizer.json: no causal LM"),
         (["gpus=2", "base={folder}/mamba.json"], "mamba.json: no causal LM ('MambaConfig' object has no attribute"),
+        (["gpus=2", "base={folder}/jamba.json", "head.slots=4"], "jamba.json: its layers do not run in bf16"),
         (["gpus=many", "base={folder}/config.json"], "gpus=many: a whole number"),
         (["gpus=3", "base={folder}/config.json", "train.batch=4"], "train.batch=4 does not split over 3 ranks"),
     ],
@@ -112,6 +113,7 @@ def test_a_head_without_copied_layers_is_planned_too(tmp_path, monkeypatch, caps
 def test_what_cannot_be_planned_is_one_sentence(base_folder, tmp_path, monkeypatch, capsys, words, sentence):
     folder = shutil.copytree(base_folder, tmp_path / "base")
     (folder / "mamba.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1}')
+    (folder / "jamba.json").write_text('{"model_type": "jamba", "num_hidden_layers": 8}')
     out, err = told(monkeypatch, capsys, [word.format(folder=folder) for word in words])
     assert out == ""
     assert err.count("error: ") == 1
