@@ -60,6 +60,7 @@ class Watchdog:
 
     def failed(self, error: Exception) -> None:
         """End this process, and with it the run: say what failed first, on whichever rank it was."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # with which a launcher ends those that are left
         self.limit, expected = None, isinstance(error, (ValueError, OSError))
         sentence = " ".join(str(error).split())
         if not expected:

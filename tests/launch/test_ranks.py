@@ -57,6 +57,23 @@ def test_what_all_ranks_find_is_said_once(tmp_path):
     assert done.stderr == "error: head.slotz: there is no such option; did you mean head.slots?\n"
 
 
+ALONE = """
+from ctcdraft.train import engine as ds
+
+with ds.together():
+    if ds.rank() == 0:
+        raise ValueError("what rank 0 alone finds")
+    ds.barrier()
+"""
+
+
+def test_what_rank_0_alone_finds_is_all_that_is_said(tmp_path):
+    (tmp_path / "script.py").write_text(ALONE)
+    words = [sys.executable, str(RANKS), "2", str(tmp_path / "script.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "error: what rank 0 alone finds\n")
+
+
 @pytest.mark.parametrize(("given", "seconds"), [({}, LAST_SECONDS), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7)])
 def test_ranks_have_as_long_to_save_as_without_a_launcher(monkeypatch, given, seconds):
     found = []
