@@ -20,17 +20,16 @@ from . import engine as ds
 DRAFT = DraftConfig(budget="fixed")  # that heads are scored with: `draft` may differ from sitting to sitting
 
 
-def dev_sequences(data_folder: Path, max_length: int, drafts: int | None = None) -> list[Transcript]:
-    """The development sequences, cut to max_length, in one random order; drafts: the first of them that hold as many
-    roots, or None: all. With data.labels=argmax an answer is what the base chose along it."""
+def dev_sequences(data_folder: Path, max_length: int, drafts: int) -> list[Transcript]:
+    """The development sequences, cut to max_length, in one random order: the first of them that hold as many roots as
+    drafts. With data.labels=argmax an answer is what the base chose along it."""
     dev, found = load_corpus(data_folder, "dev"), list[Transcript]()
     for number in np.random.default_rng(0).permutation(len(dev)):
         ids, mask, labels = (np.asarray(column[:max_length], np.int64) for column in dev[number])
         found.append(Transcript(np.where(mask > 0, labels, ids), mask > 0))
-        if drafts is not None:
-            drafts -= sum(end - start - 1 for start, end in found[-1].answers())
-            if drafts <= 0:
-                break
+        drafts -= sum(end - start - 1 for start, end in found[-1].answers())
+        if drafts <= 0:
+            break
     return found
 
 

@@ -91,8 +91,7 @@ class Trainer:
                 self._evaluate()
             if saved != (state.step, state.best):
                 self._save()
-        if self.watchdog:
-            self.watchdog.limit = None
+        self._doing("what follows training", limited=False)
         return state
 
     def probe(self, steps: int) -> float:
@@ -165,8 +164,7 @@ class Trainer:
         """Tokens per step counted on development sequences; the best head is kept. Collective."""
         weights = ds.head_state(self.step.engine, self.step.task.head)
         with self._timed("evaluate"):
-            if self.watchdog:
-                self.watchdog.limit = None  # it takes as long as it takes
+            self._doing(f"evaluating step {self.state.step}", limited=False)  # it takes as long as it takes
             tau = count_dev(self.base, self.plan.head, weights, self.dev)
         if tau >= self.state.best:  # of equals the one that is trained longest
             self.best = {name: w.cpu() for name, w in weights.items()} if ds.rank() == 0 else {}
@@ -199,9 +197,9 @@ class Trainer:
         self.seconds.clear()
         return {key: value for key, value in row.items() if math.isfinite(value)}
 
-    def _doing(self, what: str) -> None:
+    def _doing(self, what: str, *, limited: bool = True) -> None:
         if self.watchdog:
-            self.watchdog.moved(what, 60 * self.plan.train.hang_minutes)
+            self.watchdog.moved(what, 60 * self.plan.train.hang_minutes if limited else None)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

@@ -226,19 +226,17 @@ def soft_labels(said: Said, labels_NU: Tensor, weight_SD: Tensor, share: float) 
     return torch.lerp(weight_SD[labels_NU].to(wide), mean_KD[said.number_NU], share)
 
 
-def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head | None = None) -> tuple[Tensor, Tensor]:
+def base_features(base: Base, batch: Batch, dtype: torch.dtype, head: Head) -> tuple[Tensor, Tensor]:
     """(hidden states [B, L, X], embedded roots [B, L, D]); the root of position t is the token at t + 1. X: behind the
     hidden states comes what `head.attended` needs besides, if anything.
 
     Documents that share a row know nothing of each other: positions and attention start anew in each. Where the
     hidden states were stored, for a head that attends to the same layers, the base's layers do not run.
     """
-    attended = None if head is None else head.attended
-    if batch.stored_BLX is not None:
-        hidden_BLX = batch.stored_BLX
-        assert hidden_BLX.shape[2] == base.hidden_size + (0 if attended is None else attended.size)
-    else:
-        hidden_BLX = base.hidden(batch.ids_BL, document_mask(batch), attended=attended)
+    hidden_BLX = batch.stored_BLX
+    if hidden_BLX is None:
+        hidden_BLX = base.hidden(batch.ids_BL, document_mask(batch), attended=head.attended)
+    assert hidden_BLX.shape[2] == base.hidden_size + (0 if head.attended is None else head.attended.size)
     with torch.no_grad():
         root_BLD = base.embed(roots_of(batch))
     return hidden_BLX.to(dtype), root_BLD.to(dtype)

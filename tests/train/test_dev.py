@@ -32,7 +32,7 @@ def test_the_score_is_what_decoding_counts(talking, answered, config):
     head = random_head(config, talking)
     outs = Decoder(talking, head, DRAFT).generate(asked, 25)
     want = sum(len(out.tokens) - 1 for out in outs) / sum(out.steps for out in outs)
-    got = count_dev(talking, config, head.state_dict(), dev_sequences(folder, 200))
+    got = count_dev(talking, config, head.state_dict(), dev_sequences(folder, 200, 10**6))
     assert got == pytest.approx(want, abs=1e-12)
     assert got > 1.02
 
@@ -41,7 +41,7 @@ def test_the_score_is_what_decoding_counts(talking, answered, config):
 def test_without_development_sequences_the_score_is_that_of_plain_decoding(talking, tmp_path):
     save_corpus(tmp_path / "dev.safetensors", [])
     head = random_head(HEADS[0], talking)
-    assert count_dev(talking, HEADS[0], head.state_dict(), dev_sequences(tmp_path, 200)) == 1.0
+    assert count_dev(talking, HEADS[0], head.state_dict(), dev_sequences(tmp_path, 200, 10**6)) == 1.0
 
 
 @pytest.mark.usefixtures("small")
@@ -63,7 +63,7 @@ def test_scores_compare_whatever_a_sitting_drafts_with(small, tmp_path):
 def test_a_long_evaluation_is_no_hang(small, tmp_path, monkeypatch):
     trainer, limits = small(tmp_path), []
     trainer.watchdog = Mock()
-    monkeypatch.setattr(loop, "count_dev", lambda *_: limits.append(trainer.watchdog.limit) or 1.0)
+    monkeypatch.setattr(loop, "count_dev", lambda *_: limits.append(trainer.watchdog.moved.call_args.args[1]) or 1.0)
     trainer._evaluate()
     assert limits == [None]
 
@@ -71,9 +71,9 @@ def test_a_long_evaluation_is_no_hang(small, tmp_path, monkeypatch):
 def test_sequences_are_drawn_of_all_lengths_and_as_many_as_hold_the_drafts(tmp_path):
     examples = [Example([5] * length, [0] + [1] * (length - 1), [5] * length) for length in range(3, 103)]
     save_corpus(tmp_path / "dev.safetensors", examples)
-    every = dev_sequences(tmp_path, 60)
+    every = dev_sequences(tmp_path, 60, 10**6)
     assert sorted(len(known.tokens) for known in every) == [min(length, 60) for length in range(3, 103)]
-    some = dev_sequences(tmp_path, 60, drafts=1000)
+    some = dev_sequences(tmp_path, 60, 1000)
     lengths = [len(known.tokens) for known in some]
     assert [len(known.tokens) for known in every[: len(some)]] == lengths
     drafts = [length - 2 for length in lengths]

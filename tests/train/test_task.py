@@ -116,7 +116,7 @@ def test_later_prefixes_weigh_less(tmp_path, corpus):
 def test_soft_labels_are_mean_rows_under_what_the_base_says_there(tmp_path, corpus):
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
-    hidden, _ = base_features(base, batch, torch.float64)
+    hidden = base.hidden(batch.ids_BL)
     said = base_says(base, hidden, batch, base.lm_weight)
     soft_NUD = soft_labels(said, batch.labels_NU, base.lm_weight, share=1.0)
     mean_BLD = base.logits(hidden).softmax(dim=-1) @ base.lm_weight
@@ -147,7 +147,7 @@ def test_a_teacher_one_position_off_teaches_something_else(tmp_path, corpus, div
     """A head of slots alone that is the base itself is at no distance from it, and only from it."""
     base = load_base(str(write_base(tmp_path / "b", context=LONGEST)), dtype="fp64")
     batch = Sampler(corpus, batch=4, anchors=9, labels=4, max_length=LONGEST, seed=0).collate(0, slice(None))
-    hidden, _ = base_features(base, batch, torch.float64)
+    hidden = base.hidden(batch.ids_BL)
     place = (batch.position_N.unsqueeze(1) + 1 + torch.arange(4)).clamp(max=hidden.shape[1] - 1)
     states = hidden[batch.batch_N.unsqueeze(1), place].requires_grad_()
     far = []
