@@ -205,16 +205,16 @@ def step_with_norm(engine: Any, clip: float) -> float:
 
 
 def from_rank_zero(make: Callable[[], Made]) -> Made:
-    """What `make` gives on rank 0, or the ValueError or OSError that it raises there, on every rank. Collective."""
+    """What `make` gives on rank 0, or the ValueError that it raises there, on every rank. Collective."""
     outcome: list[Any] = [None]
     if rank() == 0:
         try:
             outcome = [make()]
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             outcome = [error]
     if world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], Exception):
+    if isinstance(outcome[0], ValueError):
         raise outcome[0]
     return cast(Made, outcome[0])
 
