@@ -153,9 +153,9 @@ class Base:
             additive = self.windows.masks(additive, mask.positions_BL, cached=cache is not None)
         entered, own = list[Tensor](), get_ident()
 
-        def keep(layer: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            if get_ident() == own:  # no other thread's forward
-                entered.append(given[0] if given else named["hidden_states"])
+        def keep(layer: Any, given: tuple[Tensor, ...], *named: dict[str, Tensor]) -> None:
+            if get_ident() == own:  # no other thread's forward, which torch may show without what is named
+                entered.append(given[0] if given else named[0]["hidden_states"])
 
         first = None if attended is None else self.decoder.layers[attended.layers[0]]
         with nullcontext() if first is None else first.register_forward_pre_hook(keep, with_kwargs=True):

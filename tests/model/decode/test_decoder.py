@@ -240,6 +240,20 @@ def test_another_thread_may_decode_meanwhile(base):
         assert meanwhile == want[1:]
 
 
+def test_another_thread_may_come_by_while_a_hook_is_half_set(base, monkeypatch):
+    decoder, prompt = Decoder(base, random_head(HEADS[1], base), DraftConfig(budget="fixed")), prompts(1, seed=7)[0]
+    want = decoder.generate(prompt, 4).tokens
+    with ThreadPoolExecutor(1) as thread:
+
+        class Halves(dict):
+            def __setitem__(self, key, value):
+                assert thread.submit(Decoder(base).generate, prompt, 4).result().tokens == want
+                super().__setitem__(key, value)
+
+        monkeypatch.setattr(base.decoder.layers[-1], "_forward_pre_hooks_with_kwargs", Halves())
+        assert decoder.generate(prompt, 4).tokens == want
+
+
 def test_penalties_that_a_folder_brings_along_change_nothing(tmp_path):
     folder = write_base(tmp_path / "b", eos_token_id=1)
     plain = load_base(str(folder), dtype="fp64")
