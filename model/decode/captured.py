@@ -11,6 +11,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 
 import numpy as np
 import torch
@@ -59,10 +60,16 @@ class CapturedStep(EagerStep):
         self.capture = base.device.type == "cuda"
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest + ahead, V] where needed
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
+        self.in_use = Lock()  # by one call at a time, the first of which makes it
+        self.in_use.acquire()
 
     def begin(self) -> None:
         super().begin()
         self.drafted: Lattice | None = None
+
+    def end(self) -> None:
+        self.begin()
+        self.in_use.release()
 
     def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
         """As the eager step does, and the next draft with it."""

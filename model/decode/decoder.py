@@ -206,8 +206,6 @@ class Decoder:
         """A step with all requests and their first tokens."""
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + self.draft.most_nodes + 1
         step = self._captured_step(requests, capacity) or self.eager_step(len(requests), capacity)
-        step.begin()
-        step.in_use = True
         try:
             for request in requests:
                 step.admit(request)
@@ -219,7 +217,7 @@ class Decoder:
         """The fixed-shape step, which is kept; None where it does not apply, or serves another call."""
         kept = self._captured
         alone = len(requests) == 1 and requests[0].sampling.repetition_penalty == 1.0
-        if not self.graphs or self.parallel or not alone or (kept is not None and kept.in_use):
+        if not self.graphs or self.parallel or not alone or (kept and not kept.in_use.acquire(blocking=False)):
             return None
         if kept is None or kept.cache.capacity < capacity:
             room = max(LEAST_CAPACITY, 1 << capacity.bit_length())  # each growth throws all captured steps away

@@ -38,11 +38,11 @@ class EagerStep:
     """The requests in flight, sequence b of the caches for `active[b]`, and what a step does with them: `verify` their
     drafts, then `draft` anew. Every shape is as it comes.
 
-    The caches have room for `rows` sequences of `capacity` entries. in_use: by a call, of a step that serves several.
+    The caches have room for `rows` sequences of `capacity` entries.
     """
 
     def __init__(self, base: Base, head: Head | None, vocabulary: Vocabulary | None, rows: int, capacity: int) -> None:
-        self.base, self.head, self.vocabulary, self.in_use = base, head, vocabulary, False
+        self.base, self.head, self.vocabulary = base, head, vocabulary
         self.attended = None if head is None else head.attended
         self.cache = TreeCache(base.depth, rows, capacity)
         self.own_cache = own = None if head is None else head.new_cache(rows, capacity)
@@ -64,7 +64,6 @@ class EagerStep:
 
     def end(self) -> None:
         """A call is done with it."""
-        self.in_use = False
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """The fixed-shape step against the eager one: same paths, same caches, same drafts."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from threading import Barrier
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -44,7 +46,7 @@ def test_greedy_output_is_the_base_models_own_by_eager_steps_and_in_fixed_shapes
             got = static.generate(prompt, 40)
             assert (got.tokens, got.accepted, got.finish) == (want.tokens, want.accepted, want.finish)
             assert np.allclose(got.expected, want.expected, atol=1e-5)
-            assert not static._captured.in_use
+            assert not static._captured.in_use.locked()
 
 
 @pytest.mark.parametrize("settings", PLAIN, ids=str)
@@ -104,7 +106,18 @@ def test_two_streams_of_one_decoder_do_not_share_their_memory(base):
     abandoned = static.stream(a, 30)
     next(abandoned)
     abandoned.close()
-    assert not static._captured.in_use
+    assert not static._captured.in_use.locked()
+
+
+def test_two_threads_that_come_at_once_do_not_share_it_either(base, monkeypatch):
+    eager, static = pair(base, random_head(HEADS[0], base), DraftConfig("tree", 9, budget="fixed"))
+    asked, both, honest = prompts(2, seed=9), Barrier(2), static._captured_step
+    want = [eager.generate(prompt, 30).tokens for prompt in asked]
+    assert static.generate(asked[0], 30).tokens == want[0]
+    monkeypatch.setattr(static, "_captured_step", lambda *given: (honest(*given), both.wait(60))[0])
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(lambda prompt: static.generate(prompt, 30).tokens, asked)] == want
+    assert not static._captured.in_use.locked()
 
 
 def test_a_longer_request_gets_a_longer_cache(base):
