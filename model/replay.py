@@ -141,14 +141,13 @@ def _drafted(
     head = decoder.head
     assert head is not None
     hidden_BLD = hidden_BLD.to(next(head.parameters()).dtype)
-    slots, V = head.config.slots, decoder.base.vocab_size
     for start in range(0, len(ends), ANCHORS):
         part = slice(start, start + ANCHORS)
         batch_N, position_N = anchors_N2[part].unbind(1)
         first, last = batch_N[[0, -1]].tolist()  # anchors come sequence by sequence
         own = slice(first, last + 1)
         anchors = Anchors.of(batch_N - first, position_N, last + 1 - first)
-        noise_NTV = decoder.drafter.noise(ends[part], slots, V, root_BL.device)
+        noise_NTV = decoder.drafter.noise(ends[part], decoder.slots, decoder.base.vocab_size, root_BL.device)
         yield from head.drafts(hidden_BLD[own], root_BL[own], anchors, decoder.vocabulary, None, noise_NTV)
 
 

@@ -51,7 +51,7 @@ class Decoder:
             raise ValueError(f"head of hidden size {head.hidden_size} on a base of {base.hidden_size}")
         self.base, self.head, self.draft = base, head, draft or DraftConfig()
         self.drafts = head is not None or (draft is not None and (draft.prompt_lookup > 0 or bool(draft.graft)))
-        self.drafter = Drafter(self.draft)
+        self.drafter, self.slots = Drafter(self.draft), 0 if head is None else head.config.slots
         self.parallel = self.head is not None and self.draft.schedule == "pearl"
         if self.parallel:
             check_angles(base)
@@ -137,11 +137,6 @@ class Decoder:
                 rewind()
 
             self.budget = step_seconds(most, verify, draft)
-
-    @property
-    def slots(self) -> int:
-        """Of its head; 0 without one."""
-        return 0 if self.head is None else self.head.config.slots
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
