@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -58,8 +58,8 @@ class Options:
 
     head: str
     length: Literal["measured", "fixed"] = "measured"
-    prompt_lookup: int = DraftConfig.prompt_lookup
-    top_k: int = DraftConfig.top_k
+    prompt_lookup: NonNegativeInt = DraftConfig.prompt_lookup
+    top_k: PositiveInt = DraftConfig.top_k
 
 
 def options_of(config: Any) -> Options:

@@ -229,6 +229,7 @@ def test_a_runner_whose_drafter_is_another_is_left_alone(engine, served):
         ({"cache_config__cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"additional_config": {}}, "head: field required"),
         ({"additional_config": {"ctcdraft": {"head": "x", "nodes": 3}}}, "nodes: unexpected"),
+        ({"additional_config": {"ctcdraft": {"head": "x", "top_k": 0}}}, "top_k: input should be greater than 0"),
     ],
 )
 def test_what_would_be_wrong_or_silently_worse_is_refused(engine, served, changed, sentence):
