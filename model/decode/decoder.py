@@ -172,10 +172,12 @@ class Decoder:
         began, by_head = time.perf_counter(), step.seconds["draft"]
         drafts, accepted = self._draft(step), 0
         for request, tree, outcome in zip(step.active, drafts, step.verify(drafts), strict=True):
-            path = outcome.path
+            path, done = outcome.path, len(request.tokens)
             accepted += len(path)
             if self.drafts:
                 self.drafter.observe(request.frontier, tree, outcome)
+            request.append(tree.tokens[path].tolist(), outcome.bonus)
+            path = path[: len(request.tokens) - done]  # a stop string may end within it
             request.out.steps += 1
             request.out.nodes.append(len(tree))
             request.out.accepted.append(len(path))
@@ -183,7 +185,6 @@ class Decoder:
             request.out.accepted_from.update(tree.sources(path))
             if request.out.trees is not None:
                 request.out.trees.append((tree, path))
-            request.append(tree.tokens[path].tolist(), outcome.bonus)
         if not self.measures or not step.several:
             return
         if self.cold:  # the first two steps, which compile, tell nothing

@@ -412,16 +412,20 @@ def test_every_cache_entry_of_a_batch_is_that_of_a_fresh_prefill(base):
     assert len(seen) > 40
 
 
-def test_a_stop_string_ends_text_and_tokens_wherever_spans_end(base):
+@pytest.mark.parametrize("at", [12, 17, 20])
+def test_a_stop_string_ends_text_tokens_and_counts_wherever_spans_end(base, at):
     prompt = prompts(1, seed=5)[0]
     plain = Decoder(base).generate(prompt, 60)
-    stop = plain.text[17:21]
+    stop = plain.text[at : at + 4]
     want = Decoder(base).generate(prompt, 60, stop=[stop, "never there"])
     assert want.finish == "stop"
     assert want.text == plain.text[: plain.text.index(stop)]
     assert plain.tokens[: len(want.tokens)] == want.tokens
-    got = oracle_decoder(base, plain.tokens + [5] * 10).generate(prompt, 60, stop=[stop, "never there"])
+    oracle = oracle_decoder(base, plain.tokens + [5] * 10)
+    got = oracle.generate(prompt, 60, stop=[stop, "never there"], keep_trees=True)
     assert (got.tokens, got.text, got.finish) == (want.tokens, want.text, want.finish)
+    assert sum(got.drafted) == sum(got.accepted) == sum(len(path) for _, path in got.trees)
+    assert got.accepted_from == {"head": sum(got.accepted)}
 
 
 def test_a_prompt_of_numpy_numbers_is_one_prompt(base):
