@@ -31,14 +31,10 @@ class PearlStep(EagerStep):
     def __init__(self, base: Base, *given: Any) -> None:
         super().__init__(base, *given)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
-
-    def begin(self) -> None:
-        super().begin()
         self.early: dict[Request, tuple[Lattice | Tree, int]] = {}  # what was drafted, behind so many tokens
         self.beside = ThreadPoolExecutor(1, "head")
 
     def end(self) -> None:
-        super().end()
         self.beside.shutdown()
 
     def draft(self, noise: Noise) -> Sequence[Drafted]:
