@@ -255,7 +255,6 @@ def attention_of(target: Any, layers: Sequence[int]) -> dict[int, Any]:
 
 def engine_pages(attention: dict[int, Any]) -> Pages:
     """vLLM's own cache of these layers on an accelerator, [P, H, K, 2 W]: views of it. Not run on a GPU yet."""
-    check_readable(attention)
     return Pages({n: module.kv_cache.transpose(1, 2).chunk(2, dim=-1) for n, module in attention.items()})
 
 

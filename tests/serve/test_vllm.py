@@ -312,13 +312,15 @@ def test_a_gpu_engines_backend_that_is_not_known_is_refused_at_the_start(engine,
 def test_a_gpu_engines_pages_are_views_in_the_backends_that_are_known():
     cache = torch.randn(3, 2, PAGE, 16)
     backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
-    pages = serving.engine_pages({7: SimpleNamespace(attn_backend=backend, kv_cache=cache)})
+    attention = {7: SimpleNamespace(attn_backend=backend, kv_cache=cache)}
+    serving.check_readable(attention)
+    pages = serving.engine_pages(attention)
     keys, values = pages.layers[7]
     assert keys.shape == values.shape == (3, PAGE, 2, 8)
     assert keys.data_ptr() == cache.data_ptr()
     backend.get_name = lambda: "FLASHMLA"
     with pytest.raises(ValueError, match="FLASHMLA"):
-        serving.engine_pages({7: SimpleNamespace(attn_backend=backend, kv_cache=cache)})
+        serving.check_readable(attention)
 
 
 def test_sampling_is_mended_where_it_is_broken_and_nowhere_else(engine, served):
