@@ -191,9 +191,9 @@ class EagerStep:
         """Along each tree from its root, to the child that holds what the base chooses where we stand; where children
         were drawn, to the first that multi-candidate sampling accepts."""
         active, hidden_RD = self.active, hidden_BQD.flatten(0, 1)
-        rows = [list(range(len(tree) + 1)) for tree in drafts]  # whose logits are computed before the walk
+        rows = [[] if tree.proposals else list(range(len(tree) + 1)) for tree in drafts]  # computed before the walk
         for b, tree in enumerate(drafts):
-            if self._lazy and len(tree):  # likely ones, since each alone would be a pass over the LM head
+            if self._lazy and len(rows[b]) > 1:  # likely ones, since each alone would be a pass over the LM head
                 likely = [0, *(np.flatnonzero(tree.psi >= LIKELY) + 1).tolist()]
                 rows[b] = likely if len(likely) >= LEAST_ROWS else rows[b][:LEAST_ROWS]
         first_R = [b * hidden_BQD.shape[1] + row for b, own in enumerate(rows) for row in own]

@@ -322,6 +322,17 @@ def test_logits_of_likely_nodes_are_computed_together(base, monkeypatch, psi, ca
     assert asked == calls  # the prompt's last; the root and four nodes, of unlikely ones three
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_logits_behind_drawn_nodes_are_computed_once(base, monkeypatch, lazy):
+    drawn = DraftConfig("ranked", proposal="sampled", prompt_lookup=0)
+    decoder, asked, logits = Decoder(base, random_head(HEADS[1], base), drawn), [], Base.logits
+    monkeypatch.setattr(step.EagerStep, "_lazy", lazy)
+    monkeypatch.setattr(Base, "logits", lambda self, hidden: asked.append(len(hidden)) or logits(self, hidden))
+    out = decoder.generate(prompts(1, seed=61)[0], 30, temperature=1.0, eos=[])
+    assert sum(asked) == 1 + len(out.nodes) + sum(out.accepted)
+    assert sum(out.accepted) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
 def test_a_batch_yields_what_each_prompt_yields_alone(base, settings):
