@@ -38,6 +38,7 @@ PACKED: dict[bytes, Callable[[Path], Any]] = {  # how a compressed file begins, 
     b"\xfd7zXZ\x00": lzma.open,
     b"\x28\xb5\x2f\xfd": partial(pyarrow.input_stream, compression="zstd"),
 }
+HUB_CONFIGS = {"openai/gsm8k": "main"}  # of a data set that has several
 # what no name on the Hub ends in, though it may have a dot: teknium/OpenHermes-2.5
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".csv", ".gz", ".bz2", ".xz", ".zst")
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -56,12 +57,10 @@ class RowError(ValueError):
         super().__init__(reason[:LONGEST_REASON].encode(errors="backslashreplace").decode())
 
 
-def read_rows(
-    path: str, option: str = "data.path", *, split: str = "train", config: str | None = None
-) -> Iterator[Any]:
+def read_rows(path: str, option: str = "data.path", *, split: str = "train") -> Iterator[Any]:
     """Raw rows of every file that `path` (a file, a glob, a Hub dataset) names; a RowError stands for each
-    row, or rest of a file, that cannot be read. Of a Hub dataset with that configuration the split of that name, else
-    the first whose name begins so (`train_sft` of UltraChat), else its first.
+    row, or rest of a file, that cannot be read. Of a Hub dataset the split of that name, else the first whose name
+    begins so (`train_sft` of UltraChat), else its first.
 
     Raises ValueError when nothing is there.
     """
@@ -71,7 +70,7 @@ def read_rows(
         import datasets
 
         try:
-            splits = datasets.load_dataset(path, config, streaming=True)
+            splits = datasets.load_dataset(path, HUB_CONFIGS.get(path), streaming=True)
             yield from splits[min(splits, key=lambda name: (name != split, not name.startswith(split)))]
         except Exception as error:  # whatever the Hub or the network answers
             reason = str(error).strip().split("\n")[0][:200]

@@ -24,7 +24,6 @@ from ctcdraft.data.template import answer_message, prompt_ids
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
 
-HUB_CONFIGS = {"gsm8k": "main"}  # of the Hub's openai/gsm8k: main, socratic
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
@@ -162,7 +161,7 @@ def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
         return read_jsonl(data_folder / "heldout.jsonl")
     if config.path is None:
         return TOY.questions()
-    return read_rows(config.path, "bench.path", split="test", config=HUB_CONFIGS.get(config.kind))
+    return read_rows(config.path, "bench.path", split="test")
 
 
 def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: int) -> Iterator[Question]:

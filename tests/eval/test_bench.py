@@ -142,6 +142,8 @@ def test_the_hub_is_asked_for_the_right_configuration(chat_base, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", Mock(load_dataset=hub))
     load(chat_base, "gsm8k", "openai/gsm8k")
     assert hub.call_args.args == ("openai/gsm8k", "main")
+    load(chat_base, "gsm8k", "someone/gsm8k")
+    assert hub.call_args.args == ("someone/gsm8k", None)
     hub.return_value = {"train": [{"prompt": ["one", "two"], "category": "writing", "prompt_id": 5}]}
     (found,) = load(chat_base, "mt_bench", "HuggingFaceH4/mt_bench_prompts")
     assert hub.call_args.args == ("HuggingFaceH4/mt_bench_prompts", None)
