@@ -1,6 +1,6 @@
 """results.json -> the tables of report.md and report.html, and those that end a command on the terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -33,9 +33,9 @@ TEXTS = {  # before the table of a section
 Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # header and rows; a float is a share
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], written: Callable[[Any], str] = str) -> str:
     """A Markdown table, columns padded so that it reads on a terminal too."""
-    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    cells = [[written(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
     lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
@@ -74,7 +74,7 @@ def at_depths(shares: Sequence[float]) -> list[float]:
 
 def tables(results: dict[str, Any]) -> list[str]:
     """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
-    found = [markdown_table(header, rows) for header, rows in figure_rows(results)]
+    found = [markdown_table(*table) for table in figure_rows(results)]
     return [summary(results), *found] if "drafts" in results else found
 
 
@@ -126,12 +126,12 @@ def summary(results: dict[str, Any]) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """report.md: what was measured, on what, and the tables."""
-    parts = [f"# {_escaped(heading(results))}", *tables(results)]
+    parts = [f"# {_escaped(heading(results))}", summary(results)]
+    parts += [markdown_table(*table, _escaped) for table in figure_rows(results)]
     if "drafts" not in results:
-        parts += ["![heads](heads.png)", summary(results)]
-    for name, (header, rows) in sections(results).items():
-        cells = [[_escaped(cell) for cell in row] for row in (header, *rows)]
-        parts += [f"## {name}", TEXTS.get(name, "").format_map(results), markdown_table(cells[0], cells[1:])]
+        parts.append("![heads](heads.png)")
+    for name, table in sections(results).items():
+        parts += [f"## {name}", TEXTS.get(name, "").format_map(results), markdown_table(*table, _escaped)]
         if name in PICTURES:
             parts.append(f"![{name.lower()}]({name.lower().replace(' ', '_')}.png)")
     return "\n\n".join(filter(None, parts)) + "\n"

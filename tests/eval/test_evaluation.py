@@ -431,7 +431,9 @@ def test_names_of_others_break_no_table_of_the_report(chat_base, head_folder, tm
     row = {"question_id": "1", "category": "a|b\n<img src=x>", "turns": ["hello"]}
     (tmp_path / "q.jsonl").write_text(json.dumps(row))
     bench = BenchConfig("mt_bench", str(tmp_path / "q.jsonl"), max_new_tokens=4)
-    results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
+    results = evaluate(Measurement(chat_base, DRAFT, bench), {"x|<y>": head_folder}, tmp_path / "e").results
     text = report(results)
-    assert "| a\\|b &lt;img src=x> | ctc, temperature 0 " in text
+    assert "| a\\|b &lt;img src=x> | x\\|&lt;y>, temperature 0 " in text
+    assert "| temperature 0 " in text
+    assert " | x\\|&lt;y> " in text
     assert "\n<img" not in text
