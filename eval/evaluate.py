@@ -29,7 +29,7 @@ from .bench import BenchConfig, Question, load_questions
 from .control import bound_in_words
 from .page import results_page
 from .plots import draw, panels_of
-from .report import report, tables
+from .report import figure_rows, heading, markdown_table, report, summary
 from .results import LOOKUP_ALONE, grouped, growth, heads_at, measured, of_one_head
 from .run import Turn, generate_rate, run
 
@@ -116,9 +116,9 @@ class Evaluated:
     @property
     def table(self) -> str:
         """What ends a command."""
-        title = f"{self.results['bench']} on {self.results['base']['name']}"
+        tables = [markdown_table(*table) for table in figure_rows(self.results)]
         end = f"lies in {self.folder}{' (reused)' if self.reused else ''}; as a page: {self.page}"
-        return "\n" + "\n\n".join([title, *tables(self.results), end]) + "\n"
+        return "\n" + "\n\n".join([heading(self.results), summary(self.results), *tables, end]) + "\n"
 
 
 def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder: Path) -> Evaluated:

@@ -72,14 +72,9 @@ def at_depths(shares: Sequence[float]) -> list[float]:
     return [shares[depth - 1] if depth <= len(shares) else 0.0 for depth in DEPTHS]
 
 
-def tables(results: dict[str, Any]) -> list[str]:
-    """The figures of any evaluation, heads side by side: a table per temperature, or of counted drafts."""
-    found = [markdown_table(*table) for table in figure_rows(results)]
-    return [summary(results), *found] if "drafts" in results else found
-
-
 def figure_rows(results: dict[str, Any]) -> list[Table]:
-    """The same: the figures by temperature, a column per head, or a row for each counted draft."""
+    """The figures of any evaluation: a table per temperature with a column per head, or one with a row per counted
+    draft."""
     if "drafts" in results:
         return [draft_rows(results["drafts"])]
     found: list[Table] = []

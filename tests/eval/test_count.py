@@ -12,7 +12,7 @@ from drafting import export_random_heads
 from ctcdraft.eval.bench import BenchConfig, Question, load_questions
 from ctcdraft.eval.count import count, own_answers
 from ctcdraft.eval.evaluate import LOOKUP_ALONE, Measurement, evaluate
-from ctcdraft.eval.report import tables
+from ctcdraft.eval.report import figure_rows, markdown_table
 from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.model.decode import generate
 
@@ -50,7 +50,7 @@ def test_a_count_is_what_decoding_gives(base, heads, tmp_path):
         assert counted["drafts"][f"{name}, no lookup, chain"]["tokens_per_step"] == bare[name]["tokens_per_step"]
     assert counted["drafts"][LOOKUP_ALONE]["accepted"] > 0
     assert json.loads((tmp_path / "count" / "results.json").read_text())["drafts"] == counted["drafts"]
-    assert "\n\n".join(tables(counted)) in (tmp_path / "count" / "report.md").read_text()
+    assert markdown_table(*figure_rows(counted)[0]) in (tmp_path / "count" / "report.md").read_text()
 
 
 def test_answers_are_those_of_plain_decoding_and_are_asked_for_once(base, tmp_path, monkeypatch):
