@@ -211,6 +211,13 @@ def test_what_others_wrote_is_shown_and_does_nothing(opened, folder):
     assert page.get_by_role("heading", name="<i>two</i>", exact=True).count() == 1
 
 
+def test_what_is_written_from_right_to_left_is_shown_so(opened):
+    page = opened()
+    for part in ("question", "answer", "text"):
+        page.evaluate(f"document.getElementById('{part}').textContent = 'שלום (world)'")
+        assert page.evaluate(f"getComputedStyle(document.getElementById('{part}')).direction") == "rtl"
+
+
 def test_the_policy_holds_where_escaping_would_not(browser, folder, tmp_path):
     """The control: the same page with such text unescaped."""
     html = (folder / "report.html").read_text(encoding="utf-8")
