@@ -163,7 +163,7 @@ def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
             "question_id": question.id,
             "category": question.category,
             **asdict(setting),
-            "answers": [turn.text for turn in decoded],
+            "answers": [turn.plain.text for turn in decoded],
             "tokens": grown + len(decoded),
             "steps": steps,
             "tokens_per_step": grown / steps if steps else 1.0,

@@ -111,8 +111,8 @@ def shown(head: str, turn: Turn, tokenizer: Any) -> dict[str, Any]:
         "steps": steps,
         "seconds": turn.seconds,
         "plain": {
-            "tokens": turn.plain_tokens,
+            "tokens": len(turn.plain.tokens),
             "seconds": turn.plain_seconds,
-            "text": None if turn.text == out.text else turn.text,
+            "text": None if turn.plain.text == out.text else turn.plain.text,
         },
     }

@@ -135,7 +135,7 @@ def growth(turns: Sequence[Turn]) -> tuple[int, int]:
 def speeds(turns: Sequence[Turn]) -> tuple[float, float]:
     """Tokens per second, and plain decoding's."""
     tokens = sum(len(turn.drafted.tokens) for turn in turns)
-    plain_tokens = sum(turn.plain_tokens for turn in turns)
+    plain_tokens = sum(len(turn.plain.tokens) for turn in turns)
     return tokens / sum(turn.seconds for turn in turns), plain_tokens / sum(turn.plain_seconds for turn in turns)
 
 

@@ -29,7 +29,7 @@ Side = TypeVar("Side")
 class Turn:
     """A question's turn under one setting: the answer as drafted and as plain decoding gives it, with their times.
 
-    text: of plain decoding. divergence: None where the two are equal. compared: False where they need not be, since
+    divergence: None where the two are equal. compared: False where they need not be, since
     drafts that are sampled keep the distribution and not the tokens. flips: the control below float32, None above.
     skipped: why it was not decoded, nor those behind it.
     """
@@ -39,9 +39,8 @@ class Turn:
     number: int = 0
     drafted: Generation = field(default_factory=Generation)
     seconds: float = 0.0
+    plain: Generation = field(default_factory=Generation)
     plain_seconds: float = 0.0
-    plain_tokens: int = 0
-    text: str = ""
     compared: bool = True
     divergence: Divergence | None = None
     flips: Flips | None = None
@@ -99,9 +98,8 @@ def run(
                         number,
                         drafted,
                         seconds=seconds,
+                        plain=plain,
                         plain_seconds=plain_seconds,
-                        plain_tokens=len(plain.tokens),
-                        text=plain.text,
                         compared=not sampled,
                         divergence=None if sampled else control.explain(prompt, plain.tokens, drafted.tokens, setting),
                         flips=flips,

@@ -18,7 +18,8 @@ from ctcdraft.model.decode.decoder import Generation
 def answered(grown, steps, fast, plain, setting, question=None):
     drafted = Generation([0] * (grown + 1), steps=steps, accepted=[0] * steps, expected=[0.0] * steps)
     question = question or Question("q", "a", ("x",))
-    return Turn(question, setting, drafted=drafted, seconds=fast, plain_seconds=plain, plain_tokens=grown + 1)
+    alone = Generation([0] * (grown + 1))
+    return Turn(question, setting, drafted=drafted, seconds=fast, plain=alone, plain_seconds=plain)
 
 
 def test_a_bootstrap_interval_of_known_data():

@@ -233,7 +233,8 @@ def answered(tokens, steps, fast, plain, accepted, expected, *, nodes=(), questi
     drafted = Generation([0] * tokens, steps=steps, accepted=accepted, expected=expected, nodes=list(nodes))
     drafted.seconds["verify"] = fast / 2
     question = question or Question("q", "a", ("x",))
-    return Turn(question, setting or Setting(), drafted=drafted, seconds=fast, plain_seconds=plain, plain_tokens=tokens)
+    alone, setting = Generation([0] * tokens), setting or Setting()
+    return Turn(question, setting, drafted=drafted, seconds=fast, plain=alone, plain_seconds=plain)
 
 
 def test_figures_are_what_their_names_say():
@@ -422,7 +423,7 @@ def test_a_questions_stop_strings_end_both_sides(chat_base, head_folder):
     question = Question("1", "humaneval", prompt=prompt, stop=(stop,))
     decoder = Decoder(base, load_head(head_folder, base), DRAFT)
     (turn,) = run(base, {"": decoder}, [question], BenchConfig(max_new_tokens=30))[""]
-    assert turn.text == whole[: whole.index(stop)]
+    assert turn.plain.text == whole[: whole.index(stop)]
     assert len(turn.drafted.tokens) < 30
     assert turn.divergence is None
 
