@@ -176,7 +176,8 @@ def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
 
 
 def existing(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
-    """The evaluation of the very same setting, if it is there; it becomes the latest."""
+    """The evaluation of this very setting, if it is there; it becomes the latest. Raises OSError where none can be."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     digest = digest_of(setting)[:6]
     for place in (folder, folder.with_name(f"{folder.name}-{digest}")):
         results = _results(place)

@@ -136,6 +136,13 @@ def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(
     assert len([*folder.parent.iterdir()]) == 2
 
 
+def test_where_nothing_can_be_written_nothing_is_decoded(chat_base, head_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "run", None)
+    (tmp_path / "eval").touch()
+    with pytest.raises(FileExistsError):
+        evaluate(Measurement(chat_base, DRAFT, BenchConfig("toy")), {"": head_folder}, tmp_path / "eval" / "toy")
+
+
 def test_a_base_with_other_weights_or_another_template_is_measured_anew(head_folder, chat_base):
     """Of one name, tokenizer and LM head, so that heads of the one draft for the other."""
     settings = []
