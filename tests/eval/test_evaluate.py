@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bases import write_base
-from drafting import TRAINING
+from drafting import TRAINING, export_random_heads
 
 from ctcdraft.eval import evaluate as evaluation
 from ctcdraft.eval import run as runner
@@ -445,3 +445,35 @@ def test_names_of_others_break_no_table_of_the_report(chat_base, head_folder, tm
     assert "| temperature 0 " in text
     assert " | x\\|&lt;y> " in text
     assert "\n<img" not in text
+
+
+@pytest.mark.slow
+def test_several_heads_leave_one_comparison(chat_base, tmp_path):
+    heads = export_random_heads(chat_base, tmp_path / "heads", "one", "two", "three")
+    bench = BenchConfig("toy", questions=3, max_new_tokens=6, temperatures=[0.0, 1.0], seeds=2)
+    folder = tmp_path / "eval" / "toy-heads"
+    found = evaluate(Measurement(chat_base, DraftConfig("tree", 4, budget="fixed"), bench), heads, folder).results
+    assert found == json.loads((folder / "results.json").read_text())
+    assert list(found["heads"]) == ["one", "two", "three"]
+    assert [block["temperature"] for block in found["temperatures"]] == [0.0, 1.0]
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    for block in found["temperatures"]:
+        assert block["heads"]["one"]["difference"] is None
+        assert set(block["heads"]["two"]["difference"]) == {"tokens_per_step", "speedup"}
+        assert list(block["heads"]) == ["one", "two", "three", "prompt lookup alone"]
+        alone = block["heads"]["prompt lookup alone"]
+        assert alone["identical"]["compared"] == alone["identical"]["identical"] > 0
+        assert alone["accepted_by_source"]["head"] == 0.0
+        turns = 3 * 2 * (2 if block["temperature"] else 1)
+        for label in heads:
+            head, none = block["heads"][label], {"divergences": [], "same_shape": None}
+            assert head["identical"] == {"compared": turns, "identical": turns, "beyond_bound": 0, **none}
+            rows = [row for row in answers if (row["head"], row["temperature"]) == (label, block["temperature"])]
+            assert head["tokens"] == sum(row["tokens"] for row in rows)
+            assert head["tokens_per_step"] == sum(row["tokens"] - row["turns"] for row in rows) / head["steps"]
+    assert (folder / "heads.png").stat().st_size > 1000
+    report = (folder / "report.md").read_text()
+    assert "| three" in report
+    assert "| prompt lookup alone" in report
+    assert "| temperature 1" in report
+    assert "| draft tokens | one, temperature 0 | two, temperature 0 | three, temperature 0 |" in report
