@@ -61,15 +61,10 @@ class Measurement:
     def setting(self, head_folders: Mapping[str, Path]) -> dict[str, Any]:
         """The fields of results.json that say what is measured, and on what; one head alone stands under ""."""
         base = self.base
-        configs = {label: read_config(folder) for label, folder in head_folders.items()}
-        heads = {
-            label: {
-                **config["head"],
-                "sha256": config["sha256"],  # of its weights
-                "training": config["training"],
-            }
-            for label, config in configs.items()
-        }
+        heads = {}
+        for label, folder in head_folders.items():
+            config = read_config(folder)
+            heads[label] = {**config["head"], "sha256": config["sha256"], "training": config["training"]}
         device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         if base.device.type == "cuda":
             device = torch.cuda.get_device_name(base.device)
