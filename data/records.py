@@ -8,6 +8,7 @@ import hashlib
 import json
 import marshal
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from .messages import THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
@@ -54,6 +55,16 @@ class Conversation(_Row):
     def opening(self) -> str:
         """The first thing that the user says: what decides the split."""
         return next(m["content"] for m in self.messages if m["role"] == "user")
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What it asks: `turns` of the user, up to a tool's result, since a base need not call that tool; `system` and
+        `tools`, where there are such."""
+        messages = list(takewhile(lambda message: message["role"] != "tool", self.messages))
+        found: dict[str, Any] = {"turns": [m["content"] for m in messages if m["role"] == "user"]}
+        if messages[0]["role"] == "system":
+            found["system"] = messages[0]["content"]
+        return found | ({"tools": self.tools} if self.tools else {})
 
 
 @dataclass(frozen=True)
@@ -105,9 +116,10 @@ def record_of(row: Any, name: str, kind: str) -> Record:
 def conversation_of(row: Any, name: str | int) -> Conversation:
     """The conversation in a row. Raises RowError with what is wrong and in which turn."""
     left = _columns(row)
+    listed = any(key in left for key in LISTS)
     unread: list[str] = []
     messages = [m for i, turn in enumerate(_turns(left)) for m in read_turn(turn, f"turn {i}", unread)]
-    questions_alone = row.get("turns") and "turns" not in left and all(m["role"] == "user" for m in messages)
+    questions_alone = not listed and all(m["role"] == "user" for m in messages)
     before = ""
     for i, message in enumerate(messages):
         role, due = message["role"], FOLLOWERS[before]

@@ -1,8 +1,8 @@
 """Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts.
 
 Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
-instruction and no examples before it, and follow-up turns come after the model's own answer. Files with `turns`, as
-those projects write them for every benchmark, are taken everywhere.
+instruction and no examples before it, and follow-up turns come after the model's own answer. Rows may be conversations
+in any form (data/records.py): `turns`, as those projects write them for every benchmark, are one.
 """
 
 import warnings
@@ -15,9 +15,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ctcdraft.data.end_of_turn import warn_of_template
 from ctcdraft.data.generated import TOY
-from ctcdraft.data.messages import encodable, filled, read_tools, taken
+from ctcdraft.data.messages import encodable, filled
 from ctcdraft.data.prompts import cut_prompts, prompt_lengths, question_ids
-from ctcdraft.data.records import SYSTEM, TOOLS, text_of, turns_of_text
+from ctcdraft.data.records import Conversation, record_of, text_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_jsonl
 from ctcdraft.data.template import answer_message, prompt_ids
@@ -27,13 +27,9 @@ from ctcdraft.model.base.sampling import Sampling
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
 Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
-FIELDS = {
-    "mt_bench": ("turns", "prompt"),
-    "gsm8k": ("question", "messages", "turns"),
-    "humaneval": ("prompt", "turns"),
-}
 IDS = ("question_id", "task_id", "prompt_id", "id")
 ONE_TURN = ("gsm8k", "humaneval")
+NAMED = ("mt_bench", *ONE_TURN)  # whose rows are of a category of that name, where they name none
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -182,30 +178,21 @@ def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: 
 
 
 def question_of(kind: str, row: Any, number: int) -> Question:
-    """What a row asks; without a name of its own it is called by its number. Raises RowError where it holds no text, or
-    its other columns are no text and no list of tools."""
-    if isinstance(row, RowError):
-        raise row
-    left = filled(row) if isinstance(row, dict) else {}
-    fields = FIELDS.get(kind, ("turns",))
-    column = next((key for key in fields if key in left), "")
-    turns = left.get(column)
-    if isinstance(turns, list) and turns and all(isinstance(m, dict) for m in turns):  # messages: the first question
-        turns = next((m.get("content") for m in turns if m.get("role") == "user"), None)
-    if isinstance(turns, str):
-        turns = turns_of_text(turns) if column == "turns" else [turns]
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise RowError(f"no text under {' or '.join(repr(key) for key in fields)}")
-    if kind in ONE_TURN and len(turns) > 1:
-        raise RowError(f"{len(turns)} turns, where {kind} asks one question")
-    system, tools = taken(left, SYSTEM), read_tools(taken(left, TOOLS))
-    if not isinstance(system, str | None):
-        raise RowError(f"the system column holds no text but a {type(system).__name__}")
-    category = encodable(str(left.get("category", kind if kind in FIELDS else "chat")), "its category")
+    """What a row asks, in any form of a conversation, whose answers are passed over; without a name of its own it is
+    called by its number. Raises RowError where it asks nothing, or several things where one is due."""
+    record = record_of(row, str(number), "sharegpt")
+    if not isinstance(record, Conversation):
+        raise RowError("tokens, where a question is due")
+    asked, left = record.question, filled(row)
+    if kind in ONE_TURN:
+        if len(asked["turns"]) > 1 and all(m["role"] != "assistant" for m in record.messages):
+            raise RowError(f"{len(asked['turns'])} turns, where {kind} asks one question")
+        asked["turns"] = asked["turns"][:1]
+    category = encodable(str(left.get("category", kind if kind in NAMED else "chat")), "its category")
     return Question(
         encodable(str(next((left[key] for key in IDS if key in left), number)), "its id"),
         "mt_bench" if kind == "spec_bench" and category in MT_BENCH else category,  # one of Spec-Bench's six tasks
-        tuple(encodable(turn, "a turn") for turn in turns),
-        system=encodable(system or "", "the system column") or None,
-        tools=tools,
+        tuple(asked["turns"]),
+        system=asked.get("system"),
+        tools=asked.get("tools"),
     )

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,13 +209,8 @@ def _questions(base: Base, heldout: list[Record], account: Account) -> Iterator[
             if isinstance(record, Text):
                 category, asked, ids = "text", {"text": record.text}, base.tokenizer(record.text).input_ids
             elif isinstance(record, Conversation):
-                # the first two user turns up to a tool's result, since the base need not call that tool
-                messages = list(takewhile(lambda message: message["role"] != "tool", record.messages))
-                asked["turns"] = [m["content"] for m in messages if m["role"] == "user"][:2]
-                system = messages[0]["content"] if messages[0]["role"] == "system" else None
-                asked |= {} if system is None else {"system": system}
-                asked |= {"tools": record.tools} if record.tools else {}
-                ids = question_ids(base, asked["turns"], system, record.tools)
+                asked = record.question | {"turns": record.question["turns"][:2]}
+                ids = question_ids(base, asked["turns"], asked.get("system"), record.tools)
             elif record.prompt:
                 asked, ids = {"input_ids": record.prompt}, record.prompt
             problem = base.unreadable(ids)

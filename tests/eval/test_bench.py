@@ -10,9 +10,11 @@ import templates
 from bases import write_base
 from pydantic import TypeAdapter
 
+from ctcdraft.data.records import record_of
 from ctcdraft.eval.bench import FUNCTION_ENDS, BenchConfig, load_questions
 from ctcdraft.model import load_base
 
+CHAT = (("user", "a"), ("assistant", "x"), ("user", "b"))
 CODE = 'def add(a, b):\n    """Add two numbers."""\n'
 
 
@@ -58,6 +60,30 @@ def test_turns_in_json_text_are_turns(chat_base, tmp_path):
     assert [question.turns for question in found] == [("a b", "c d"), ("[INST] a",)]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"turns": ["a", "b"]},
+        {"prompt": ["a", "b"]},
+        {
+            "messages": [
+                {"role": role, "content": word} for role, word in (("user", "a"), ("assistant", "x"), ("user", "b"))
+            ]
+        },
+        {
+            "conversations": [
+                {"from": name, "value": word} for name, word in (("human", "a"), ("gpt", "x"), ("human", "b"))
+            ]
+        },
+    ],
+)
+def test_a_row_asks_what_its_user_says_in_any_form_of_a_conversation(chat_base, tmp_path, row):
+    path = written(tmp_path / "q.jsonl", [row])
+    for kind, turns in (("mt_bench", ("a", "b")), ("spec_bench", ("a", "b"))):
+        assert [question.turns for question in load(chat_base, kind, path)] == [turns]
+    assert record_of(row, "0", "mixed").question == {"turns": ["a", "b"]}  # as data.keep_out reads it
+
+
 def test_a_question_keeps_its_system_turn_and_its_tools(tmp_path):
     base = load_base(str(write_base(tmp_path / "b", template=templates.thinking("thinking"))))
     tool = {"type": "function", "function": {"name": "clock"}}
@@ -85,7 +111,7 @@ def test_a_few_questions_are_of_all_categories(chat_base, tmp_path):
     rows = [{"turns": ["good"]} for _ in range(9)] + [{"turns": []}]
     path = written(tmp_path / "question.jsonl", rows)
     assert [q.id for q in load(chat_base, "mt_bench", path, 3)] == ["0", "3", "6"]
-    with pytest.raises(ValueError, match="row 9: no text"):
+    with pytest.raises(ValueError, match="row 9: no list"):
         load(chat_base, "mt_bench", path)
 
 
@@ -160,12 +186,13 @@ def test_no_hub_is_one_sentence(chat_base, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("gsm8k", '{"prompt": "x"}', "row 0: no text under 'question' or 'messages' or 'turns'"),
-        ("gsm8k", '{"messages": []}', "row 0: no text under"),
-        ("gsm8k", '{"messages": [{"role": "system", "content": "x"}]}', "row 0: no text under"),
-        ("humaneval", '{"task_id": "x", "prompt": " "}', "row 0: no text under 'prompt' or 'turns'"),
+        ("gsm8k", '{"text": "x"}', r"row 0: no list under .*, and no question \(its columns: text\)"),
+        ("gsm8k", '{"messages": []}', "row 0: no list under"),
+        ("gsm8k", '{"messages": [{"role": "system", "content": "x"}]}', "row 0: no user turn"),
+        ("gsm8k", '{"input_ids": [1, 2], "loss_mask": [0, 1]}', "row 0: tokens, where a question is due"),
+        ("humaneval", '{"task_id": "x", "prompt": " "}', r"row 0: turn 0 \(from the user\) is empty"),
         ("gsm8k", '{"turns": ["a", "b"]}', "row 0: 2 turns, where gsm8k asks one question"),
-        ("spec_bench", '{"turns": ["a"]}\n[1]', "row 1: no text under 'turns'"),
+        ("spec_bench", '{"turns": ["a"]}\n[1]', "row 1: an object is needed, this is a list"),
     ],
 )
 def test_a_row_without_a_question_is_named(chat_base, tmp_path, kind, content, message):

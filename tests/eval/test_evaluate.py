@@ -348,9 +348,9 @@ def test_texts_give_prompts_of_the_asked_lengths(chat_base, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"question": "x"}', "row 0: no text under 'turns' or 'prompt'"),
-        ('{"turns": []}', "row 0: no text under 'turns' or 'prompt'"),
-        ('{"turns": ["a", 5]}', "row 0: no text under 'turns' or 'prompt'"),
+        ('{"text": "x"}', "row 0: no list under 'conversations' or 'messages', and no question"),
+        ('{"turns": []}', "row 0: no list under 'conversations' or 'messages', and no question"),
+        ('{"turns": ["a", 5]}', "row 0: turn 1 holds no text but a int"),
         ("not json", "row 0: no JSON"),
         ("", "is empty"),
     ],
