@@ -5,6 +5,7 @@ Shape suffixes: L positions, Q rows of a tree, R rows of states, D hidden size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,18 @@ NO_KEYS = "keeps no keys and values per position, so a rejected draft could not 
 
 class Refused(Exception):
     """Why a base cannot be verified against drafts, behind its class's name."""
+
+
+def check_weights(path: str, loading: dict[str, Any]) -> None:
+    """Raises ValueError where the files lack weights of the model, by what transformers says of its loading: it would
+    draw them at random."""
+    absent = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
+    if absent:
+        other = "".join(f", and holds {key}" for key in sorted(loading["unexpected_keys"])[:1])
+        raise ValueError(
+            f"{path} lacks {len(absent)} of the model's weights, {absent[0]} for one, or has them in another shape"
+            f"{other}: save or fetch it again"
+        )
 
 
 def check_verifiable(base: Base) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..folders import claimed, new_folder
+from .checks import check_weights
 
 MAGIC = b"GGUF"
 
@@ -80,9 +81,7 @@ def _convert(file: Path, folder: Path) -> None:
                 f"{file} is not a causal LM with a tokenizer that transformers can read ({reason}): give the model "
                 "as a folder of safetensors"
             ) from error
-    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if absent:  # transformers would have drawn them at random
-        raise ValueError(f"{file} lacks {len(absent)} of the model's weights, {absent[0]} for one: fetch it again")
+    check_weights(str(file), info)
     vars(model.config).pop("quantization_config", None)  # save_pretrained would refuse it, and it is no longer true
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)

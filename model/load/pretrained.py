@@ -15,7 +15,7 @@ from transformers import logging as hf_logging
 from ..base.attention import use_grouped_attention
 from ..base.llm import Base
 from ..base.packed import pack
-from .checks import check_verifiable, windows_work
+from .checks import check_verifiable, check_weights, windows_work
 from .gguf import convert_gguf, is_gguf
 from .precision import Dtype, resolve_dtype
 from .template_date import PINNED_DATE, with_date, writes_date
@@ -68,12 +68,13 @@ def load_base(
         try:
             trusted = {"trust_remote_code": trust_remote_code}
             AutoConfig.from_pretrained(source, **trusted)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=DTYPES[dtype], use_safetensors=True, **trusted
-            )
+            options = trusted | {"dtype": DTYPES[dtype], "use_safetensors": True, "ignore_mismatched_sizes": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+            model, loading = loaded
             tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
         except Exception as error:  # whatever a broken folder makes transformers raise
             raise ValueError(f"base.path={path}: {_why_not(folder, error)}") from error
+    check_weights(f"base.path={path}", loading)
     tokenizer.model_max_length = 10**9  # lengths are checked, and refused with a sentence, where they matter
     model = model.to(device).eval().requires_grad_(False)
     pack(model)
