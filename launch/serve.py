@@ -29,7 +29,7 @@ from ctcdraft.model.export import head_folder, read_config
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.heads import head_config
 from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
-from ctcdraft.model.load.pretrained import TEMPLATE_FOLDER
+from ctcdraft.model.load.pretrained import TEMPLATE_FOLDER, own_template
 
 VERSION = "0.32.0"  # of vLLM, which ctcdraft.serve is tested with
 UNUSED = ("torchvision", "torchaudio", "torchcodec")  # of the CPU build: they do not fit its torch
@@ -140,7 +140,7 @@ def command(config: ServeEntry, base: str, head: Path, known: dict[str, Any]) ->
     words += [f"--speculative-config={json.dumps(speculation)}"]
     words += [f"--additional-config={json.dumps({'ctcdraft': {'head': str(head)}})}"]
     template = config.base.template or known.get("template")
-    if template is None and AutoTokenizer.from_pretrained(base).chat_template is None:
+    if template is None and own_template(base, AutoTokenizer.from_pretrained(base)) is None:
         template = "plain"
     if template is not None:
         words += [f"--chat-template={TEMPLATE_FOLDER / template}.jinja"]

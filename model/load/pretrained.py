@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, ProcessorMixin
 from transformers import logging as hf_logging
 
 from ..base.attention import use_grouped_attention
@@ -72,6 +72,7 @@ def load_base(
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
             model, loading = loaded
             tokenizer = AutoTokenizer.from_pretrained(source, **trusted)
+            tokenizer.chat_template = own_template(source, tokenizer)
         except Exception as error:  # whatever a broken folder makes transformers raise
             raise ValueError(f"base.path={path}: {_why_not(folder, error)}") from error
     check_weights(f"base.path={path}", loading)
@@ -116,16 +117,26 @@ def _why_not(folder: Path, error: Exception) -> str:
     reason = str(error).strip().split("\n")[0][:200]
     if "trust_remote_code" in str(error):
         return "it brings Python code of its own; where you have read it, base.trust_remote_code=true runs it"
+    if (folder / "adapter_config.json").is_file():
+        return "it is an adapter (PEFT): merge it into its base (merge_and_unload) and give the folder of the whole"
     if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         return "it holds its weights as pickles (*.bin), which can run code: save it again as safetensors"
     return f"not a causal LM with a tokenizer ({reason})"
+
+
+def own_template(source: str, tokenizer: Any) -> Any:
+    """The tokenizer's chat template, or the processor's, with which models that see pictures may keep it in a folder;
+    None where there is none."""
+    if tokenizer.chat_template or not Path(source).is_dir():
+        return tokenizer.chat_template or None
+    return ProcessorMixin.get_processor_dict(source)[0].get("chat_template")
 
 
 def own_eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     ids = model.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [ids]
     rows = model.get_output_embeddings().weight.shape[0]
-    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None and i < rows}))
+    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int) and 0 <= i < rows}))
 
 
 def _chosen_eos(eos: str | int | Sequence[str | int], model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:

@@ -57,7 +57,35 @@ def test_weights_that_a_folder_lacks_are_not_drawn_at_random(copy, kept, reason)
 
 
 def test_weights_of_another_shape_are_named(copy):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 40}))
+    change(copy / "config.json", vocab_size=300)
     with pytest.raises(ValueError, match=r"lacks 2 .*lm_head.weight for one, or has them in another shape"):
+        load_base(str(copy))
+
+
+def change(file, **values):
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | values))
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "chat_template.json"])
+def test_a_chat_template_may_lie_with_the_processor(copy, name):
+    file = copy / "chat_template.jinja"
+    text = file.read_text()
+    file.unlink()
+    assert load_base(str(copy)).plain_template
+    change(copy / name, chat_template=text)
+    found = load_base(str(copy))
+    assert found.tokenizer.chat_template == text
+    assert not found.plain_template
+
+
+def test_what_is_no_token_ends_no_sequence(copy):
+    for strange in (-1, [1, -1, 10**6], "</s>", ["</s>"]):
+        change(copy / "generation_config.json", eos_token_id=strange)
+        assert load_base(str(copy)).eos_ids == (1,)
+
+
+def test_an_adapter_is_no_base(copy):
+    (copy / "model.safetensors").unlink()
+    change(copy / "adapter_config.json", peft_type="LORA", base_model_name_or_path="meta/llama")
+    with pytest.raises(ValueError, match=r"it is an adapter .*: merge it into its base"):
         load_base(str(copy))
