@@ -182,7 +182,7 @@ class _Template:
             )
         except TemplateError as error:
             raise RowError(f"the chat template refuses it: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:  # a template that takes other fields for granted
+        except Exception as error:  # whatever a template that takes other messages for granted stumbles over
             raise RowError(f"the chat template fails on it: {error}") from error
 
     def prompt(self, messages: Messages) -> str:
@@ -223,31 +223,41 @@ class _Template:
     def _answer(self, messages: Messages, index: int) -> _Text:
         """What is rendered up to the answer messages[index] while no turn follows it, and where that is in it."""
         text, marks = self.render(messages[: index + 1])
+        content = messages[index]["content"].strip()
         if marks and sum(stop - start for start, stop in marks) >= len(text):
             raise RowError(f"the chat template's generation marks cover all: {ADVICE}")
         if self.marked:
             earlier = sum(message["role"] == "assistant" for message in messages[:index])
             if len(marks) != earlier + 1:  # most templates have one for each answer
                 earlier = len(self.render(messages[:index], add_generation_prompt=True)[1])
-            spans = [(start, stop) for start, stop in marks[earlier:] if stop > start]
-            return _Text(text, [(start, _behind_end(text, stop, self._ends)) for start, stop in spans])
+            spans = [(start, _behind_end(text, stop, self._ends)) for start, stop in marks[earlier:] if stop > start]
+            if spans and not text[spans[0][0] :].lstrip().startswith(content):
+                before = self.prompt(messages[:index])  # SmolLM3's marks cover what this ends with
+                first = len(before) if text.startswith(before) else 0
+                spans = [(max(start, first), stop) for start, stop in spans]
+            return _Text(text, spans)
 
-        before, content = self.prompt(messages[:index]), messages[index]["content"].strip()
+        before = self.prompt(messages[:index])
         if not text.startswith(before):
             before = before.rstrip()  # "[/INST] " before an answer that brings its own space
         if not text.startswith(before):
             args = f" with data.template_args={json.dumps(self.args)}" if self.args else ""
-            raise RowError(f"the chat template renders what comes before turn {index} otherwise when it goes on{args}")
-        calls, whole = "tool_calls" in messages[index], text.rstrip()
-        end = next((token for token in self._ends if whole.endswith(token)), None)
-        if end is None:
-            raise RowError(f"the chat template ends turn {index} with no special token: {ADVICE}")
-        start, stop = len(before), len(whole) - len(end)
+            raise RowError(
+                f"the chat template renders what comes before turn {index} otherwise when it goes on{args}: {ADVICE}"
+            )
+        calls, start = "tool_calls" in messages[index], len(before)
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
             content = content.removeprefix(THOUGHT_START).lstrip()
-        words = text[start:stop].rstrip()
         shown = str.__contains__ if calls else str.endswith  # calls stand between the words and the end
-        found = shown(words, content) or shown("".join(words.split()), "".join(content.split()))
+        end, found, whole = "", False, text.rstrip()
+        while not found and whole.endswith(self._ends):  # behind the end of a turn Phi-3 puts that of the text
+            end = next(token for token in self._ends if whole.endswith(token))
+            stop = len(whole) - len(end)
+            whole = text[:stop].rstrip()
+            words = whole[start:]
+            found = shown(words, content) or shown("".join(words.split()), "".join(content.split()))
+        if not end:
+            raise RowError(f"the chat template ends turn {index} with no special token: {ADVICE}")
         if stop < start or not found:
             raise RowError(f"the chat template does not show turn {index} as it is")
         if not calls and end in words.removesuffix(content):

@@ -11,7 +11,8 @@ from ctcdraft.data.end_of_turn import end_of_turn
 from ctcdraft.model import Decoder, load_base
 
 OWN_ENDS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "chatml": "<|im_end|>", "qwen-2.5": "<|im_end|>",
-            "qwen-3": "<|im_end|>", "gemma": "<end_of_turn>", "gemma-3": "<end_of_turn>"}  # fmt: skip
+            "qwen-3": "<|im_end|>", "gemma": "<end_of_turn>", "gemma-3": "<end_of_turn>",
+            "phi-3": "<|end|>", "smollm-3": "<|im_end|>"}  # fmt: skip
 NEXT_TURN = "{% for m in messages %}{{ ('<u>' if m['role'] == 'user' else '<a>') + m['content'] }}{% endfor %}"
 LINES = "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
 CLOSED = "{% for m in messages %}{{ m['content'] + ('<|r|>' if loop.last else '<|e|>') }}{% endfor %}"
@@ -30,6 +31,7 @@ def test_the_next_turn_ends_an_answer_where_nothing_else_does():
     assert end_of_turn(tiny_tokenizer(LINES)) == ("### user:", None)
     assert end_of_turn(tiny_tokenizer("{{ messages[0]['content'] }}")) is None
     assert end_of_turn(tiny_tokenizer("{{ raise_exception('no') }}")) is None
+    assert end_of_turn(tiny_tokenizer("{{ 'a'.index('b') }}")) is None
 
 
 def test_the_last_answers_end_counts_and_not_that_of_earlier_ones():

@@ -41,6 +41,12 @@ def test_a_template_that_nobody_knows_needs_no_marks_where_a_special_token_ends_
             rendered(tiny_tokenizer(unmarked.replace("</s>", end)), CHAT)
 
 
+@pytest.mark.parametrize("fault", ["{{ 'a'.index('b') }}", "{% for a, b in [1] %}{% endfor %}", "{{ 1 % 0 }}"])
+def test_whatever_a_template_stumbles_over_is_a_rows_fault(fault):
+    with pytest.raises(RowError, match="the chat template fails on it"):
+        rendered(tiny_tokenizer(TEMPLATE + fault), CHAT)
+
+
 def known(name):
     template, specials, system, want = templates.KNOWN[name]
     return tiny_tokenizer(template, specials), templates.CHAT[0 if system else 1 :], want

@@ -1,4 +1,4 @@
-"""Chat templates of well-known models as they are published (tools, dates and other branches left out), none with
+"""Chat templates of well-known models as they are published (tools, dates and other branches left out), one with
 generation marks; and of one conversation the text and the answers that a person reads out of each.
 
 Compared with public copies of the originals: each renders what its original does. Vicuna's tokenizer has none; its
@@ -150,6 +150,20 @@ VICUNA_LINES = (  # as it goes round for llama.cpp and others
     "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'].strip() + eos_token + '\\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+PHI_3 = (  # behind a conversation that is over stands the end of the text
+    "{% for message in messages %}{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+SMOLLM_3 = (  # its marks cover what the prompt ends with
+    "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{% generation %}"
+    "{%- if enable_thinking is defined and not enable_thinking -%}"
+    "{{ '<|im_start|>assistant\n<think>\n\n</think>\n' + message.content.lstrip('\n') + '<|im_end|>\n' }}{%- else -%}"
+    "{{ '<|im_start|>assistant\n' + message.content.lstrip('\n') + '<|im_end|>\n' }}{%- endif -%}{% endgeneration %}"
+    "{%- else -%}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{%- if enable_thinking is defined and not enable_thinking -%}"
+    "{{ '<|im_start|>assistant\n<think>\n\n</think>\n' }}{%- else -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    "{%- endif -%}"
+)
 
 # name -> (template, its extra special tokens, does it take a system turn, the last sequence with its labels in [[ ]])
 KNOWN = {
@@ -192,6 +206,21 @@ KNOWN = {
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
         "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye?<|im_end|>\n"
         "<|im_start|>assistant\n[[<think>\n\n</think>\n\nSo long.<|im_end|>]]\n",
+    ),
+    "phi-3": (
+        PHI_3,
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        True,
+        "<|system|>\nBe kind.<|end|>\n<|user|>\nHi!<|end|>\n<|assistant|>\n[[Hello.<|end|>]]\n"
+        "<|user|>\nBye?<|end|>\n<|assistant|>\n[[So long.<|end|>]]\n</s>",
+    ),
+    "smollm-3": (
+        SMOLLM_3,
+        ("<|im_start|>", "<|im_end|>"),
+        True,
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
+        "<|im_start|>assistant\n[[Hello.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>\n"
+        "<|im_start|>assistant\n[[So long.<|im_end|>]]\n",
     ),
     "llama-3.1": (
         LLAMA_3_1,
