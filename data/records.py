@@ -8,15 +8,15 @@ import hashlib
 import json
 import marshal
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import cycle, takewhile
 from typing import Any
 
-from .messages import THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
+from .messages import CONTENT_KEYS, ROLES, THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
 from .sources import RowError
 
 FOLLOWERS = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
 # Columns by what they hold. Where a row has several of a line, the first is read and the others are named as unread.
-LISTS = ("conversations", "messages", "conversation", "dialogue", "dialog", "chat")
+LISTS = ("conversations", "messages", "conversation", "dialogue", "dialog", "chat", "data")
 SYSTEM = ("system", "system_prompt", "system_message")
 QUESTIONS = ("prompt", "instruction", "question", "query", "problem", "input")
 INPUTS = ("input", "context")  # alpaca's and dolly's: what the instruction is about
@@ -189,7 +189,7 @@ def _columns(row: Any) -> dict[str, Any]:
         raise row
     if not isinstance(row, dict):
         raise RowError(f"an object is needed, this is a {type(row).__name__}")
-    return filled(row)
+    return {key: value for key, value in filled(row).items() if value == value}  # NaN is pandas' null
 
 
 def _unread(left: dict[str, Any]) -> tuple[str, ...]:
@@ -199,16 +199,21 @@ def _unread(left: dict[str, Any]) -> tuple[str, ...]:
 def _turns(left: dict[str, Any]) -> list[Any]:
     """The turns of a row in order, raw; the columns that they come from are taken out."""
     columns = ", ".join(left) or "none"
-    listed = taken(left, LISTS)
-    if listed is not None:
-        turns = turns_of_text(listed) if isinstance(listed, str) else listed
-        if not isinstance(turns, list):
-            raise RowError("no list under 'conversations' or 'messages'")
-        return turns
-    if isinstance(left.get("turns"), list | str):  # MT-Bench's
+    if isinstance(left.get("turns"), list | str) and not any(key in left for key in LISTS):  # MT-Bench's
         asked = left.pop("turns")
         return _as_turns(turns_of_text(asked) if isinstance(asked, str) else asked, "user")
-    asked, answer = taken(left, QUESTIONS), taken(left, ANSWERS)
+    asked = taken(left, LISTS)
+    if asked is None:
+        asked = taken(left, QUESTIONS)
+    else:
+        asked = turns_of_text(asked) if isinstance(asked, str) else asked
+        if not isinstance(asked, list):
+            raise RowError("no list under 'conversations' or 'messages'")
+        if len(asked) > 1 and all(isinstance(turn, str) for turn in asked):  # UltraChat's
+            asked = [{"role": role, "content": turn} for role, turn in zip(cycle(("user", "assistant")), asked)]
+        if not asked or _said_by(asked[-1]) != "user":
+            return asked
+    answer = taken(left, [key for key in ANSWERS if isinstance(left.get(key), str | list | dict)])
     if asked is None and answer is None:
         raise RowError(f"no list under 'conversations' or 'messages', and no question (its columns: {columns})")
     about = next((key for key in INPUTS if isinstance(left.get(key), str)), None)
@@ -217,13 +222,23 @@ def _turns(left: dict[str, Any]) -> list[Any]:
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer} | {k: left.pop(k) for k in THOUGHT_KEYS if k in left}
     prompt, answers = _as_turns(asked, "user"), _as_turns(answer, "assistant")
-    if answers[: len(prompt)] == prompt:  # TRL's implicit prompt
-        return answers
+    if answers and _said_by(answers[0]) in ("system", "user"):  # TRL's implicit prompt
+        again = [(_said_by(turn), _content(turn)) for turn in answers]
+        prompt = [turn for turn in prompt if (_said_by(turn), _content(turn)) not in again]
     pairs = left.pop("history", [])  # LLaMA-Factory's earlier turns: pairs of question and answer
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise RowError("'history' is no list of pairs")
     earlier = [turn for asked, said in pairs for turn in (*_as_turns(asked, "user"), *_as_turns(said, "assistant"))]
     return [*earlier, *prompt, *answers]
+
+
+def _said_by(turn: Any) -> str | None:
+    """Whose a raw turn is; None where it does not say."""
+    return ROLES.get(str(turn.get("from", turn.get("role"))).lower()) if isinstance(turn, dict) else None
+
+
+def _content(turn: dict[str, Any]) -> Any:
+    return next((turn[key] for key in CONTENT_KEYS if key in turn), None)
 
 
 def _as_turns(found: Any, role: str) -> list[Any]:

@@ -7,7 +7,7 @@ from ctcdraft.data import records, template, unshown
 
 
 def test_no_value_of_eighty_rows_in_any_convention_is_lost_in_silence():
-    outcomes, formats, losses = conventions.explore(80, 3, conventions.templates_of(None))
+    outcomes, formats, losses = conventions.explore(80, 5, conventions.templates_of(None))
     assert losses == []
     assert len(formats) == 2
     assert len(outcomes) >= 14
@@ -28,5 +28,5 @@ def test_no_value_of_eighty_rows_in_any_convention_is_lost_in_silence():
 def test_it_sees_what_is_lost(place, broken, monkeypatch):
     monkeypatch.setattr(*place, broken)
     tokenizers = {"qwen-3": conventions.templates_of(None)["qwen-3"]}
-    _, _, losses = conventions.explore(80, 3, tokenizers)
+    _, _, losses = conventions.explore(80, 5, tokenizers)
     assert losses

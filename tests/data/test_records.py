@@ -33,6 +33,7 @@ def test_both_conversation_forms_give_the_same_messages():
         (turns(("human", "\ud800")), "half a character"),
         ({"conversations": []}, "no list under"),
         ({"conversations": ["hi"]}, "turn 0 is no object"),
+        ({"dialogue": "A: hi\nB: hello"}, "turn 0 is no object"),
         ({"conversations": [{"from": "system", "value": "x"}]}, "no user turn"),
         ({"turns": "[]"}, "no user turn"),
         ({"turns": "[]", "system": "be kind"}, "no user turn"),
@@ -88,6 +89,7 @@ def said_by_system(text):
     return {"role": "system", "content": text}
 
 
+NAN = float("nan")
 PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 NESTED = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 
@@ -101,6 +103,21 @@ NESTED = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "va
         ({"prompt": [said_by_system("s"), *PAIR[:1]], "completion": "a"}, answered("q", "a", said_by_system("s")), ()),
         ({"prompt": "q", "chosen": PAIR, "rejected": PAIR}, answered("q", "a"), ("rejected",)),
         ({"chosen": PAIR, "rejected": PAIR}, answered("q", "a"), ("rejected",)),
+        ({"prompt": "q", "chosen": NESTED["conversations"]}, answered("q", "a"), ()),
+        ({"prompt": "q", "chosen": [said_by_system("s"), *PAIR]}, answered("q", "a", said_by_system("s")), ()),
+        ({"prompt": [said_by_system("s"), *PAIR[:1]], "chosen": PAIR}, answered("q", "a", said_by_system("s")), ()),
+        ({"messages": PAIR[:1], "completion": "a"}, answered("q", "a"), ()),
+        (
+            {"conversations": NESTED["conversations"][:1], "chosen": {"from": "gpt", "value": "a"}, "rejected": "b"},
+            answered("q", "a"),
+            ("rejected",),
+        ),
+        ({"messages": PAIR[:1], "answer": 42}, (PAIR[0],), ("answer",)),
+        ({"messages": PAIR, "answer": "b"}, answered("q", "a"), ("answer",)),
+        ({"id": "0", "data": ["b", "c", "q", "a"]}, answered("b", "c") + answered("q", "a"), ()),
+        ({"dialogue": '["q", "a"]'}, answered("q", "a"), ()),
+        ({"messages": [{"role": "prompter", "text": "q"}, {"role": "bot", "text": "a"}]}, answered("q", "a"), ()),
+        ({"instruction": "q", "input": NAN, "output": "a", "system": NAN, "history": NAN}, answered("q", "a"), ()),
         ({"instruction": "q", "input": "", "output": "a"}, answered("q", "a"), ()),
         ({"instruction": "q", "input": "on x", "output": "a"}, answered("q\non x", "a"), ()),
         ({"instruction": "q", "context": "on x", "response": "a", "category": "c"}, answered("q\non x", "a"), ()),
