@@ -29,6 +29,7 @@ from ctcdraft.model.folders import HUB_NAME
 
 CHUNK = 1 << 20
 LONGEST_REASON = 400
+SHOWN = 40  # characters of what is no JSON
 LONGEST_ROW = 16 * CHUNK  # bytes: a longer row is rejected, never held
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, pyarrow.ArrowException)  # what a cut or broken file raises
 WRAPPERS = ("data", "train", "rows", "examples", "instances", "dataset")  # {"data": [{...}, ...]}
@@ -224,8 +225,8 @@ def _values(stream: BufferedReader, end: str) -> Iterator[Any]:
             if behind > at + LONGEST_ROW:
                 raise ValueError("it is longer")
         except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)
-            value, behind = RowError(f"no JSON of at most {LONGEST_ROW >> 20} MiB ({reason})"), len(buffer)
+            reason, begins = getattr(error, "msg", error), buffer[at : at + SHOWN]
+            value, behind = RowError(f"no JSON of at most {LONGEST_ROW >> 20} MiB ({reason}): {begins!r}"), len(buffer)
         if more and GAP.match(buffer, behind).end() == len(buffer) <= at + LONGEST_ROW:  # type: ignore[union-attr]
             read = stream.read(CHUNK)  # it may go on
             buffer, at, more = buffer[at:] + decode(read, not read), 0, bool(read)

@@ -176,10 +176,9 @@ class _Template:
         the messages."""
         readable = [self._readable(message) for message in messages]
         variables = {"add_generation_prompt": add_generation_prompt, **self._specials, **self.args}
+        template = _compiled(self.text)
         try:
-            return _render_with_assistant_indices(
-                _compiled(self.text), readable, tools=self.tools, documents=None, **variables
-            )
+            return _render_with_assistant_indices(template, readable, tools=self.tools, documents=None, **variables)
         except TemplateError as error:
             raise RowError(f"the chat template refuses it: {error}") from error
         except Exception as error:  # whatever a template that takes other messages for granted stumbles over

@@ -174,10 +174,11 @@ class _Preparation:
             if empty := [split for split, count in counts.items() if not count["answer_tokens"]]:
                 kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
                 shutil.copy(fresh / "rejects.jsonl", kept)
-                first = next((f" (the first: {row['reason']})" for row in read_jsonl(kept)), "")
+                reasons = Counter(row["reason"] for row in read_jsonl(kept)).most_common(1)
+                most = "".join(f" ({times} of them: {reason})" for reason, times in reasons)
                 raise ValueError(  # the shards stay: other processes look for them, to say the same
                     f"data.path={self.config.path}: of {total.read} rows none gave a {empty[0]} sequence; "
-                    f"{rejected} rejected{first}; see {kept}; to read them anew delete {self.work}"
+                    f"{rejected} rejected{most}; see {kept}; to read them anew delete {self.work}"
                 )
             generated = GENERATED.get(self.config.kind)
             questions = generated.questions() if generated else total.heldout

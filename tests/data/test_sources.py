@@ -214,6 +214,7 @@ def test_no_bytes_make_the_scanner_fail(data):
         (b"[]", 0, "the list is empty"),
         (b" \n", 0, "f.json is empty"),
         (b'{"text": "a"}\n{"text": \n{"text": "b"}', 2, "no JSON"),
+        (b"prompt,completion\nq,a\n", 0, "(Expecting value): 'prompt,completion"),
         (b'{"text": "a"}\n"\xff\xfe"\n{"text": "b"}', 2, "not UTF-8 at byte 1"),
         (b'{"text": "a"}\n' + b'{"a":' * 100_000 + b'\n{"text": "b"}', 2, "(maximum recursion depth"),
         (gzip.compress(LINES * 50, mtime=0)[:-30], None, "f.json is damaged after"),

@@ -181,9 +181,9 @@ def test_half_characters_in_names_are_written_as_their_code(chat_base, tmp_path)
     assert max(map(len, rejects)) < 1000
 
 
-def test_nothing_usable_is_an_error_that_names_a_reason(chat_base, tmp_path):
-    with pytest.raises(ValueError, match=r"none gave a train sequence; 2 rejected .*an object is needed"):
-        prepared(chat_base, tmp_path, [1, 2])
+def test_nothing_usable_is_an_error_that_names_the_commonest_reason(chat_base, tmp_path):
+    with pytest.raises(ValueError, match=r"none gave a train sequence; 3 rejected \(2 of them: an object is needed"):
+        prepared(chat_base, tmp_path, [{"a": 1}, 1, 2])
 
 
 def test_nothing_usable_is_the_error_of_all_that_prepare_together(chat_base, tmp_path):

@@ -214,7 +214,7 @@ def test_bad_data_leaves_no_run_behind(workplace):
     (workplace / "bad.json").write_text('[{"conversations": [{"from": "gpt", "value": "me first"}]}]')
     done = refused(workplace, "name=bad", "data.path=bad.json")
     assert done.returncode == 1
-    assert "of 1 rows none gave a train sequence; 1 rejected (the first: starts with the assistant" in done.stderr
+    assert "of 1 rows none gave a train sequence; 1 rejected (1 of them: starts with the assistant" in done.stderr
     assert not (workplace / "runs" / "bad").exists()
 
 
