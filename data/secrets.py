@@ -18,8 +18,8 @@ def masked(value: Any) -> Any:
     if isinstance(value, str):
         text = URL.sub(lambda url: QUERY.sub(rf"\g<1>{STARS}", USER.sub(f"{STARS}@", url[0])), value)
         for name, secret in os.environ.items():
-            if SECRET.search(name) and len(secret) >= SHORTEST:
-                text = text.replace(secret, STARS)
+            if SECRET.search(name) and len(secret.strip()) >= SHORTEST:
+                text = text.replace(secret.strip(), STARS)
         return text
     if isinstance(value, dict):
         return {key: masked(inner) for key, inner in value.items()}

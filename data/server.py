@@ -15,6 +15,8 @@ from .sources import RowError
 
 PASSING = {408, 409, 425, 429}  # and 5xx: the same request may succeed in a moment
 REFUSING = {400, 413, 422}  # it never will; of others (401, 404 ...) that is up to who runs the server
+ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls", "function_call")  # finish reasons
+CUT = ("length", "model_length", "max_tokens")
 LONGEST_WAIT = 30.0  # seconds between two tries
 FEWEST_FAILURES = 4  # in a row, and as many as may be asked at once: then the server is dead
 
@@ -50,7 +52,8 @@ class ChatServer:
     def __init__(
         self, client: httpx.AsyncClient, url: str, model: str | None, *, concurrency: int, retries: int
     ) -> None:
-        self.url = url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
+        url = url.rstrip("/").removesuffix("/chat/completions")
+        self.url = url + ("" if urlsplit(url).path.strip("/") else "/v1")
         self.model, self.retries, self._client = model, retries, client
         self._slots = asyncio.Semaphore(concurrency)
         self._failures, self._most_failures = 0, max(FEWEST_FAILURES, concurrency)
@@ -82,7 +85,7 @@ class ChatServer:
                 response = await self._client.request(method, self.url + path, json=body)
                 if response.status_code < 300:
                     return read(response.json())
-                reason = f"{response.status_code} {response.text[:200]}"
+                reason = f"{response.status_code} {response.headers.get('location') or response.text[:200]}"
                 if response.status_code < 500 and response.status_code not in PASSING:
                     kind = Refusal if response.status_code in REFUSING else ServerError
                     raise kind(f"{self.url} refuses: {reason}")
@@ -100,11 +103,13 @@ class ChatServer:
 def _answer(found: Any) -> Answer:
     choice = found["choices"][0]
     said, reason = choice["message"], choice["finish_reason"]
-    if reason not in ("stop", "length", "tool_calls", "function_call", "eos"):
+    if said.get("refusal") or reason == "content_filter":
+        raise Refusal(f"the answer is withheld ({said.get('refusal') or reason})")
+    if reason not in ENDED + CUT:
         raise KeyError(f"finish_reason {reason}")
     unread: list[str] = []
     try:
         (message,) = read_turn({**said, "role": "assistant"}, "the answer", unread)
     except RowError as error:
         raise Refusal(str(error)) from error  # the model's own words, which it would say again
-    return Answer(message, reason == "length", unread)
+    return Answer(message, reason in CUT, unread)

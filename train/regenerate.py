@@ -263,7 +263,7 @@ async def _ask_server(
 
     timeout = httpx.Timeout(asking.timeout, connect=min(asking.timeout, 10.0))
     limits = httpx.Limits(max_connections=asking.concurrency)
-    key = os.environ.get("OPENAI_API_KEY")
+    key = os.environ.get("OPENAI_API_KEY", "").strip()  # a file's line break is no part of it
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as client:
         server = ChatServer(client, url, asking.model, concurrency=asking.concurrency, retries=asking.retries)

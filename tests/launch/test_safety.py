@@ -135,7 +135,7 @@ def test_a_runs_name_is_one_folder_name_wherever_it_is_said(tmp_path, name):
 
 
 def test_what_is_secret_is_masked_and_nothing_else_is(monkeypatch):
-    monkeypatch.setenv("SOME_API_KEY", KEY)
+    monkeypatch.setenv("SOME_API_KEY", f"{KEY}\r\n")  # as a file holds it
     said = f"POST https://me:{PASSWORD}@host:8000/v1?key=abc&n=2 with {KEY} failed; see http://host/v1 and a@b?c=d"
     assert masked(said) == (
         "POST https://***@host:8000/v1?key=***&n=*** with *** failed; see http://host/v1 and a@b?c=d"
@@ -164,7 +164,7 @@ def secret_run(tmp_path_factory):
             f"cache_dir={name}",
         ]
         words = [ROOT / "launch" / "train.py", *options, *asked]
-        done = run(words, cwd=work, OPENAI_API_KEY=KEY, WANDB_MODE="offline")
+        done = run(words, cwd=work, OPENAI_API_KEY=f"{KEY}\r\n", WANDB_MODE="offline")
         said.append((done.returncode, done.stdout + done.stderr))
     server.shutdown()
     return work, said, server
