@@ -29,11 +29,11 @@ TOKENS_STAY = (
 
 
 def example_of(base: Base, config: AnswersConfig, record: Record, seed: int) -> Example:
-    """What one record gives, outside any folder. Raises ValueError with the reason when that is nothing."""
+    """What one conversation gives, outside any folder. Raises ValueError with the reason when that is nothing."""
     account = Account()
     made = ExampleMaker(base, config, seed, {}, account, "one record").examples([record])
     if not made:
-        raise ValueError(f"the record {record.id} cannot be used: {account.rejects[0]['reason']}")
+        raise ValueError(f"the conversation cannot be used: {account.rejects[0]['reason']}")
     return made[0]
 
 

@@ -216,15 +216,10 @@ def requests_of(
 
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        tokens = list(base.tokenizer(prompt).input_ids)
-        if problem := base.unreadable(tokens):
-            raise ValueError(f"the prompt cannot be read: {problem}")
-        return tokens
     try:
-        tokens = [index(token) for token in prompt]
+        tokens = [index(token) for token in (base.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)]
     except TypeError:
         raise ValueError("a prompt is a text, or a sequence of whole numbers") from None
-    if not all(0 <= token < base.token_count for token in tokens):
-        raise ValueError(f"the prompt has a token outside [0, {base.token_count})")
+    if problem := "a token below 0" if min(tokens, default=0) < 0 else base.unreadable(tokens):
+        raise ValueError(f"the prompt cannot be read: {problem}")
     return tokens

@@ -57,9 +57,12 @@ def test_in_conversations_and_the_questions_held_out_from_them(base, tmp_path, l
         assert Decoder(base).generate(question.prompt_after(base), 2).tokens
 
 
-def test_in_a_prompt_that_is_a_text(base):
-    with pytest.raises(ValueError, match=f"^the prompt cannot be read: {re.escape(REASON)}$"):
-        Decoder(base).generate(f"question {NEW}", 2)
+def test_in_a_prompt_as_a_text_or_as_tokens(base):
+    for prompt in (f"question {NEW}", base.tokenizer(f"question {NEW}").input_ids):
+        with pytest.raises(ValueError, match=f"^the prompt cannot be read: {re.escape(REASON)}$"):
+            Decoder(base).generate(prompt, 2)
+    with pytest.raises(ValueError, match="a token below 0"):
+        Decoder(base).generate([5, -1], 2)
 
 
 def test_in_answers_and_in_later_questions(base, tmp_path):
