@@ -29,6 +29,7 @@ from .options import MayDiffer
 # What becomes of the turns that are asked. errors: a server failed at every try; skipped: nobody was asked, because of
 # what came before.
 OUTCOMES = ("answered", "refused", "errors", "skipped")
+SERVER = re.compile(r"https?://([^/?#\s]*@)?(\[[\da-fA-F:.]+\]|[^/?#\s:@\[\]]+)(:\d+)?(/[^?#\s]*)?")
 LEAST_REFUSED = 5  # requests, before what is refused says something of the server
 
 
@@ -50,7 +51,7 @@ class RegenerateConfig:
     reject_errors: MayDiffer[bool] = False
 
     def __post_init__(self) -> None:
-        if self.url is not None and not re.fullmatch(r"https?://[^?#]*", self.url):
+        if self.url is not None and not SERVER.fullmatch(self.url):
             raise ValueError(
                 f"data.regenerate.url={masked(self.url)}: give http://<host>:<port>/v1, without a query: requests go "
                 "to <url>/chat/completions, and a key belongs into the environment as OPENAI_API_KEY"
