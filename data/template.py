@@ -288,6 +288,8 @@ def _masked(encoding: Any, found: _Text) -> Rendered:
             continue
         if found.text[encoding.token_to_chars(first)[0] : start].strip():  # begins in the prompt's last word
             first += 1
+        while last + 1 < len(encoding) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
+            last += 1  # a character of several tokens
         mask[first : last + 1] = b"\1" * (last + 1 - first)
     return Rendered(encoding.ids, mask)
 

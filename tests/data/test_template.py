@@ -25,6 +25,12 @@ def test_the_mask_covers_answers_with_their_end_and_nothing_else():
     assert masked == ["c", "d", "</s>", "f", "</s>"]
 
 
+def test_the_mask_covers_a_character_of_several_tokens_whole():
+    tokenizer = tiny_tokenizer(TEMPLATE.replace("</s>", ""))
+    ids, mask = rendered(tokenizer, [CHAT[0], {"role": "assistant", "content": "c \N{GRINNING FACE}"}, *CHAT[2:]])
+    assert tokenizer.decode([token for token, m in zip(ids, mask, strict=True) if m]) == "c \N{GRINNING FACE}f"
+
+
 def test_a_prompt_ends_where_the_answer_starts():
     tokenizer = tiny_tokenizer()
     ids, _ = rendered(tokenizer, CHAT)
