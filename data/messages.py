@@ -15,9 +15,9 @@ Message = dict[str, Any]
 
 NAMES = {
     "user": ("human", "user", "prompter"),
-    "assistant": ("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "ai", "model"),
+    "assistant": ("gpt", "assistant", "chatgpt", "bing", "bard", "claude", "bot", "chatbot", "ai", "model"),
     "system": ("system", "developer"),
-    "tool": ("tool", "function", "observation", "ipython", "tool_response", "function_response"),
+    "tool": ("tool", "function", "observation", "ipython", "tool_result", "tool_response", "function_response"),
 }
 CALLING_ROLES = ("function_call", "tool_call")  # an assistant's, whose content is a call, as JSON text
 PLAIN_ROLES = {name: role for role, names in NAMES.items() for name in names}
@@ -55,7 +55,7 @@ def read_turn(turn: Any, where: str, unread: list[str]) -> list[Message]:
     word = taken(left, ROLE_KEYS)
     role = ROLES.get(word.lower()) if isinstance(word, str) else None
     if role is None:
-        raise RowError(f"{where} has the unknown role {word!r}")
+        raise RowError(f"{where} has the unknown role {word!r} (its keys: {', '.join(turn)})")
     content = taken(left, CONTENT_KEYS)
     if word.lower() in CALLING_ROLES and isinstance(content, str) and content.lstrip().startswith(("{", "[")):
         left["function_call"], content = content, None

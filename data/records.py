@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, takewhile
 from typing import Any
 
-from .messages import CONTENT_KEYS, ROLES, THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
+from .messages import ROLES, THOUGHT_KEYS, Message, encodable, filled, read_tools, read_turn, taken
 from .sources import RowError
 
 FOLLOWERS = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
@@ -104,7 +104,7 @@ def record_of(row: Any, name: str, kind: str) -> Record:
     Raises RowError with what is wrong.
     """
     columns = filled(row) if isinstance(row, dict) else {}
-    is_text = isinstance(row, str) or ("text" in columns and not any(columns.get(key) for key in LISTS))
+    is_text = isinstance(row, str) or ("text" in columns and not _listing(columns))
     try:
         if kind != "text" and "input_ids" in columns:
             return tokens_of(row, name)
@@ -199,16 +199,13 @@ def _unread(left: dict[str, Any]) -> tuple[str, ...]:
 def _turns(left: dict[str, Any]) -> list[Any]:
     """The turns of a row in order, raw; the columns that they come from are taken out."""
     columns = ", ".join(left) or "none"
-    if isinstance(left.get("turns"), list | str) and not any(key in left for key in LISTS):  # MT-Bench's
+    listing = _listing(left)
+    if isinstance(left.get("turns"), list | str) and not listing:  # MT-Bench's
         asked = left.pop("turns")
         return _as_turns(turns_of_text(asked) if isinstance(asked, str) else asked, "user")
-    asked = taken(left, LISTS)
-    if asked is None:
-        asked = taken(left, QUESTIONS)
-    else:
+    asked = taken(left, listing or QUESTIONS)
+    if listing:
         asked = turns_of_text(asked) if isinstance(asked, str) else asked
-        if not isinstance(asked, list):
-            raise RowError("no list under 'conversations' or 'messages'")
         if len(asked) > 1 and all(isinstance(turn, str) for turn in asked):  # UltraChat's
             asked = [{"role": role, "content": turn} for role, turn in zip(cycle(("user", "assistant")), asked)]
         if not asked or _said_by(asked[-1]) != "user":
@@ -223,8 +220,8 @@ def _turns(left: dict[str, Any]) -> list[Any]:
         answer = {"role": "assistant", "content": answer} | {k: left.pop(k) for k in THOUGHT_KEYS if k in left}
     prompt, answers = _as_turns(asked, "user"), _as_turns(answer, "assistant")
     if answers and _said_by(answers[0]) in ("system", "user"):  # TRL's implicit prompt
-        again = [(_said_by(turn), _content(turn)) for turn in answers]
-        prompt = [turn for turn in prompt if (_said_by(turn), _content(turn)) not in again]
+        again = [turn.get("value", turn.get("content")) for turn in answers]
+        prompt = [turn for turn in prompt if turn.get("value", turn.get("content")) not in again]
     pairs = left.pop("history", [])  # LLaMA-Factory's earlier turns: pairs of question and answer
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise RowError("'history' is no list of pairs")
@@ -232,13 +229,14 @@ def _turns(left: dict[str, Any]) -> list[Any]:
     return [*earlier, *prompt, *answers]
 
 
+def _listing(columns: dict[str, Any]) -> list[str]:
+    """The columns that hold a list of turns, as one or as JSON text."""
+    return [k for k in LISTS if isinstance(columns.get(k), list) or str(columns.get(k)).lstrip().startswith("[")]
+
+
 def _said_by(turn: Any) -> str | None:
     """Whose a raw turn is; None where it does not say."""
     return ROLES.get(str(turn.get("from", turn.get("role"))).lower()) if isinstance(turn, dict) else None
-
-
-def _content(turn: dict[str, Any]) -> Any:
-    return next((turn[key] for key in CONTENT_KEYS if key in turn), None)
 
 
 def _as_turns(found: Any, role: str) -> list[Any]:

@@ -33,7 +33,8 @@ def test_both_conversation_forms_give_the_same_messages():
         (turns(("human", "\ud800")), "half a character"),
         ({"conversations": []}, "no list under"),
         ({"conversations": ["hi"]}, "turn 0 is no object"),
-        ({"dialogue": "A: hi\nB: hello"}, "turn 0 is no object"),
+        ({"dialogue": "A: hi\nB: hello"}, r"no question \(its columns: dialogue\)"),
+        ({"messages": [{"speaker": "a", "text": "b"}]}, r"unknown role None \(its keys: speaker, text\)"),
         ({"conversations": [{"from": "system", "value": "x"}]}, "no user turn"),
         ({"turns": "[]"}, "no user turn"),
         ({"turns": "[]", "system": "be kind"}, "no user turn"),
@@ -114,6 +115,7 @@ NESTED = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "va
         ),
         ({"messages": PAIR[:1], "answer": 42}, (PAIR[0],), ("answer",)),
         ({"messages": PAIR, "answer": "b"}, answered("q", "a"), ("answer",)),
+        ({"prompt": "q", "completion": "a", "data": "x"}, answered("q", "a"), ("data",)),
         ({"id": "0", "data": ["b", "c", "q", "a"]}, answered("b", "c") + answered("q", "a"), ()),
         ({"dialogue": '["q", "a"]'}, answered("q", "a"), ()),
         ({"messages": [{"role": "prompter", "text": "q"}, {"role": "bot", "text": "a"}]}, answered("q", "a"), ()),
@@ -247,6 +249,7 @@ def test_the_kind_says_which_forms_a_row_may_have():
         assert record_of(union | row, "0", "mixed") == record_of(row, "0", "mixed")
     assert type(record_of({**forms["Conversation"], "text": "rendered"}, "0", "mixed")).__name__ == "Conversation"
     assert type(record_of("bare", "0", "mixed")).__name__ == "Text"
+    assert type(record_of({"text": "once", "data": "x"}, "0", "mixed")).__name__ == "Text"
     with pytest.raises(RowError):
         record_of(forms["Text"], "0", "sharegpt")
     with pytest.raises(RowError):
