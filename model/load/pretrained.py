@@ -117,9 +117,15 @@ def _why_not(folder: Path, error: Exception) -> str:
     reason = str(error).strip().split("\n")[0][:200]
     if "trust_remote_code" in str(error):
         return "it brings Python code of its own; where you have read it, base.trust_remote_code=true runs it"
-    if (folder / "adapter_config.json").is_file():
+    files = sorted(file.name for file in folder.glob("*"))
+    if "adapter_config.json" in files:
         return "it is an adapter (PEFT): merge it into its base (merge_and_unload) and give the folder of the whole"
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+    if any(name.endswith(".safetensors") for name in files):
+        if not any(name.startswith(("tokenizer", "vocab", "tekken", "spiece")) for name in files):
+            return "it has no tokenizer: copy tokenizer.json and tokenizer_config.json from the model it was made of"
+    elif gguf := [name for name in files if is_gguf(name)]:
+        return f"it holds GGUF files: give one of them, {folder / gguf[0]}"
+    elif any(name.endswith(".bin") for name in files):
         return "it holds its weights as pickles (*.bin), which can run code: save it again as safetensors"
     return f"not a causal LM with a tokenizer ({reason})"
 

@@ -84,8 +84,17 @@ def test_what_is_no_token_ends_no_sequence(copy):
         assert load_base(str(copy)).eos_ids == (1,)
 
 
-def test_an_adapter_is_no_base(copy):
-    (copy / "model.safetensors").unlink()
-    change(copy / "adapter_config.json", peft_type="LORA", base_model_name_or_path="meta/llama")
-    with pytest.raises(ValueError, match=r"it is an adapter .*: merge it into its base"):
+@pytest.mark.parametrize(
+    ("gone", "there", "reason"),
+    [
+        ("model.safetensors", "adapter_config.json", r"it is an adapter .*: merge it into its base"),
+        ("model.safetensors", "m-Q4.gguf", r"it holds GGUF files: give one of them, .*copy/m-Q4\.gguf"),
+        ("tokenizer*", "README.md", r"it has no tokenizer: copy tokenizer\.json"),
+    ],
+)
+def test_what_is_no_base_says_what_it_is(copy, gone, there, reason):
+    for file in copy.glob(gone):
+        file.unlink()
+    change(copy / there, peft_type="LORA", base_model_name_or_path="meta/llama")
+    with pytest.raises(ValueError, match=reason):
         load_base(str(copy))
