@@ -3,7 +3,7 @@
 An answer is learned as the template writes it while no turn follows it, which is what serving sees: some templates drop
 thoughts, or more, once the conversation goes on. Which characters it has there is told by the template's own
 {% generation %} marks, or, where it has none, found by incremental rendering: what is rendered before the answer must
-be a prefix, and the answer must follow it word for word up to the special token that ends it.
+be a prefix, and the answer must follow it word for word up to the special token that ends it, or begins the next turn.
 """
 
 import json
@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, _ren
 
 from ctcdraft.model.base.llm import Base
 
+from .end_of_turn import end_of_turn
 from .messages import THOUGHT_KEYS, Message
 from .records import Conversation
 from .sources import RowError
@@ -166,6 +167,7 @@ class _Template:
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None, args: TemplateArgs) -> None:
         self.text, self.tools, self.args = tokenizer.get_chat_template(tools=tools), tools, args
+        self._tokenizer = tokenizer
         self.marked = bool(MARKS.search(self.text))
         self._specials = dict(tokenizer.special_tokens_map)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -245,6 +247,8 @@ class _Template:
                 f"the chat template renders what comes before turn {index} otherwise when it goes on{args}: {ADVICE}"
             )
         calls, start = "tool_calls" in messages[index], len(before)
+        if text[-1:].strip() and not text.endswith(self._ends) and not calls:  # GLM's next turn ends an answer
+            text += (end_of_turn(self._tokenizer) or ("",))[0]
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
             content = content.removeprefix(THOUGHT_START).lstrip()
         shown = str.__contains__ if calls else str.endswith  # calls stand between the words and the end
@@ -258,7 +262,7 @@ class _Template:
         if not end:
             raise RowError(f"the chat template ends turn {index} with no special token: {ADVICE}")
         if stop < start or not found:
-            raise RowError(f"the chat template does not show turn {index} as it is")
+            raise RowError(f"the chat template does not show turn {index} as it is: {ADVICE}")
         if not calls and end in words.removesuffix(content):
             raise RowError(f"the chat template ends turn {index} with {end} before its words")
         return _Text(text, [(start, stop + len(end))])

@@ -12,7 +12,7 @@ from ctcdraft.model import Decoder, load_base
 
 OWN_ENDS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "chatml": "<|im_end|>", "qwen-2.5": "<|im_end|>",
             "qwen-3": "<|im_end|>", "gemma": "<end_of_turn>", "gemma-3": "<end_of_turn>",
-            "phi-3": "<|end|>", "smollm-3": "<|im_end|>"}  # fmt: skip
+            "phi-3": "<|end|>", "smollm-3": "<|im_end|>", "glm-4": "<|user|>"}  # fmt: skip
 NEXT_TURN = "{% for m in messages %}{{ ('<u>' if m['role'] == 'user' else '<a>') + m['content'] }}{% endfor %}"
 LINES = "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
 CLOSED = "{% for m in messages %}{{ m['content'] + ('<|r|>' if loop.last else '<|e|>') }}{% endfor %}"

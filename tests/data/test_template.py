@@ -7,7 +7,7 @@ from templates import rendered, shown
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.sources import RowError
-from ctcdraft.data.template import prompt_ids, render, unread_in_prompt
+from ctcdraft.data.template import Rendered, prompt_ids, render, unread_in_prompt
 from ctcdraft.model.load.pretrained import TEMPLATES
 
 CHAT = [
@@ -42,9 +42,10 @@ def test_a_prompt_ends_where_the_answer_starts():
 def test_a_template_that_nobody_knows_needs_no_marks_where_a_special_token_ends_its_answers():
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     assert rendered(tiny_tokenizer(unmarked), CHAT) == rendered(tiny_tokenizer(), CHAT)
-    for end in ("", "###"):
-        with pytest.raises(ValueError, match=r"wrap its answers in \{% generation %\}"):
-            rendered(tiny_tokenizer(unmarked.replace("</s>", end)), CHAT)
+    ids, mask = rendered(tokenizer := tiny_tokenizer(unmarked.replace("</s>", "")), CHAT)
+    assert shown(tokenizer, Rendered(ids, mask)) == "<u>ab<a>[[cd<u>]]e<a>[[f<u>]]", "the next turn's token ends it"
+    with pytest.raises(ValueError, match=r"wrap its answers in \{% generation %\}"):
+        rendered(tiny_tokenizer(unmarked.replace("</s>", "###")), CHAT)
 
 
 @pytest.mark.parametrize("fault", ["{{ 'a'.index('b') }}", "{% for a, b in [1] %}{% endfor %}", "{{ 1 % 0 }}"])

@@ -154,6 +154,12 @@ PHI_3 = (  # behind a conversation that is over stands the end of the text
     "{% for message in messages %}{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
+GLM_4 = (  # the next turn ends an answer
+    "[gMASK]<sop>{% for message in messages %}{% if message.role == 'user' %}<|user|>"
+    "{% elif message.role == 'system' %}<|system|>{% else %}<|assistant|>{% endif %}"
+    "{{ '\n' + message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SMOLLM_3 = (  # its marks cover what the prompt ends with
     "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{% generation %}"
     "{%- if enable_thinking is defined and not enable_thinking -%}"
@@ -213,6 +219,13 @@ KNOWN = {
         True,
         "<|system|>\nBe kind.<|end|>\n<|user|>\nHi!<|end|>\n<|assistant|>\n[[Hello.<|end|>]]\n"
         "<|user|>\nBye?<|end|>\n<|assistant|>\n[[So long.<|end|>]]\n</s>",
+    ),
+    "glm-4": (
+        GLM_4,
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
+        True,
+        "[gMASK]<sop><|system|>\nBe kind.<|user|>\nHi!<|assistant|>[[\nHello.<|user|>]]\n"
+        "Bye?<|assistant|>[[\nSo long.<|user|>]]",
     ),
     "smollm-3": (
         SMOLLM_3,
