@@ -238,7 +238,12 @@ class _Template:
                 spans = [(max(start, first), stop) for start, stop in spans]
             return _Text(text, spans)
 
-        before = self.prompt(messages[:index])
+        before, calls = self.prompt(messages[:index]), "tool_calls" in messages[index]
+        if not text.startswith(before) and before.rstrip().endswith(THOUGHT_START) and not calls:
+            thought = messages[index].get("reasoning_content")  # which R1's template never shows: as the base says it
+            said = f"{thought.strip()}\n{THOUGHT_END}\n\n{content}" if thought else content.removeprefix(THOUGHT_START)
+            end = next((token for token in self._ends if text.rstrip().endswith(token)), "")
+            text = before + said.lstrip() + end if THOUGHT_END in said else text
         if not text.startswith(before):
             before = before.rstrip()  # "[/INST] " before an answer that brings its own space
         if not text.startswith(before):
@@ -246,7 +251,7 @@ class _Template:
             raise RowError(
                 f"the chat template renders what comes before turn {index} otherwise when it goes on{args}: {ADVICE}"
             )
-        calls, start = "tool_calls" in messages[index], len(before)
+        start = len(before)
         if text[-1:].strip() and not text.endswith(self._ends) and not calls:  # GLM's next turn ends an answer
             text += (end_of_turn(self._tokenizer) or ("",))[0]
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought

@@ -119,6 +119,22 @@ def test_thoughts_survive_into_the_template_and_the_mask():
     assert "[[<think>\nThey leave.\n</think>\n\nSo long.<|im_end|>]]" in shown(tokenizer, rendered(tokenizer, chat))
 
 
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_thought_that_the_prompt_begins_and_no_answer_shows_is_learned_as_it_is_said(inline):
+    tokenizer = tiny_tokenizer(templates.R1, templates.SWITCHED_SPECIALS)
+    said = {"content": "<think>\nhm\n</think>\n\ncd"} if inline else {"content": "cd", "reasoning_content": "hm"}
+    chat = [CHAT[0], {"role": "assistant", **said}, CHAT[2], {"role": "assistant", **said}]
+    found = render(tokenizer, Conversation("", tuple(chat)))
+    gap = "\n\n" if inline else ""  # which the template leaves
+    assert [shown(tokenizer, sequence) for sequence in found.sequences] == [
+        "<u>ab<|im_start|><think>\n[[hm\n</think>\n\ncd<|im_end|>]]",
+        f"<u>ab<|im_start|>{gap}cd<|im_end|><u>e<|im_start|><think>\n[[hm\n</think>\n\ncd<|im_end|>]]",
+    ]
+    assert found.unread == []
+    with pytest.raises(RowError, match="renders what comes before turn 1 otherwise"):
+        rendered(tokenizer, CHAT)  # an answer without its thought is not this base's
+
+
 def test_tools_survive_into_the_template():
     template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + TEMPLATE
     tokenizer = tiny_tokenizer(template)

@@ -323,6 +323,11 @@ SWITCHED = (  # as Qwen 3.5: a thought before each answer, begun by the prompt, 
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
     "{% for note in notes or [] %}{{ note }}{% endfor %}{% endif %}"
 )
+R1 = (  # as DeepSeek-R1: the prompt begins a thought, and no answer shows one
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<u>' }}"
+    "{{ m.content.split('</think>')[-1] }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}"
+)
 SWITCHED_SPECIALS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 

@@ -361,6 +361,8 @@ def test_labels_of_a_cut_answer_are_its_own_words(thinking_base, tmp_path, monke
         (templates.QWEN_3, "<think>\nlet me th", True, ""),
         (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhel", True, ""),
         (templates.QWEN_3, "<think>\nlet me think\n</think>\n\nhello", False, ""),
+        (templates.R1, "let me think\n</think>\n\nhel", True, ""),
+        (templates.R1, "let me think\n</think>\n\nhello", False, ""),
         (templates.SWITCHED, "let me th", True, ""),  # behind the <think> of the prompt
         (templates.SWITCHED, "let me think</think>hello", False, ""),
         (templates.SWITCHED, "hello", False, "</think>"),  # the thought was kept back: it is not this
