@@ -144,28 +144,23 @@ def conversation_of(row: Any, name: str | int) -> Conversation:
 
 def text_of(row: Any, name: str | int) -> Text:
     """The text in a row. Raises RowError when there is none."""
-    if isinstance(row, RowError):
-        raise row
-    left = filled(row) if isinstance(row, dict) else {"text": row}
+    left = _columns({"text": row} if isinstance(row, str) else row)
     name, text = left.get("id", name), taken(left, TEXTS)
-    if not isinstance(text, str):
-        raise RowError(f"neither a string nor an object with one of {', '.join(TEXTS)}")
-    if not text.strip():
-        raise RowError("empty text")
+    if not isinstance(text, str) or not text.strip():
+        raise RowError(f"no text under any of {', '.join(TEXTS)}")
     return Text(encodable(str(name), "its id"), encodable(text, "the text"), unread=_unread(left))
 
 
 def tokens_of(row: Any, name: str | int) -> Tokens:
     """The tokens in a row. Raises RowError when they are none or do not fit their mask."""
     left = _columns(row)
-    ids, mask = left.pop("input_ids", None), taken(left, MASKS)
+    ids: Any = left.pop("input_ids", None)
+    mask: Any = taken(left, MASKS)
     if mask is None and isinstance(left.get("labels"), list):
         mask = [int(label != IGNORED_LABEL) for label in left.pop("labels")]
     for key, found in (("input_ids", ids), ("loss_mask", mask)):
         if not isinstance(found, list) or not all(type(x) in (int, bool) and x >= 0 for x in found):
             raise RowError(f"no list of numbers under '{key}'")
-    assert isinstance(ids, list)
-    assert isinstance(mask, list)
     if len(ids) != len(mask) or not set(mask) <= {0, 1}:
         raise RowError(f"{len(mask)} entries of loss_mask (0 or 1) for {len(ids)} of input_ids")
     if not any(mask):

@@ -51,11 +51,12 @@ def test_an_unusable_conversation_says_why(row, reason):
 
 def test_texts_are_strings_or_objects_that_hold_one():
     assert text_of("once", 4).text == text_of({"text": "once"}, 4).text == text_of({"story": "once"}, 4).text == "once"
-    for row in (7, {"title": "x"}, None):
-        with pytest.raises(RowError, match="neither a string"):
+    for row in ({"title": "x"}, {"text": 7}, " ", {"text": ""}):
+        with pytest.raises(RowError, match="no text under any of text, story"):
             text_of(row, 0)
-    with pytest.raises(RowError, match="empty text"):
-        text_of(" ", 0)
+    for row in (7, None):
+        with pytest.raises(RowError, match="an object is needed"):
+            text_of(row, 0)
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
