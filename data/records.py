@@ -116,7 +116,7 @@ def record_of(row: Any, name: str, kind: str) -> Record:
 def conversation_of(row: Any, name: str | int) -> Conversation:
     """The conversation in a row. Raises RowError with what is wrong and in which turn."""
     left = _columns(row)
-    listed = any(key in left for key in LISTS)
+    listed = _listing(left)
     unread: list[str] = []
     messages = [m for i, turn in enumerate(_turns(left)) for m in read_turn(turn, f"turn {i}", unread)]
     questions_alone = not listed and all(m["role"] == "user" for m in messages)
