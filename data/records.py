@@ -58,8 +58,8 @@ class Conversation(_Row):
 
     @property
     def question(self) -> dict[str, Any]:
-        """What it asks: `turns` of the user, up to a tool's result, since a base need not call that tool; `system` and
-        `tools`, where there are such."""
+        """`turns` of the user, up to a tool's result, since a base need not call that tool; `system` and `tools`, where
+        there are any."""
         messages = list(takewhile(lambda message: message["role"] != "tool", self.messages))
         found: dict[str, Any] = {"turns": [m["content"] for m in messages if m["role"] == "user"]}
         if messages[0]["role"] == "system":

@@ -1,8 +1,8 @@
 """Questions to decode: chats of one or more turns, code to complete, or prompts cut from texts.
 
 Asked as the field asks (FastChat's llm_judge, Spec-Bench, EAGLE): the question itself is the user's turn, with no
-instruction and no examples before it, and follow-up turns come after the model's own answer. Rows may be conversations
-in any form (data/records.py): `turns`, as those projects write them for every benchmark, are one.
+instruction and no examples before it, and follow-up turns come after the model's own answer. Rows are conversations
+in any form (data/records.py), the `turns` of those projects among them.
 """
 
 import warnings
@@ -29,7 +29,7 @@ Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
 IDS = ("question_id", "task_id", "prompt_id", "id")
 ONE_TURN = ("gsm8k", "humaneval")
-NAMED = ("mt_bench", *ONE_TURN)  # whose rows are of a category of that name, where they name none
+NAMED = ("mt_bench", *ONE_TURN)  # a row's category, where it has none
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -146,10 +146,10 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
 
 
 def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
-    """Raw rows: those kept from training, our own, of local files (JSON, JSONL, .gz of them, globs), or of a Hub
-    dataset's test split (its first split where there is no test).
+    """Raw rows: those kept from training, our own, of files or globs, or of a Hub dataset's test split (its first split
+    where there is no test).
 
-    Raises ValueError, in one sentence, where there are none of them.
+    Raises ValueError where there are none of them.
     """
     if config.kind == "heldout":
         if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
@@ -178,8 +178,8 @@ def _questions_of(config: BenchConfig, base: Base, row: Any, number: int, seed: 
 
 
 def question_of(kind: str, row: Any, number: int) -> Question:
-    """What a row asks, in any form of a conversation, whose answers are passed over; without a name of its own it is
-    called by its number. Raises RowError where it asks nothing, or several things where one is due."""
+    """What a row asks, in any form of a conversation, whose answers are passed over; number: its name, where it has
+    none. Raises RowError where it asks nothing, or several things where one is due."""
     record = record_of(row, str(number), "sharegpt")
     if not isinstance(record, Conversation):
         raise RowError("tokens, where a question is due")

@@ -64,7 +64,7 @@ class Measurement:
         heads = {}
         for label, folder in head_folders.items():
             config = read_config(folder)
-            heads[label] = {**config["head"], "sha256": config["sha256"], "training": config["training"]}
+            heads[label] = config["head"] | {key: config[key] for key in ("sha256", "training")}
         device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         if base.device.type == "cuda":
             device = torch.cuda.get_device_name(base.device)
@@ -171,7 +171,7 @@ def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
 
 
 def existing(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
-    """The evaluation of this very setting, if it is there; it becomes the latest. Raises OSError where none can be."""
+    """The evaluation of this very setting, if there is one; it becomes the latest. Raises OSError where none can be."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     digest = digest_of(setting)[:6]
     for place in (folder, folder.with_name(f"{folder.name}-{digest}")):

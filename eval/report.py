@@ -73,8 +73,7 @@ def at_depths(shares: Sequence[float]) -> list[float]:
 
 
 def figure_rows(results: dict[str, Any]) -> list[Table]:
-    """The figures of any evaluation: a table per temperature with a column per head, or one with a row per counted
-    draft."""
+    """The figures: a table per temperature with a column per head, or one with a row per counted draft."""
     if "drafts" in results:
         return [draft_rows(results["drafts"])]
     found: list[Table] = []
