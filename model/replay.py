@@ -40,8 +40,8 @@ class Transcript:
     seed: int = 0
 
     def answers(self) -> list[tuple[int, int]]:
-        """Where each answer begins and ends."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.answered.astype(np.int8), [0]])))
+        """Where each answer begins and ends. A first token is of none: there is no state to choose it from."""
+        edges = np.flatnonzero(np.diff(np.concatenate([[0, 0], self.answered[1:].astype(np.int8), [0]])))
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 

@@ -77,3 +77,13 @@ def test_a_replay_counts_what_decoding_counts(talking, conversations, config, ki
             assert sum(len(one.sources) for one in chain(*found[label])) == sum(len(out.tokens) - 1 for out in wanted)
         assert head or {one.generation().tokens_per_step for one in chain(*found["plain"])} == {1.0}
     assert any(sources for one in chain(*found["both"]) for sources in one.sources)
+
+
+def test_a_sequence_that_is_all_answer_is_drafted_for_behind_its_first_token(talking):
+    decoder = Decoder(talking, random_head(HEADS[1], talking), DraftConfig(nodes=6, budget="fixed"))
+    tokens, longer = np.arange(5, 25), Transcript(np.arange(4, 44), np.arange(40) > 0)
+    wanted = replay(talking, {"": decoder}, [Transcript(tokens, np.arange(20) > 0)])[""]
+    found = replay(talking, {"": decoder}, [Transcript(tokens, np.ones(20, bool)), longer])[""]
+    assert found[0][0].sources == wanted[0][0].sources
+    assert np.allclose(found[0][0].expected, wanted[0][0].expected)
+    assert Transcript(tokens[:1], np.ones(1, bool)).answers() == []
