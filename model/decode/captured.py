@@ -60,15 +60,13 @@ class CapturedStep(EagerStep):
         self.capture = base.device.type == "cuda"
         self.noise_PV = torch.zeros(0, dtype=torch.float64, device=base.device)  # [longest + ahead, V] where needed
         self._shapes: dict[tuple[int, int, Sampling], _Shape] = {}
+        self.drafted: Lattice | None = None  # behind the last step
         self.in_use = Lock()  # by one call at a time, the first of which makes it
         self.in_use.acquire()
 
-    def begin(self) -> None:
-        super().begin()
-        self.drafted: Lattice | None = None
-
     def end(self) -> None:
         self.begin()
+        self.drafted = None
         self.in_use.release()
 
     def verify(self, drafts: Sequence[Tree]) -> list[Outcome]:
