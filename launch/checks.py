@@ -22,6 +22,7 @@ from ctcdraft.data.sources import RowError
 from ctcdraft.data.store import read_manifest
 from ctcdraft.data.template import prompt_ids, render
 from ctcdraft.launch.pipeline import configured_base, feature_store, with_resolved_dtype
+from ctcdraft.launch.runs import start_head
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import free_bytes
@@ -187,7 +188,7 @@ def _steps(report: Report, config: TrainEntry, base: Base) -> None:
     store = feature_store(config, base, data)
     features = store.open() if store and store.done else None
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, base, data, Path(folder), runs_dir=Path(config.runs_dir), features=features)
+        trainer = Trainer(config, base, data, Path(folder), start=start_head(config, base), features=features)
         seconds = trainer.probe(PROBE_STEPS)
     report.add(
         "time to finish",

@@ -24,9 +24,9 @@ from ctcdraft.launch.cli import options_in, run
 from ctcdraft.launch.pipeline import load
 from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry, defaults_of
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.export import export_head, head_folder, read_config
+from ctcdraft.model.export import export_head, head_folder, read_config, trained_head
 from ctcdraft.model.folders import claimed, digest_of, write_atomically
-from ctcdraft.model.heads import head_config, head_on
+from ctcdraft.model.heads import Head, head_config, head_on
 from ctcdraft.train import engine as ds
 from ctcdraft.train.checkpoint import TrainState, read_checkpoint
 from ctcdraft.train.options import decisive, departures
@@ -49,16 +49,13 @@ def run_folder(name: str, runs_dir: str) -> Path:
 def check_inputs(config: TrainEntry) -> Path:
     """runs/<name>, after a look at everything that can be wrong before long work starts.
 
-    Raises ValueError when a data or bench file is missing or empty, when there is no head to start from, or when the
-    folder belongs to a run of another configuration, naming the first option that differs. An option that is younger
-    than the run had its default then.
+    Raises ValueError when a data or bench file is missing or empty, or when the folder belongs to a run of another
+    configuration, naming the first option that differs. An option that is younger than the run had its default then.
     """
     for path in config.data.paths:
         check_source("data.path", path)
     check_source("data.keep_out", config.data.keep_out)
     check_source("bench.path", config.bench.path)
-    if config.train.start_from is not None:
-        read_config(run_folder(config.train.start_from, config.runs_dir) / "head")
     source = Path(os.path.abspath(config.base.path or config.base.kind)).name
     name = config.name or f"{source}-{config.head.kind}-{config.objective.kind}-{digest_of(departures(config))[:6]}"
     folder = run_folder(name, config.runs_dir)
@@ -183,6 +180,17 @@ def run_base(folder: Path, choice: BasePath, cache: str = ".cache") -> Base:
     known = {"path": paths["base"]} | {name: paths.get(name) for name in RECORDED}
     missing = {name: value for name, value in known.items() if getattr(choice, name) is None}
     return load(replace(choice, **missing), cache)
+
+
+def start_head(config: TrainEntry, base: Base) -> Head | None:
+    """The head that a run begins as. Raises ValueError where there is none, or it is another than the run's."""
+    if config.train.start_from is None:
+        return None
+    folder = run_folder(config.train.start_from, config.runs_dir) / "head"
+    (start, _), wanted = trained_head(folder, base), head_on(base, config.head).config
+    if start.config != wanted:
+        raise ValueError(f"train.start_from: the head in {folder} is {start.config}, and not {wanted}")
+    return start
 
 
 def already_trained(folder: Path, config: TrainEntry) -> TrainState | None:

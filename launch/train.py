@@ -29,6 +29,7 @@ def main(config: TrainEntry) -> int:
             config = runs.with_batch(config, folder)
             base = pipeline.get_base(config)
             say(pipeline.describe_head(config.head, base))
+            start = runs.start_head(config, base)
             data_folder = pipeline.get_data(config, base)
             measurement = Measurement(base, config.draft, config.bench, data_folder, config.seed)
             measurement.questions()  # a bench that cannot be run ends it here
@@ -39,7 +40,7 @@ def main(config: TrainEntry) -> int:
                 say(f"training: {folder} (reused; {state.step} steps, best at {state.best_step})")
             else:
                 features = pipeline.get_features(config, base, data_folder)
-                trainer = Trainer(config, base, data_folder, folder, features=features, watchdog=watchdog)
+                trainer = Trainer(config, base, data_folder, folder, start=start, features=features, watchdog=watchdog)
                 say(trainer.step.rows())
                 log = RunLog(folder, config.logger, asdict(config), trainer.state.step) if ds.rank() == 0 else None
                 state = trainer.run(log)

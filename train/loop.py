@@ -18,6 +18,7 @@ from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.folders import writing
+from ctcdraft.model.heads import Head
 
 from . import engine as ds
 from .anomalies import AnomalyChecks
@@ -29,8 +30,7 @@ from .watchdog import Watchdog
 
 
 class Trainer:
-    """One run: resumes where the run folder left off, trains, keeps the best head. runs_dir: where the run lies that
-    train.start_from names; None: beside this one."""
+    """One run: resumes where the run folder left off, trains, keeps the best head. start: see `Stepper`."""
 
     def __init__(
         self,
@@ -39,15 +39,14 @@ class Trainer:
         data_folder: Path,
         run_folder: Path,
         *,
-        runs_dir: Path | None = None,
+        start: Head | None = None,
         features: Features | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.plan, self.base, self.watchdog = plan, base, watchdog
         self.checkpoints = run_folder / "checkpoints"
         self.seconds: dict[str, float] = defaultdict(float)  # since the last row, by part
-        corpus, before = load_corpus(data_folder, "train"), plan.train.start_from
-        start = None if before is None else (runs_dir or run_folder.parent) / before / "head"
+        corpus = load_corpus(data_folder, "train")
         self.step = Stepper(plan, base, corpus, features, self._timed, start=start)
         self.dev = dev_sequences(data_folder, plan.train.max_length, plan.train.eval_anchors)
         self.state, self.best = load_checkpoint(self.step.engine, self.checkpoints)

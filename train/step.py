@@ -5,7 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,8 +15,7 @@ from ctcdraft.data.features import Features
 from ctcdraft.data.store import Corpus
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.export import trained_head
-from ctcdraft.model.heads import AnyHeadConfig
+from ctcdraft.model.heads import AnyHeadConfig, Head
 from ctcdraft.model.load.pretrained import DTYPES
 
 from . import engine as ds
@@ -115,7 +113,8 @@ class Stepped(NamedTuple):
 
 
 class Stepper:
-    """Builds the engine, and steps. timed: a context for each part of a step, by its name; start: an exported head."""
+    """Builds the engine, and steps. timed: a context for each part of a step, by its name; start: a head of the same
+    kind and sizes that this one begins as."""
 
     def __init__(
         self,
@@ -125,17 +124,14 @@ class Stepper:
         features: Features | None,
         timed: Callable[[str], AbstractContextManager[None]],
         *,
-        start: Path | None = None,
+        start: Head | None = None,
     ) -> None:
         self.plan, self.base, self.timed = plan, base, timed
         self.micro, self.accumulate = plan.train.split(ds.world_size())
         torch.manual_seed(plan.seed)
         head = head_for(plan.head, base, corpus)
         if start is not None:
-            before, _ = trained_head(start, base)
-            if before.config != head.config:
-                raise ValueError(f"train.start_from: the head in {start} is {before.config}, and not {head.config}")
-            head.load_state_dict(before.state_dict())
+            head.load_state_dict(start.state_dict())
         self.task = DraftTask(head, plan.objective, base, negatives_for(plan.objective, head, base, corpus))
         self.dtype = DTYPES[plan.train.precision]
         self.engine = ds.build_engine(

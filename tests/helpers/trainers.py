@@ -11,6 +11,7 @@ from bases import write_base
 
 from ctcdraft.data.features import FeatureStore
 from ctcdraft.launch.cli import _quoted, compose, typed
+from ctcdraft.launch.runs import start_head
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
 from ctcdraft.model.heads import attended_on
@@ -59,6 +60,7 @@ class Trainers:
 
     def __call__(self, folder, *options):
         paths = [f"base.path={self.work}/base", f"data.path={self.work}/rows.json"]
+        paths.append(f"runs_dir={folder.parent}")
         fixed = ["experiment=smoke", "base=local", "data=sharegpt", *paths, *SIZES, *RATE]
         words = [*fixed, *map(_quoted, options)]
         config = typed(compose("train", words), TrainEntry)
@@ -68,7 +70,7 @@ class Trainers:
             store = FeatureStore(self.base, data, self.work / "cache", attended)
             store.fill()
             features = store.open()
-        return Trainer(config, self.base, data, folder, features=features)
+        return Trainer(config, self.base, data, folder, start=start_head(config, self.base), features=features)
 
 
 def sit(work, last, runs):

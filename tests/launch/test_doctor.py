@@ -12,7 +12,6 @@ from ctcdraft.launch.checks import Report, _template, _tokenizer
 from ctcdraft.launch.cli import compose, typed
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model import load_base
-from ctcdraft.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -114,24 +113,14 @@ def test_what_becomes_of_the_figures_is_said(monkeypatch, mode, logger, found):
 
 
 def test_a_run_that_begins_as_another_runs_head_is_probed_from_that_head(tmp_path, monkeypatch):
-    class Started(Exception):
-        pass
-
-    def stepper(*_, start):
-        raise Started(start)
-
+    trainer = Mock(**{"return_value.probe.return_value": 1.0})
     monkeypatch.setattr(checks, "prepared_folder", lambda *_: tmp_path)
     monkeypatch.setattr(checks, "read_manifest", lambda _: {})
-    monkeypatch.setattr("ctcdraft.train.loop.load_corpus", lambda *_: None)
-    monkeypatch.setattr("ctcdraft.train.loop.Stepper", stepper)
-    config = typed(
-        compose("train", ["train.start_from=first", "data.features=null", f"runs_dir={tmp_path}/runs"]), TrainEntry
-    )
-    with pytest.raises(Started) as probed:
-        checks._steps(Report(), config, None)
-    with pytest.raises(Started) as trained:
-        Trainer(config, None, tmp_path, tmp_path / "runs" / "second")
-    assert probed.value.args == trained.value.args == (tmp_path / "runs" / "first" / "head",)
+    monkeypatch.setattr(checks, "start_head", lambda config, base: config.train.start_from)
+    monkeypatch.setattr(checks, "Trainer", trainer)
+    config = typed(compose("train", ["train.start_from=first", "data.features=null"]), TrainEntry)
+    checks._steps(Report(), config, None)
+    assert trainer.call_args.kwargs["start"] == "first"
 
 
 @pytest.mark.parametrize("done", [True, False])
