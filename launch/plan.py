@@ -64,10 +64,7 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
     try:
         head, attended = head_on(base, config.head), attended_on(base, config.head)
     except (RuntimeError, LookupError) as error:  # of layers that want weights, or another dtype
-        raise ValueError(
-            f"base={path}: its layers do not run in {dtype} without weights ({error}): base.dtype=bf16, or a head that "
-            "copies none of them (head=mlp), may be planned"
-        ) from error
+        raise ValueError(f"base={path}: no layer runs in {dtype} without weights ({error}): plan head=mlp") from error
     ranks, micro = max(1, gpus), config.train.split(max(1, gpus))[0]
     W, H = base.dtype.itemsize, DTYPES["bf16" if gpus else config.train.precision].itemsize
     B, L, D = micro, min(config.train.max_length, base.context_length), base.hidden_size
