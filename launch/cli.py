@@ -36,7 +36,7 @@ from .schema import store_defaults
 CONF = "ctcdraft.conf"
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
-LESS_MEMORY = "base.dtype=bf16, or a lower train.micro_batch, train.max_length or data.batch_size"
+LESS_MEMORY = " (base.dtype=bf16 takes less, or a lower train.micro_batch, train.max_length or data.batch_size)"
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
@@ -173,10 +173,8 @@ def _guarded(task: Callable[[], int | None]) -> int:
             raise
         if os.environ.get("RANK", "0") != "0":  # who starts ranks ends all of them with the first: rank 0 is to say it
             time.sleep(RANK_0_SECONDS)
-        said = " ".join(str(error).split())
-        if isinstance(error, torch.OutOfMemoryError):
-            said = f"{said.partition(' GPU ')[0]} Take less: {LESS_MEMORY}"
-        print(f"error: {masked(said)}", file=sys.stderr, flush=True)
+        advice = LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else ""
+        print(f"error: {masked(' '.join(str(error).split()))}{advice}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

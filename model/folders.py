@@ -28,8 +28,7 @@ def writing(place: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise OSError(
-            f"{place} could not be written ({error}): make room there or take another place, and give the same command "
-            "again"
+            f"{place} could not be written ({error}): make room there or take another place, and run it again"
         ) from error
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm import tqdm
 
 from ctcdraft.data.features import Features
 from ctcdraft.data.store import load_corpus
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.folders import writing
+from ctcdraft.model.folders import write_atomically
 from ctcdraft.model.heads import Head
 
 from . import engine as ds
@@ -136,10 +136,8 @@ class Trainer:
                 if tensor is not None:
                     tensors[f"{turn}.{name}"] = tensor.contiguous()
         skips = self.checkpoints.with_name("skipped")
-        metadata = {"step": str(step), "seed": str(self.plan.seed)}
-        with writing(skips):
-            skips.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", metadata)
+        batches = save(tensors, {"step": str(step), "seed": str(self.plan.seed)})
+        write_atomically(skips / f"step_{step:06d}_rank{ds.rank()}.safetensors", batches)
         self._warn([f"step {step} is skipped: its loss or gradient is not finite; its batch is in {skips}"])
         if state.in_a_row >= self.plan.train.max_skips:
             raise ValueError(

@@ -113,8 +113,7 @@ class Stepped(NamedTuple):
 
 
 class Stepper:
-    """Builds the engine, and steps. timed: a context for each part of a step, by its name; start: a head of the same
-    kind and sizes that this one begins as."""
+    """Builds the engine, and steps. timed: a context for each part of a step, by name; start: what the head begins as."""
 
     def __init__(
         self,
