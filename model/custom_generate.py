@@ -73,7 +73,7 @@ def generate_with(
     if given:
         raise ValueError(f"custom_generate: the draft decoder has no {', '.join(sorted(given))}")
     decoder = _decoder(model, folder, tokenizer, nodes)
-    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
+    ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
     padding = None if config.pad_token_id in ends else config.pad_token_id
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids) if padding is None else input_ids != padding

@@ -37,7 +37,14 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"repetition_penalty": 1.2}, {"repetition_penalty": None}, {"eos_token_id": 77}]
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.2},
+        {"repetition_penalty": None},
+        {"eos_token_id": 77},
+        {"eos_token_id": torch.tensor(77)},
+    ],
 )
 def test_greedy_output_is_that_of_generate(stock, options):
     model, folder, _ = stock
