@@ -116,10 +116,9 @@ def record_of(row: Any, name: str, kind: str) -> Record:
 def conversation_of(row: Any, name: str | int) -> Conversation:
     """The conversation in a row. Raises RowError with what is wrong and in which turn."""
     left = _columns(row)
-    listed = _listing(left)
     unread: list[str] = []
     messages = [m for i, turn in enumerate(_turns(left)) for m in read_turn(turn, f"turn {i}", unread)]
-    questions_alone = not listed and all(m["role"] == "user" for m in messages)
+    questions_alone = all(message["role"] == "user" for message in messages) and not _listing(row)
     before = ""
     for i, message in enumerate(messages):
         role, due = message["role"], FOLLOWERS[before]
@@ -226,7 +225,8 @@ def _turns(left: dict[str, Any]) -> list[Any]:
 
 def _listing(columns: dict[str, Any]) -> list[str]:
     """The columns that hold a list of turns, as one or as JSON text."""
-    return [k for k in LISTS if isinstance(columns.get(k), list) or str(columns.get(k)).lstrip().startswith("[")]
+    there = [key for key in LISTS if key in columns]
+    return [key for key in there if isinstance(columns[key], list) or str(columns[key]).lstrip().startswith("[")]
 
 
 def _said_by(turn: Any) -> str | None:
