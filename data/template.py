@@ -232,7 +232,7 @@ class _Template:
             if len(marks) != earlier + 1:  # most templates have one for each answer
                 earlier = len(self.render(messages[:index], add_generation_prompt=True)[1])
             spans = [(start, _behind_end(text, stop, self._ends)) for start, stop in marks[earlier:] if stop > start]
-            if spans and not text[spans[0][0] :].lstrip().startswith(content):
+            if spans and (not content or not text[spans[0][0] :].lstrip().startswith(content)):
                 before = self.prompt(messages[:index])  # SmolLM3's marks cover what this ends with
                 first = len(before) if text.startswith(before) else 0
                 spans = [(max(start, first), stop) for start, stop in spans]
@@ -252,7 +252,7 @@ class _Template:
                 f"the chat template renders what comes before turn {index} otherwise when it goes on{args}: {ADVICE}"
             )
         start = len(before)
-        if text[-1:].strip() and not text.endswith(self._ends) and not calls:  # GLM's next turn ends an answer
+        if not text.rstrip().endswith(self._ends) and not calls:  # GLM's next turn ends an answer
             text += (end_of_turn(self._tokenizer) or ("",))[0]
         if before.rstrip().endswith(THOUGHT_START):  # then the prompt has begun the thought
             content = content.removeprefix(THOUGHT_START).lstrip()
@@ -264,6 +264,7 @@ class _Template:
             whole = text[:stop].rstrip()
             words = whole[start:]
             found = shown(words, content) or shown("".join(words.split()), "".join(content.split()))
+            found = found and words not in self._ends  # which is the end of an empty answer
         if not end:
             raise RowError(f"the chat template ends turn {index} with no special token: {ADVICE}")
         if stop < start or not found:

@@ -119,6 +119,14 @@ def test_thoughts_survive_into_the_template_and_the_mask():
     assert "[[<think>\nThey leave.\n</think>\n\nSo long.<|im_end|>]]" in shown(tokenizer, rendered(tokenizer, chat))
 
 
+@pytest.mark.parametrize(("name", "said"), [("phi-3", ""), ("smollm-3", ""), ("chatml", ""), ("glm-4", "x\n")])
+def test_of_an_empty_answer_the_end_is_learned_alone_and_white_space_ends_none(name, said):
+    tokenizer, chat, _ = known(name)
+    text = shown(tokenizer, rendered(tokenizer, [*chat[:2], {"role": "assistant", "content": said}]))
+    end = {"phi-3": "<|end|>", "glm-4": "\nx\n<|user|>"}.get(name, "<|im_end|>")
+    assert text.split("[[", 1)[1].split("]]")[0] == end
+
+
 @pytest.mark.parametrize("inline", [True, False])
 def test_a_thought_that_the_prompt_begins_and_no_answer_shows_is_learned_as_it_is_said(inline):
     tokenizer = tiny_tokenizer(templates.R1, templates.SWITCHED_SPECIALS)
