@@ -36,7 +36,7 @@ from .schema import store_defaults
 CONF = "ctcdraft.conf"
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have found
-LESS_MEMORY = " (base.dtype=bf16 takes less, or a lower train.micro_batch, train.max_length or data.batch_size)"
+LESS_MEMORY = " (take base.dtype=bf16, or less of train.micro_batch, train.max_length or data.batch_size)"
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 

@@ -63,7 +63,7 @@ def estimated(config: TrainEntry, path: str, gpus: int) -> Estimate:
     base = described(path, dtype)
     try:
         head, attended = head_on(base, config.head), attended_on(base, config.head)
-    except (RuntimeError, LookupError) as error:  # of layers that want weights, or another dtype
+    except (RuntimeError, LookupError) as error:
         raise ValueError(f"base={path}: no layer runs in {dtype} without weights ({error}): plan head=mlp") from error
     ranks, micro = max(1, gpus), config.train.split(max(1, gpus))[0]
     W, H = base.dtype.itemsize, DTYPES["bf16" if gpus else config.train.precision].itemsize

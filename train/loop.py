@@ -30,7 +30,7 @@ from .watchdog import Watchdog
 
 
 class Trainer:
-    """One run: resumes where the run folder left off, trains, keeps the best head. start: see `Stepper`."""
+    """One run: resumes where the run folder left off, trains, keeps the best head. start: what its head begins as."""
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ class Stepped(NamedTuple):
 
 
 class Stepper:
-    """Builds the engine, and steps. timed: a context for each part of a step, by name; start: what the head begins as."""
+    """Builds the engine, and steps. timed: a context for each part of a step, by its name."""
 
     def __init__(
         self,

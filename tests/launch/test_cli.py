@@ -251,7 +251,7 @@ def test_the_end_of_a_gpus_memory_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, task)
-    said = "error: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB (base.dtype=bf16 takes less, or"
+    said = "error: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB (take base.dtype=bf16, or"
     assert end.value.code == 1
     assert capsys.readouterr().err.startswith(said)
 
