@@ -141,7 +141,8 @@ def load_questions(config: BenchConfig, base: Base, data_folder: Path | None, se
         warnings.warn(f"bench={config.kind}: {left_out}; they are left out", stacklevel=2)
         questions = [question for question in questions if question not in problems]
     if not questions:
-        raise ValueError(f"bench={config.kind}: no question is left to decode (of {most} rows)")
+        advice = "; keep some from training (data.holdout) or take another bench" if config.kind == "heldout" else ""
+        raise ValueError(f"bench={config.kind}: no question is left to decode (of {most} rows){advice}")
     return questions
 
 

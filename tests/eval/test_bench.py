@@ -244,6 +244,12 @@ def test_the_real_files_load(chat_base, shared):
     assert gsm8k[0].turns[0].startswith("Natalia sold clips")
 
 
+def test_data_that_kept_nothing_from_training_says_what_to_do(base, tmp_path):
+    written(tmp_path / "heldout.jsonl", [])
+    with pytest.raises(ValueError, match=r"no question is left.*data\.holdout"):
+        load_questions(BenchConfig("heldout"), base, tmp_path, 0)
+
+
 def test_a_text_that_was_kept_from_training_is_called_by_its_row(chat_base, tmp_path):
     rows = [{"question_id": name, "category": "text", "text": "abcdef" * 20} for name in ("31", "1:7")]
     written(tmp_path / "heldout.jsonl", rows)
