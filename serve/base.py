@@ -35,7 +35,8 @@ def base_of(target: Any, path: str, length: int, option: str) -> EngineBase:
     decoder: Any = getattr(target, "model", None)
     if not hasattr(decoder, "embed_tokens") or not hasattr(target, "lm_head"):
         raise ValueError(f"{type(target).__name__}: its embedding and LM head are not where a head looks for them")
-    base = engine_base(path, decoder.embed_tokens.weight, target.lm_head.weight)
+    lm_head = target.lm_head
+    base = engine_base(path, decoder.embed_tokens.weight, lm_head.weight, getattr(lm_head, "bias", None))
     if base.windows.width is not None and base.windows.width < length:
         raise ValueError(f"{base.name} has layers that see a window: give {option} {base.windows.width}")
     if base.context_length < min(length, base.decoder.config.max_position_embeddings):  # longrope
@@ -46,7 +47,7 @@ def base_of(target: Any, path: str, length: int, option: str) -> EngineBase:
     return base
 
 
-def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor) -> EngineBase:
+def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: Tensor | None = None) -> EngineBase:
     """Of the folder or Hub name that the engine serves, with its embedding and its LM head, which may have rows more
     than the vocabulary. Raises ValueError where they are packed, quantised, or not whole."""
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -67,6 +68,8 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor) -> EngineBa
             model._init_weights(module)
     for layer, weight in ((model.get_input_embeddings(), embedding_VD), (model.get_output_embeddings(), lm_head_VD)):
         layer.weight = nn.Parameter(weight.detach()[: shape[0]], requires_grad=False)
+    if lm_bias_V is not None:
+        layer.bias = nn.Parameter(lm_bias_V.detach()[: shape[0]], requires_grad=False)
     use_grouped_attention(model)
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(path)

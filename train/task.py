@@ -15,7 +15,7 @@ from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import CtcConfig, Head, HeadConfig, head_on
 from ctcdraft.model.heads.head import Slots
-from ctcdraft.model.heads.vocabulary import most_frequent
+from ctcdraft.model.heads.vocabulary import beside, most_frequent
 from ctcdraft.model.load.precision import cpu_has_bf16
 from ctcdraft.model.loss.divergence import Divergence, Teacher
 from ctcdraft.model.loss.linear_lse import multiplies_in_bfloat16
@@ -165,7 +165,7 @@ class DraftTask(nn.Module):
                 soft_NUD = soft_labels(said, labels_NU, output, share)
             else:
                 teacher = said.teacher(objective.teacher_k, objective.divergence, share)
-        states = slots.states_NTD
+        states = beside(slots.states_NTD, output)
         weight_U = torch.tensor([objective.decay**k for k in range(objective.labels)], device=states.device)
         if slots.learnt_NT is not None:
             weight_U = weight_U * slots.learnt_NT[:, : len(weight_U)]
@@ -210,7 +210,7 @@ def base_says(base: Base, hidden_BLX: Tensor, batch: Batch, weight_SD: Tensor, b
         place_NU = batch.batch_N.unsqueeze(1) * L + before_NU.clamp(max=L - 1)
         once_K, number_NU = place_NU.unique(return_inverse=True)  # anchors share most of their labels
         states_KD = hidden_BLX[..., :D].flatten(0, 1)[once_K]
-    products_KS = F.linear(states_KD.to(weight_SD.dtype), weight_SD)
+    products_KS = F.linear(beside(states_KD, weight_SD).to(weight_SD.dtype), weight_SD)
     logits_KS = base.capped(products_KS.to(torch.promote_types(weight_SD.dtype, torch.float32)))
     return Said(logits_KS if bias_S is None else logits_KS + bias_S, number_NU)
 

@@ -83,6 +83,11 @@ class Base:
         """The LM head [V, D]."""
         return self._lm_head.weight
 
+    @property
+    def lm_bias(self) -> Tensor | None:
+        """What it adds [V], where it adds anything."""
+        return getattr(self._lm_head, "bias", None)
+
     @cached_property
     def windows(self) -> Windows:
         return windows_of(self.decoder.config)

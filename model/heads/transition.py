@@ -74,7 +74,7 @@ class Transition(nn.Module):
         blank_R = weight_DR.new_zeros(weight_DR.shape[1]) if self.blank_R is None else self.blank_R
         return Tables(
             _on_host(self.contexts(vocabulary.embed(every_X).to(weight_DR.dtype))),
-            _on_host(vocabulary.lm_weight.to(weight_DR.dtype) @ weight_DR),
+            _on_host(vocabulary.lm_weight[:, : len(weight_DR)].to(weight_DR.dtype) @ weight_DR),
             _on_host(blank_R),
         )
 

@@ -6,7 +6,7 @@ nothing is lost but drafts of rare tokens.
 Inside a head tokens are numbered by their place among the draft tokens. One number more, X, stands for every other
 token: it can be read, and is embedded as zeros, but never drafted.
 
-Shape suffixes: X draft tokens, V vocabulary of the base, D hidden size, E what a state holds.
+Shape suffixes: X draft tokens, V vocabulary of the base, D hidden size, E what a row of a table holds.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,9 @@ from ..base.packed import packed_product
 class DraftVocabulary:
     """What a head sees of a base's vocabulary. ids_X: the base's ids of the draft tokens, ascending; None: all of them.
 
-    lm_weight [X, D]: their rows of the base's LM head, times its scale of logits, if it has one. output [X, E]: what
-    states are multiplied with: a table of the head's own, or else these. host_ids [X]: ids on the host.
+    lm_weight [X, D]: their rows of the base's LM head, times its scale of logits, if it has one; behind each stands its
+    bias, if there is one (`beside`). output [X, E]: what states are multiplied with: a table of the head's own, or else
+    these. host_ids [X]: ids on the host.
     Raises ValueError on ids that do not rise, or are not the base's.
     """
 
@@ -37,7 +38,9 @@ class DraftVocabulary:
         self.host_ids: NDArray[np.int64] = self.ids.cpu().numpy()
         if not (np.diff(self.host_ids) > 0).all() or not 0 <= self.host_ids[0] <= self.host_ids[-1] < V:
             raise ValueError(f"draft tokens must be rising ids below {V}")
-        lm_weight = base.lm_weight if ids_X is None else base.lm_weight[self.ids]
+        weight, bias = base.lm_weight, base.lm_bias
+        weight = weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], dim=1)
+        lm_weight = weight if ids_X is None else weight[self.ids]
         self.lm_weight = lm_weight if base.logit_scale == 1.0 else (lm_weight * base.logit_scale).detach()
         self.output = self.lm_weight if output_XE is None else output_XE
         self._number_V = torch.full((V,), len(self.ids), device=device)
@@ -53,7 +56,7 @@ class DraftVocabulary:
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., X] of states [..., E], in the base's precision and without a gradient."""
-        return self._lm_head(states.to(self.lm_weight.dtype))
+        return self._lm_head(beside(states, self.output).to(self.lm_weight.dtype))
 
     def numbered(self, ids: Tensor) -> Tensor:
         """Numbers [...] of the base's ids [...]: X for those that cannot be drafted."""
@@ -71,6 +74,11 @@ class DraftVocabulary:
         columns_U = torch.arange(labels_NU.shape[1], device=labels_NU.device)
         first_N = columns_U.where(numbers_NU == len(self), len(columns_U)).amin(dim=1)
         return numbers_NU.clamp(max=len(self) - 1), torch.minimum(lengths_N, first_N)
+
+
+def beside(states: Tensor, weight_XE: Tensor) -> Tensor:
+    """States [..., E] to be multiplied with such rows: those that end in a bias meet a 1."""
+    return states if states.shape[-1] == weight_XE.shape[1] else F.pad(states, (0, 1), value=1.0)
 
 
 def most_frequent(

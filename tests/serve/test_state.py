@@ -199,16 +199,19 @@ def test_a_head_of_a_pass_per_depth_is_refused(base):
         ServedHead(base, head, CHAIN)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi"])
 def test_a_base_of_the_engines_tensors_drafts_as_the_whole_base(family, tmp_path):
     base = load_base(str(write_base(tmp_path / family, family)))
+    if base.lm_bias is not None:  # Phi's
+        base.lm_bias.normal_()
     head = random_head(replace(HEADS[1], draft_vocab_size=100), base)
     export_head(head, base, tmp_path / "head", TRAINING)
     embedding, lm_head = (
         torch.cat([layer.weight, torch.zeros(12, 32)])  # padded, as engines do
         for layer in (base.model.get_input_embeddings(), base.model.get_output_embeddings())
     )
-    served = engine_base(str(tmp_path / family), embedding, lm_head)
+    bias = None if base.lm_bias is None else torch.cat([base.lm_bias, torch.zeros(12)])
+    served = engine_base(str(tmp_path / family), embedding, lm_head, bias)
     assert served.lm_weight.data_ptr() == lm_head.data_ptr()
     assert served.model.get_input_embeddings().weight.data_ptr() == embedding.data_ptr()
     assert all(p.is_meta for p in served.decoder.layers.parameters())

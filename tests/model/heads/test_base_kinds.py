@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from architectures import base_of_architecture
 from drafting import prompts, random_head
 
@@ -9,7 +10,8 @@ from ctcdraft.data.batches import Batch
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.cache import PassingCache, TreeCache
 from ctcdraft.model.base.context import AttentionMask
-from ctcdraft.model.heads import CtcConfig, GlideConfig, head_on
+from ctcdraft.model.heads import CtcConfig, GlideConfig, MedusaConfig, head_on
+from ctcdraft.model.heads.transition import Slots
 from ctcdraft.model.heads.vocabulary import DraftVocabulary
 from ctcdraft.train.task import DraftTask, ObjectiveConfig, base_features
 
@@ -44,7 +46,10 @@ SETTINGS = [{}, {"temperature": 1.0, "seed": 3}]
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
-    return base_of_architecture(request.param, **KINDS[request.param])
+    base = base_of_architecture(request.param, **KINDS[request.param])
+    if base.lm_bias is not None:  # Phi's, which begins as zeros
+        base.lm_bias.normal_()
+    return base
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,25 @@ def test_a_heads_products_are_the_bases_logits(kind):
     logits = DraftVocabulary(kind, torch.arange(3, 200, 2)).logits(states)
     want = kind.logits(states)[..., 3:200:2]
     assert torch.allclose(logits if cap is None else cap * torch.tanh(logits / cap), want)
+
+
+@pytest.mark.parametrize("distill", [0.0, 1.0])
+def test_a_loss_is_that_of_the_bases_logits(kind, distill):
+    """Of slots that hold what the base has where it says the labels; but for soft caps, which slots do not have."""
+    ids, at = torch.randint(2, 250, (1, 24)), torch.tensor([3, 9, 18])
+    batch = Batch(ids, torch.zeros_like(at), at, ids[0, at.unsqueeze(1) + torch.arange(2, 5)], torch.full((3,), 3))
+    objective = ObjectiveConfig("cross_entropy", labels=3, negatives=None, distill=distill, decay=1.0)
+    config = MedusaConfig(slots=3, draft_vocab_size=None)
+    task = DraftTask(head_on(kind, config), objective, kind)
+    states = kind.hidden(ids)
+    slots = states[0, at.unsqueeze(1) + torch.arange(1, 4)]
+    found = task.losses(Slots(slots), states, batch)
+    said = kind.logits(slots)
+    cap = getattr(kind.model.config.get_text_config(), "final_logit_softcapping", None)
+    log_q = (said if cap is None else cap * torch.atanh(said / cap)).log_softmax(dim=2)
+    labels = F.one_hot(batch.labels_NU, kind.vocab_size).to(log_q.dtype)
+    want = -(torch.lerp(labels, said.softmax(dim=2), distill) * log_q).sum(dim=(1, 2))
+    assert torch.allclose(3 * found.loss_N, want)
 
 
 @pytest.mark.parametrize("name", HEADS)
