@@ -49,7 +49,7 @@ def count(measurement: Measurement, head_folders: Mapping[str, Path], folder: Pa
     base, bench, seed = measurement.base, measurement.bench, measurement.seed
     if len(bench.temperatures) > 1:
         raise ValueError(f"count=true counts at one temperature: give one, not {bench.temperatures}")
-    if option := draft.needs_decoding(bench.temperatures[0]):
+    if option := draft.needs_decoding:
         raise ValueError(f"count=true does not decode, and {option} goes by what was decoded: leave out one of the two")
     setting = {**measurement.setting(head_folders), "counted": True}
     if before := existing(folder, setting):

@@ -18,10 +18,9 @@ class DraftConfig:
 
     proposal `shared`: the noise that the base will choose with is known, and output stays what it is whatever looks at
     it (Daliri et al. 2024, arXiv 2408.07978); `sampled` is accepted so that output has the base's distribution, though
-    not the tokens that the seed gives plain decoding (Yang et al. 2024). jacobi: with the same noise the base may say
-    the same behind another prefix (Teng et al. 2024, arXiv 2410.01699). stop `adaedl`: Agrawal et al. 2024, arXiv
-    2410.18351. graft: Zhao et al. 2024 (Ouroboros, arXiv 2402.13720) and Gong et al. 2024 (arXiv 2407.16207). schedule
-    `pearl`: Liu et al. 2024, arXiv 2408.11850 (model/decode/pearl.py).
+    not the tokens that the seed gives plain decoding (Yang et al. 2024). stop `adaedl`: Agrawal et al. 2024,
+    arXiv 2410.18351. graft: Zhao et al. 2024 (Ouroboros, arXiv 2402.13720) and Gong et al. 2024 (arXiv 2407.16207).
+    schedule `pearl`: Liu et al. 2024, arXiv 2408.11850 (model/decode/pearl.py).
     """
 
     # tree: nodes that are worth most | chain | cape: a chain, more beside it where the head is less sure | ranked: by k
@@ -37,8 +36,6 @@ class DraftConfig:
     proposal: Literal["best", "shared", "sampled"] = "best"
     # of shared noise: the temperature of what it makes the head believe
     trust: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.8
-    # of shared noise: the share of belief that is what the base said at the same place behind rejected nodes
-    jacobi: Annotated[float, Field(ge=0, lt=1)] = 0.3
     stop: Literal["none", "adaedl"] = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
     # hung into the tree beside: phrases of the request's text, what follows the same tokens elsewhere in the tree
     graft: list[Literal["phrases", "siblings"]] = field(default_factory=list)
@@ -61,12 +58,12 @@ class DraftConfig:
         """No draft has more."""
         return sum(accumulate(self.k, mul)) if self.kind == "ranked" else self.nodes
 
-    def needs_decoding(self, temperature: float) -> str:
+    @property
+    def needs_decoding(self) -> str:
         """The option whose drafts, or what becomes of them, decoding alone can tell; empty where there is none."""
         options = {
             "draft.schedule=pearl": self.schedule == "pearl",
             "draft.proposal=sampled": self.proposal == "sampled",
-            f"draft.jacobi={self.jacobi:g}": self.proposal == "shared" and self.jacobi and temperature,
             "draft.stop=adaedl": self.stop == "adaedl",
             "draft.graft=[phrases]": "phrases" in self.graft,
         }

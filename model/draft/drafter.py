@@ -1,6 +1,5 @@
 """From what a head believes to the tree that is verified: the one place where drafts are made."""
 
-from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,12 +66,11 @@ class Stop:
 
 @dataclass
 class Drafter:
-    """Makes drafts as `config` says. phrases, said (see `Rule`): of each request."""
+    """Makes drafts as `config` says. phrases: of each request."""
 
     config: DraftConfig
     stop: Stop = field(default_factory=Stop)
     phrases: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
-    said: WeakKeyDictionary[Any, dict[int, Counter[int]]] = field(default_factory=WeakKeyDictionary)
 
     def tree(self, drafted: Drafted, frontier: Frontier) -> Tree:
         """The draft tree of a lattice, of the nodes that a head has scored, or of what either says behind some tokens.
@@ -95,8 +93,7 @@ class Drafter:
             tree = search(drafted, config.nodes, prune=NEGLIGIBLE, **limits)
         else:
             least = self.stop.least if config.stop == "adaedl" else None
-            said = {} if frontier.owner is None else self.said.get(frontier.owner, {})
-            rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least, said)
+            rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
         if config.prompt_lookup:
             tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))
@@ -123,12 +120,6 @@ class Drafter:
         """Learn from what became of a draft."""
         if self.config.stop == "adaedl":
             self.stop.observe(tree, outcome.path, frontier.max_depth)
-        looks = self.config.proposal == "shared" and self.config.jacobi and frontier.sampling.temperature
-        if looks and frontier.owner is not None:
-            said = self.said[frontier.owner] = defaultdict(Counter)
-            for row, token in outcome.said.items():
-                if row and tree.depths[row - 1] > len(outcome.path):  # it was rejected
-                    said[len(frontier.read) + int(tree.depths[row - 1])][token] += 1
         if pool := self._phrases(frontier.owner):
             pool.observe(tree, outcome.path)
             for token, phrase in tails(tree, outcome.path, outcome.said):

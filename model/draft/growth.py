@@ -8,9 +8,8 @@ AdaEDL's stop (Agrawal et al. 2024, arXiv 2410.18351).
 Shapes: C candidates of a row.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -113,7 +112,7 @@ def grow(first: Prefix, rule: "Rule", nodes: int, *, max_depth: int, leaves: NDA
         if prefix is not None:
             parent, number, n = number, len(rows), 0
             depth = depths[parent] if parent >= 0 else 0
-            row = rule.widened(prefix.row(), depth)
+            row = prefix.row()
             picked = rule(row, depth)
             if picked.q is not None:
                 proposals[parent + 1] = Row(row.tokens, picked.q)
@@ -125,7 +124,7 @@ def grow(first: Prefix, rule: "Rule", nodes: int, *, max_depth: int, leaves: NDA
             parents.append(parent)
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
             worths.append(-negative)
-            if n < picked.followed and depths[-1] < max_depth and tokens[-1] not in leaves and row.q[column] > 0:
+            if n < picked.followed and depths[-1] < max_depth and tokens[-1] not in leaves:
                 following = prefix.followed_by(column, float(row.q[column]))
                 heappush(waiting, (negative, len(tokens) - 1, -1, following))
             n += 1
@@ -146,7 +145,6 @@ class Rule:
     seed: int
     position: int
     least: float | None
-    said: Mapping[int, Counter[int]] = field(default_factory=dict)
 
     def __call__(self, row: Row, depth: int) -> Picked:
         last = self.config.kind == "ranked" and depth == len(self.config.k)
@@ -159,13 +157,7 @@ class Rule:
         if self.config.proposal == "shared":
             score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
             drawn, own = np.exp(score - score.max()), np.exp(log_q - log_q.max())
-            share = (1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum()
-            if said := self.said.get(self.position + depth):
-                share *= 1 - self.config.jacobi
-                each = self.config.jacobi / said.total()
-                for token, count in said.items():
-                    share[row.tokens == token] += each * count
-            share *= row.q.sum()
+            share = row.q.sum() * ((1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum())
             return _largest(share, *self._layout(share, depth))
         q = np.exp(log_q - np.logaddexp.reduce(log_q))
         score = log_q + gumbel_of(row.tokens, self.seed, self.position + depth, PROPOSAL)
@@ -173,13 +165,6 @@ class Rule:
         drawn = np.argsort(-score, kind="stable")[:count]  # without replacement: Gumbel top-k
         drawn = drawn[q[drawn] > 0]
         return Picked(drawn, q[drawn], followed, q)
-
-    def widened(self, row: Row, depth: int) -> Row:
-        """The row and, with a q of 0, the tokens that the base has said there and that are no candidates of it."""
-        if not (said := self.said.get(self.position + depth)):
-            return row
-        others = np.setdiff1d([*said], row.tokens)
-        return Row(np.append(row.tokens, others), np.append(row.q, np.zeros(len(others))))
 
     def _layout(self, share: NDArray[np.float64], depth: int) -> tuple[int, int]:
         """How many children a row of that depth has, and how many of them have children of their own."""

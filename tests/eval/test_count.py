@@ -124,7 +124,6 @@ def test_where_no_prompt_fits_nothing_is_counted(base, heads, tmp_path):
         ([0.0, 1.0], {}, "count=true counts at one temperature"),
         ([0.0], {"stop": "adaedl"}, "draft.stop=adaedl goes by what was decoded"),
         ([1.0], {"graft": ["phrases"]}, "draft.graft=.* goes by what was decoded"),
-        ([1.0], {"proposal": "shared"}, "draft.jacobi=0.3 goes by what was decoded"),
     ],
 )
 def test_what_only_decoding_can_tell_is_not_counted(base, heads, tmp_path, temperatures, draft, words):

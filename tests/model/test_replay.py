@@ -39,7 +39,7 @@ def test_sampled_answers_are_counted_too(talking, config):
     head, sampling, limit = random_head(config, talking), Sampling(0.9), 30
     drafts = {
         "best": DraftConfig(nodes=9, budget="fixed"),
-        "shared": DraftConfig(nodes=9, proposal="shared", jacobi=0.0, budget="fixed"),
+        "shared": DraftConfig(nodes=9, proposal="shared", budget="fixed"),
     }
     decoders = {label: Decoder(talking, head, draft) for label, draft in drafts.items()}
     prompts = [[5, 6, 7, 8], [9, 8, 7]]

@@ -8,7 +8,6 @@ from bases import write_base
 from drafting import HEADS, prompts, random_head, random_trees
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
-from ctcdraft.model.draft.drafter import Drafter
 from ctcdraft.model.draft.grafts import Phrases
 from ctcdraft.model.heads.head import OnePassHead
 
@@ -109,31 +108,6 @@ def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base, monkeypatch):
     asked = prompts(8, seed=400, longest=30)
     for prompt, want in zip(asked, Decoder(wordy_base).generate(asked, 30, eos=[]), strict=True):
         assert decoder.generate(prompt, 30, eos=[]).tokens == want.tokens
-
-
-def test_what_the_base_said_behind_rejected_nodes_drafts_well_where_the_last_token_tells_nothing(tmp_path, monkeypatch):
-    """On a base that sees places alone it is always right; kept for another place it is worth nothing."""
-    base = load_base(str(write_base(tmp_path / "b", eos_token_id=259)), dtype="fp64")
-    base.model.get_input_embeddings().weight.data[:] = base.model.get_input_embeddings().weight.data[:1]
-    asked, settings = prompts(6, seed=7), {"temperature": 1.0, "eos": [], "seed": list(range(6))}
-    want = [out.tokens for out in Decoder(base).generate(asked, 40, **settings)]
-
-    def accepted(jacobi):
-        draft = DraftConfig("chain", 4, proposal="shared", jacobi=jacobi, prompt_lookup=0, budget="fixed")
-        found = Decoder(base, random_head(HEADS[1], base), draft).generate(asked, 40, **settings)
-        assert [out.tokens for out in found] == want
-        return sum(sum(out.accepted) for out in found)
-
-    without, told = accepted(0.0), accepted(0.9)
-    assert told > 1.5 * without
-    tree = Drafter.tree
-    monkeypatch.setattr(Drafter, "tree", lambda self, drafted, end: tree(misplaced(self, end), drafted, end))
-
-    def misplaced(drafter, end):
-        drafter.said[end.owner] = {place + 1: said for place, said in drafter.said.get(end.owner, {}).items()}
-        return drafter
-
-    assert accepted(0.9) < 1.1 * without
 
 
 def test_budgets_and_heads_of_any_kind_change_no_token(wordy_base):

@@ -1,7 +1,6 @@
 """Trees that a rule grows, by brute force on tiny lattices."""
 
 import itertools
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from lattices import TOPOLOGIES, brute_psi, prefixes, random_lattice
 
 from ctcdraft.model.base.sampling import Sampling, gumbel_of
 from ctcdraft.model.draft.config import DraftConfig
-from ctcdraft.model.draft.drafter import Drafter, Frontier, Outcome
 from ctcdraft.model.draft.growth import (
     BINS,
     DOUBT,
@@ -26,7 +24,7 @@ from ctcdraft.model.draft.growth import (
     grow,
     prefix_of,
 )
-from ctcdraft.model.draft.tree import Tree, search
+from ctcdraft.model.draft.tree import search
 from ctcdraft.model.lattice.topology import CTC
 
 NO_LEAVES = np.array([], np.int64)
@@ -104,44 +102,6 @@ def test_shared_noise_ranks_by_belief_and_the_noise_of_the_position(seed, trust,
     assert np.allclose(tree.psi, best, rtol=1e-3, atol=1e-7)
     for path, psi in zip(prefixes(tree), tree.psi, strict=True):
         assert np.isclose(worth[path], psi, rtol=1e-3, atol=1e-7)
-
-
-def test_what_the_base_said_elsewhere_at_that_place_has_its_share_of_the_belief():
-    row, config = Row(np.arange(6), np.full(6, 0.15)), DraftConfig(proposal="shared", jacobi=0.4)
-
-    def shares(said):
-        rule = Rule(config, SAMPLED, 3, 10, None, {place: Counter(tokens) for place, tokens in said.items()})
-        wide = rule.widened(row, 1)
-        picked = rule(wide, 1)
-        return dict(zip(wide.tokens[picked.columns].tolist(), picked.share, strict=True))
-
-    alone, told = shares({}), shares({11: {2: 3, 5: 1, 99: 4}})  # 99 is no candidate
-    votes = {2: 3 / 8, 5: 1 / 8, 99: 4 / 8}
-    assert told == {t: pytest.approx(0.6 * alone.get(t, 0) + 0.36 * votes.get(t, 0)) for t in {*alone, *votes}}
-    assert shares({10: {2: 3}, 12: {5: 1}}) == alone
-
-
-def test_a_token_that_is_no_candidate_but_was_said_there_is_drafted_without_children():
-    lattice, _, _ = random_lattice(4, 6, 0)
-    rule = Rule(DraftConfig(proposal="shared", jacobi=0.9), SAMPLED, 0, 10, None, {10: Counter([99])})
-    tree = grow(LatticePrefix(lattice), rule, 12, max_depth=99, leaves=NO_LEAVES)
-    (node,) = np.flatnonzero(tree.tokens == 99)
-    assert tree.depths[node] == 1
-    assert node not in tree.parents
-    assert len(tree) == 12
-
-
-def test_what_the_base_said_behind_rejected_nodes_is_kept_until_the_next_step():
-    class Owner:
-        pass
-
-    tree = Tree(*np.array([[5, 6, 7, 8, 9], [-1, 0, -1, 2, 3], [1, 2, 1, 2, 3]]), np.ones(5, np.float32))
-    drafter = Drafter(DraftConfig(proposal="shared"))
-    frontier = Frontier(np.arange(10), (), sampling=SAMPLED, owner=Owner())
-    drafter.observe(frontier, tree, Outcome([0], 20, {0: 5, 1: 20, 2: 21, 3: 22, 4: 21, 5: 24}))
-    assert drafter.said[frontier.owner] == {12: {21: 2}, 13: {24: 1}}
-    drafter.observe(frontier, tree, Outcome([], 30, {0: 30, 3: 22}))
-    assert drafter.said[frontier.owner] == {11: {22: 1}}
 
 
 def test_a_sure_base_that_is_the_head_is_followed_to_the_end():
