@@ -4,10 +4,8 @@ The control puts plain decoding's own tokens through the base N + 1 at a time (m
 vocabulary.
 """
 
-import copy
 from collections import deque
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,8 +16,6 @@ from ctcdraft.model.base.sampling import gumbel
 
 from .bench import Setting
 
-FLOAT32_PARAMETERS = 1_000_000_000
-
 
 @dataclass(frozen=True)
 class Divergence:
@@ -28,8 +24,7 @@ class Divergence:
 
     top2_gap: the best two, as plain decoding sees them. other_gap: the best and what speculative decoding put out
     (None: nothing, it ended). bound: what rounding may explain, see `bound_of`. shape_change: the most that a logit
-    moves between the two shapes. float32_gap: plain's token over the other in float32 (None: the base is too large for
-    a second copy).
+    moves between the two shapes.
     """
 
     position: int
@@ -37,7 +32,6 @@ class Divergence:
     other_gap: float | None
     bound: float
     shape_change: float
-    float32_gap: float | None
     within_bound: bool
 
 
@@ -85,29 +79,14 @@ class Control:
         )
         scores_V, bound = scores(plain_V, setting, position), bound_of(plain_V)
         other_gap = None if other is None else float(scores_V.max() - scores_V[other])
-        exact_gap = None
-        if other is not None and self._float32 is not None:
-            exact_V = next(forced_logits(self._float32, [*prompt, *before], [0], 1))
-            exact_V = scores(exact_V, setting, position)
-            exact_gap = float(exact_V[plain[at]] - exact_V[other])
         return Divergence(
             position=at,
             top2_gap=_top2_gap(scores_V),
             other_gap=other_gap,
             bound=bound,
             shape_change=float((plain_V.double() - wide_V.double()).abs().max()),
-            float32_gap=exact_gap,
             within_bound=other_gap is not None and other_gap <= bound,
         )
-
-    @cached_property
-    def _float32(self) -> Base | None:
-        """The base with its own weights in float32."""
-        if not self.below_float32:
-            return self.base
-        if sum(p.numel() for p in self.base.model.parameters()) > FLOAT32_PARAMETERS:
-            return None
-        return replace(self.base, model=copy.deepcopy(self.base.model).float())
 
 
 def bound_in_words(dtype: torch.dtype) -> str:

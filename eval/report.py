@@ -12,10 +12,7 @@ DEPTHS = (1, 2, 3, 5, 8)
 SETTING = ("decoder", "bench_options", "seed", "dtype", "device", "versions", "lossless")
 BELIEFS = ("expected", "accepted")
 FLIPS = ("positions", "near", "flips", "turns", "largest_gap")
-DIVERGENCE = (
-    *("question", "turn", "position", "seed"),
-    *("top2_gap", "other_gap", "bound", "shape_change", "float32_gap"),
-)
+DIVERGENCE = ("question", "turn", "position", "seed", "top2_gap", "other_gap", "bound", "shape_change")
 PICTURES = ("By category", "Accepted by depth", "Calibration")  # sections with one, of that name
 TEXTS = {  # before the table of a section
     "By category": "The last columns: share of steps that accept at least so many draft tokens.",
@@ -23,8 +20,7 @@ TEXTS = {  # before the table of a section
     "Calibration": "Draft tokens per step; expected is the sum of psi.",
     "Divergences from plain decoding": "Where an output first differs: the gap between the base's best two logits, and "
     "between its best one and what was put out instead, in the shape of plain decoding (one row per forward); how far "
-    "a logit moves in the shape of verification, without any draft; the gap in float32. Rounding may close a gap of "
-    "{rounding_bound}.",
+    "a logit moves in the shape of verification, without any draft. Rounding may close a gap of {rounding_bound}.",
     "Control": "Plain decoding's own tokens in the shape of verification, without any draft: at how many positions the "
     "best two lie within the bound (elsewhere a wrong token cannot pass for rounding), at how many the base's choice "
     "changes, in how many answers, at what gap; and in how many of all answers speculative decoding differs.",

@@ -227,7 +227,7 @@ def test_an_answer_that_just_ends_early_fails_the_evaluation(chat_base, question
 
 def test_what_rounding_explains_is_listed_and_does_not_fail():
     drafted = Generation([0] * 5, steps=2, accepted=[1, 1], expected=[1.0, 1.5])
-    gaps = dict.fromkeys(("top2_gap", "other_gap", "float32_gap"), 5e-6)
+    gaps = dict.fromkeys(("top2_gap", "other_gap"), 5e-6)
     divergence = Divergence(2, **gaps, bound=1e-5, shape_change=1e-6, within_bound=True)
     question = Question("7", "chat", ("x",))
     results = results_of([Turn(question, drafted=drafted, seconds=0.5, plain_seconds=1.0, divergence=divergence)])
@@ -396,7 +396,7 @@ def test_the_report_names_divergences_and_the_bound(chat_base, head_folder, ques
     bench = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=4)
     results = evaluate(Measurement(chat_base, DRAFT, bench), {"": head_folder}, tmp_path / "e").results
     known = {"question": "81", "turn": 0, "position": 2, "temperature": 0.0, "seed": 0, "top2_gap": 0.25}
-    gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6, "float32_gap": None}
+    gaps = {"other_gap": 0.25, "bound": 1e-5, "shape_change": 1e-6}
     results["identical"] |= {"identical": 3, "beyond_bound": 1}
     results["identical"]["divergences"] = [{**known, **gaps, "within_bound": False}]
     text = report(results)
