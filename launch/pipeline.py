@@ -17,7 +17,7 @@ from ctcdraft.model.load.precision import resolve_dtype
 from ctcdraft.model.load.pretrained import load_base
 from ctcdraft.model.load.smollm2 import describe_smollm2, smollm2_folder
 from ctcdraft.train import engine as ds
-from ctcdraft.train.prepare import account_of, prepare, prepared_folder
+from ctcdraft.train.prepare import account_of, commonest, prepare, prepared_folder
 from ctcdraft.train.toy_base import toy_base, toy_folder
 
 from .schema import BaseConfig, BasePath, TrainEntry
@@ -81,9 +81,10 @@ def get_data(config: TrainEntry, base: Base) -> Path:
     count = read_manifest(folder)
     assert count is not None
     train, turns = count["train"], count["turns"]
+    why = commonest(folder / "rejects.jsonl") if not there else ""
     say(
         f"data: {folder} ({'reused' if there else 'prepared'}; read {count['read']} = used {count['used']} + "
-        f"rejected {count['rejected']}; {train['sequences']} sequences, {train['answer_tokens']:,} answer tokens; "
+        f"rejected {count['rejected']}{why}; {train['sequences']} sequences, {train['answer_tokens']:,} answer tokens; "
         f"length {', '.join(f'{name} {tokens}' for name, tokens in train['lengths'].items())})"
     )
     if any(turns.values()) and not there:

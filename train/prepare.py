@@ -96,6 +96,12 @@ def account_of(turns: Mapping[str, int]) -> str:
     return f"{asked} = {' + '.join(parts)}"
 
 
+def commonest(rejects: Path) -> str:
+    """Why most of the rejected rows in a file were, in brackets."""
+    reasons = Counter(row["reason"] for row in read_jsonl(rejects)).most_common(1)
+    return "".join(f" ({times} of them: {reason})" for reason, times in reasons)
+
+
 class _Preparation:
     """Prepared data on its way: shards in folders of their own, then all of them as one."""
 
@@ -174,11 +180,9 @@ class _Preparation:
             if empty := [split for split, count in counts.items() if not count["answer_tokens"]]:
                 kept = self.folder.with_name(f"{self.folder.name}-rejects.jsonl")
                 shutil.copy(fresh / "rejects.jsonl", kept)
-                reasons = Counter(row["reason"] for row in read_jsonl(kept)).most_common(1)
-                most = "".join(f" ({times} of them: {reason})" for reason, times in reasons)
                 raise ValueError(  # the shards stay: other processes look for them, to say the same
                     f"data.path={self.config.path}: of {total.read} rows none gave a {empty[0]} sequence; "
-                    f"{rejected} rejected{most}; see {kept}; to read them anew delete {self.work}"
+                    f"{rejected} rejected{commonest(kept)}; see {kept}; to read them anew delete {self.work}"
                 )
             generated = GENERATED.get(self.config.kind)
             questions = generated.questions() if generated else total.heldout

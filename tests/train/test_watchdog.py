@@ -105,7 +105,7 @@ def test_two_nodes_prepare_train_log_and_evaluate_as_one_process_does(work):
     assert one.returncode == 0, one.stderr
     (zero, out, error), (other, quiet, other_error) = nodes(work, [TRAIN, "name=two", "zero=2", "logger=offline"])
     assert (zero, other) == (0, 0), (error, other_error)
-    assert "read 24 = used 23 + rejected 1" in out
+    assert "read 24 = used 23 + rejected 1 (1 of them: " in out
     assert "identical to plain decoding" in out
     assert quiet == "", "the second host says nothing that the first one says"
     runs = [work / "runs" / name for name in ("one", "two")]
