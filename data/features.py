@@ -143,6 +143,7 @@ class FeatureStore:
 
     def check_room(self) -> str:
         """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         left, free = self.bytes_left, free_bytes(self.folder.parent)
         what = f"hidden states of {self.base.hidden_size} numbers"
         if self.attended is not None:

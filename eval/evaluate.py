@@ -130,6 +130,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     heads = {label: load_head(head, base) for label, head in head_folders.items()}
     decoders = {label: measurement.decoder(base, head, measurement.draft) for label, head in heads.items()}
     questions = measurement.questions()
+    folder.parent.mkdir(parents=True, exist_ok=True)  # where that fails nothing is decoded first
     turns = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
     rate = generate_rate(base, questions, bench)
     blocks = measured(turns, seed)
@@ -171,8 +172,7 @@ def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
 
 
 def existing(folder: Path, setting: dict[str, Any]) -> Evaluated | None:
-    """The evaluation of this very setting, if there is one; it becomes the latest. Raises OSError where none can be."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """The evaluation of this very setting, if there is one; it becomes the latest."""
     digest = digest_of(setting)[:6]
     for place in (folder, folder.with_name(f"{folder.name}-{digest}")):
         results = _results(place)
