@@ -75,7 +75,7 @@ class Anchors(NamedTuple):
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[B, A, ...] of [N, ...], A = most: 0 where a row has no such anchor."""
-        spread = values_N.new_zeros(self.rows, self.most, *values_N.shape[1:])
+        spread = values_N.new_zeros((self.rows, self.most, *values_N.shape[1:]))
         return spread.index_put((self.batch_N, self.place_N), values_N)
 
     def gathered(self, values_BA: Tensor) -> Tensor:

@@ -91,8 +91,7 @@ def layers_to_copy(base: Base, count: int) -> Attended | None:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return None
-    close = CLOSE if base.dtype.itemsize >= 4 else 3 * CLOSE  # up to which another order of sums rounds otherwise
-    return attended._replace(scale=float(entering.float().square().mean().sqrt())) if wrong < close else None
+    return attended._replace(scale=float(entering.float().square().mean().sqrt())) if wrong < CLOSE else None
 
 
 def _run(decoder: Any, x_BQD: Tensor, masks: Any, positions_BQ: Tensor, cache: Cache) -> Tensor:
