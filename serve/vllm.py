@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
 from ctcdraft.model.draft.length import Lengths
+from ctcdraft.model.draft.tree import EMPTY
 
 from .base import base_of
 from .state import Pages, ServedHead
@@ -105,6 +106,7 @@ class Proposer:
         self.hybrid_pages = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         self.lengths: dict[int, Lengths] = defaultdict(Lengths)  # by powers of two of the requests
         self.cut_by: Lengths | None = None  # of these who cut the drafts under way
+        self.psi: dict[str, NDArray[np.float32]] = {}  # of these drafts, by their requests
         self.step: dict[str, Any] | None = None  # what the runner's call that comes to `propose` was given
         self.left: float | None = None  # when it got its last drafts
         self.compiled = False  # by a first draft, whose time tells nothing
@@ -166,12 +168,17 @@ class Proposer:
             self.drafter.pages = engine_pages(self.attention)
         attention, scheduled = step["common_attn_metadata"], step["scheduler_output"].scheduled_spec_decode_tokens
         begins, count = attention.query_start_loc_cpu.tolist(), len(sampled_token_ids)
-        drafted = [len(scheduled.get(request, ())) for request in self.runner.input_batch.req_ids[:count]]
+        names = self.runner.input_batch.req_ids[:count]
+        drafted = [len(scheduled.get(name, ())) for name in names]
         lengths = self.lengths[count.bit_length()] if self.options.length == "measured" else None
         only_decoded = begins[count] == count + sum(drafted)  # no prompt was read besides
         if lengths and lengths is self.cut_by and self.left and only_decoded:
-            lengths.observe(count, begins[count], came - self.left, sum(map(len, sampled_token_ids)) - count)
-        self.cut_by, self.left = lengths, None
+            psi = [self.psi[name][:n] if n else EMPTY.psi for name, n in zip(names, drafted, strict=True)]
+            accepted = [np.arange(n) < len(said) - 1 for n, said in zip(drafted, sampled_token_ids, strict=True)]
+            lengths.observe(
+                count, begins[count], came - self.left, np.concatenate(psi), np.concatenate(accepted).astype(float)
+            )
+        self.cut_by, self.left, self.psi = lengths, None, {}
         chains: list[list[int]] = [[] for _ in range(count)]
         if lengths and lengths.sleeps(count):
             self.left = time.perf_counter()
@@ -203,7 +210,7 @@ class Proposer:
                 trees, by_head, look, lambda i: self.drafter.drafts(None, [read[i]], table_BM, [rooms[i]])[0]
             )
         for i, tree in zip(asked, trees, strict=True):
-            chains[i] = tree.tokens.tolist()
+            chains[i], self.psi[names[i]] = tree.tokens.tolist(), tree.psi
         self.left = time.perf_counter()
         return chains
 

@@ -170,10 +170,10 @@ class Decoder:
     def advance(self, step: EagerStep) -> None:
         """One step of every request in flight: draft, verify, take what was accepted."""
         began, by_head = time.perf_counter(), step.seconds["draft"]
-        drafts, accepted = self._draft(step), 0
+        drafts, accepted = self._draft(step), list[NDArray[np.float64]]()
         for request, tree, outcome in zip(step.active, drafts, step.verify(drafts), strict=True):
             path, done = outcome.path, len(request.tokens)
-            accepted += len(path)
+            accepted.append(np.isin(np.arange(len(tree)), path).astype(np.float64))
             if self.drafts:
                 self.drafter.observe(request.frontier, tree, outcome)
             request.append(tree.tokens[path].tolist(), outcome.bonus)
@@ -193,7 +193,8 @@ class Decoder:
         by_head = step.seconds["draft"] - by_head
         seconds = time.perf_counter() - began - by_head
         requests, lengths = len(drafts), self.lengths[len(drafts).bit_length()]
-        lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, accepted)
+        psi_N, accepted_N = np.concatenate([tree.psi for tree in drafts]), np.concatenate(accepted)
+        lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, psi_N, accepted_N)
         if by_head:
             lengths.drafts.observe(requests, by_head)
 

@@ -205,4 +205,4 @@ def test_copies_of_a_decoder_without_a_head_are_their_own(base):
     (lengths,) = decoder.lengths.values()
     assert len(lengths._alone) > 5
     assert not lengths._latest
-    assert not lengths._seen[True].any()
+    assert not lengths.worth[True].seen_3K.any()

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model.draft.budget import chain_of
-from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, Line
+from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, Line, Worth
 from ctcdraft.model.draft.tree import EMPTY, Tree
 
 MOST = 8
@@ -27,10 +27,10 @@ def serve(lengths, requests, psi, seconds, draft=0.0, steps=3 * PLAIN + 8, worth
         if by_head:
             lengths.drafts.observe(requests, draft)
         chains = lengths.cut([chain if by_head else without] * requests, by_head, alone=lambda _: without)
-        rows, accepted = requests + sum(map(len, chains)), worth * sum(chain.psi.sum() for chain in chains)
+        rows, psi_N = requests + sum(map(len, chains)), np.concatenate([chain.psi for chain in chains])
         step = seconds(rows) + (rows > requests) * kink
-        lengths.observe(requests, rows, step, accepted)
-        tokens, taken = tokens + requests + accepted, taken + step + by_head * draft
+        lengths.observe(requests, rows, step, psi_N, worth * psi_N)
+        tokens, taken = tokens + requests + worth * psi_N.sum(), taken + step + by_head * draft
         chosen.append(([len(chain) for chain in chains], by_head))
     return chosen, tokens / taken * seconds(requests) / requests
 
@@ -42,11 +42,11 @@ def padded(lengths, requests, psi, seconds, draft, steps, worth=1.0):
     for _ in range(steps):
         by_head = not lengths.rests(requests)
         chains = lengths.cut([chain_of(range(MOST), p) if by_head else EMPTY for p in psi[:requests]], by_head)
-        rows, accepted = requests * (1 + max(map(len, chains))), worth * sum(chain.psi.sum() for chain in chains)
-        lengths.observe(requests, rows, seconds(rows), accepted)
+        rows, psi_N = requests * (1 + max(map(len, chains))), np.concatenate([chain.psi for chain in chains])
+        lengths.observe(requests, rows, seconds(rows), psi_N, worth * psi_N)
         if by_head:
             lengths.drafts.observe(requests, draft)
-        tokens, taken = tokens + requests + accepted, taken + seconds(rows) + by_head * draft
+        tokens, taken = tokens + requests + worth * psi_N.sum(), taken + seconds(rows) + by_head * draft
         plain += seconds(requests)
         chosen.append((by_head, max(map(len, chains))))
     return tokens / taken * plain / (requests * steps), chosen
@@ -84,7 +84,8 @@ def test_steps_come_in_few_numbers_of_rows_each_of_which_needs_kernels_of_its_ow
         rows = 8 + sum(map(len, kept))
         seconds = 1 + 0.01 * rows + 3.0 * (rows not in kernels)
         kernels.add(rows)
-        lengths.observe(8, rows, seconds, sum(chain.psi.sum() for chain in kept))
+        psi_N = np.concatenate([chain.psi for chain in kept])
+        lengths.observe(8, rows, seconds, psi_N, psi_N)
         rows_seen.append(rows)
     drafted = [rows for rows in rows_seen if 16 < rows < 8 * 21]
     assert len(drafted) > 300
@@ -143,7 +144,7 @@ def looked(lengths, requests, look, steps):
             assert not any(map(len, lengths.cut([EMPTY] * requests, by_head, look)))
             looks.append(step)
             lost += look + by_head * 1.5
-        lengths.observe(requests, requests, 1.0, 0.0)
+        lengths.observe(requests, requests, 1.0, EMPTY.psi, EMPTY.psi)
     return looks, lost
 
 
@@ -212,6 +213,50 @@ def test_psi_that_promises_too_much_counts_for_what_it_is_worth():
     assert boasting[0] < honest[0]
 
 
+def test_what_is_cut_off_counts_for_more_where_psi_promises_too_little():
+    """A chain that promises .5, .25, .125 and so on, of which nine in ten tokens come at each place."""
+    lengths, cost, honest = Lengths(), linear(0.15), 0.9 ** np.arange(1, MOST + 1)
+    for _ in range(100):
+        (kept,) = lengths.cut([chain_of(range(MOST), 0.5)], not lengths.rests(1))
+        lengths.observe(1, 1 + len(kept), cost(1 + len(kept)), kept.psi, honest[: len(kept)])
+    assert best_length(0.5, cost) < 4
+    assert best_length(0.9, cost) == MOST == len(kept)
+
+
+@pytest.mark.parametrize(("first", "slope"), [(0.0, 1.0), (1.0, 0.6), (-1.5, 1.3), (2.0, 1.0)])
+def test_worth_is_the_line_by_which_nodes_are_accepted(first, slope):
+    rng, worth, psi = np.random.default_rng(0), Worth(), np.array([0.9, 0.7, 0.5, 0.3, 0.1])
+    accepted = 1 / (1 + np.exp(-first - slope * np.log(psi / (1 - psi))))
+    seen = []
+    for step in range(600):
+        psi_N = np.tile(psi, 4)
+        worth.observe(psi_N, (rng.random(20) < np.tile(accepted, 4)).astype(float))
+        seen += [worth.of(psi)] * (step > 100)
+    assert np.mean(seen, axis=0) == pytest.approx(accepted, abs=0.02)
+
+
+def test_chains_that_come_whole_or_not_at_all_do_not_throw_worth_to_and_fro():
+    rng, worth, seen = np.random.default_rng(0), Worth(), []
+    for _ in range(400):
+        psi_N = np.linspace(0.999, rng.uniform(0.1, 0.9), 20)
+        seen.append(worth.of(psi_N)[10])
+        worth.observe(psi_N, np.full(20, float(rng.random() < 0.85)))
+    assert np.mean(seen[50:]) == pytest.approx(0.85, abs=0.05)
+    assert np.abs(np.diff(seen)).max() < 0.3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60))
+def test_worth_is_a_probability_that_never_grows_where_psi_falls_whatever_was_seen(seed, steps):
+    rng, worth = np.random.default_rng(seed), Worth()
+    for _ in range(steps):
+        psi_N = rng.choice([0.0, 1.0, 0.5, *rng.random(5)], int(rng.integers(1, 30)))
+        worth.observe(psi_N, (rng.random(len(psi_N)) < rng.random()).astype(float))
+    worth_N = worth.of(np.linspace(1, 0, 50))
+    assert ((worth_N > 0) & (worth_N < 1)).all()
+    assert (np.diff(worth_N) <= 0).all()
+
+
 @pytest.mark.parametrize(("worth", "rests"), [(0.1, False), (0.3, True)])
 def test_copies_speak_against_the_head_by_what_they_hold_not_by_what_they_promise(worth, rests):
     """The head brings 1.56 tokens in 1.33; copies promise 1.96 in 1.08, and bring 1.10 or 1.29."""
@@ -221,8 +266,8 @@ def test_copies_speak_against_the_head_by_what_they_hold_not_by_what_they_promis
         if by_head:
             lengths.drafts.observe(1, 0.25)
         (kept,) = lengths.cut([chain_of(range(2), 0.4 if by_head else 0.6)], by_head)
-        accepted = float(kept.psi.sum()) * (1.0 if by_head else worth)
-        lengths.observe(1, 1 + len(kept), 1 + 0.04 * len(kept), accepted)
+        accepted_N = kept.psi * (1.0 if by_head else worth)
+        lengths.observe(1, 1 + len(kept), 1 + 0.04 * len(kept), kept.psi, accepted_N)
     assert lengths.rests(1) == rests
 
 
@@ -235,7 +280,8 @@ def test_what_only_copies_and_head_together_are_sure_of_speaks_for_the_head():
             lengths.drafts.observe(4, 3.0)
         chains = lengths.cut([merged if by_head else alone] * 4, by_head, alone=lambda _: alone)
         rows = 4 + sum(map(len, chains))
-        lengths.observe(4, rows, 1 + 0.01 * rows, sum(chain.psi.sum() for chain in chains))
+        psi_N = np.concatenate([chain.psi for chain in chains])
+        lengths.observe(4, rows, 1 + 0.01 * rows, psi_N, psi_N)
     assert not lengths.rests(4)
 
 
@@ -321,7 +367,7 @@ def test_padding_is_paid_for():
         lengths = Lengths(padded=not separate)
         for _ in range(3):
             for rows in (16, 32, 48):
-                lengths.observe(16, rows, 0.05 + 0.002 * rows, 0.0)
+                lengths.observe(16, rows, 0.05 + 0.002 * rows, EMPTY.psi, EMPTY.psi)
         lengths.count = 1
         sure, unsure = chain_of(range(MOST), 0.95), chain_of(range(MOST), 0.05)
         kept[separate] = [len(chain) for chain in lengths.cut([sure, *[unsure] * 15], True)]
