@@ -5,7 +5,6 @@ weights are the engine's own tensors, the class comes from the config; the layer
 """
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ctcdraft.model.base.attention import use_grouped_attention
-from ctcdraft.model.base.context import Attended
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.load.pretrained import own_eos_ids, usable_context
 
 
-@dataclass(frozen=True)
-class EngineBase(Base):
-    """A base whose layers are on the device `meta`: it embeds and makes logits, and cannot read."""
-
-    empty: Base | None = None  # the same without any weights, for shapes
-
-    def attended(self, count: int) -> Attended | None:
-        assert self.empty is not None
-        return self.empty.attended(count)
-
-
-def base_of(target: Any, path: str, length: int, option: str) -> EngineBase:
+def base_of(target: Any, path: str, length: int, option: str) -> Base:
     """Of a model that an engine has loaded and serves with contexts of that length, set by that option. Raises
     ValueError where a head cannot draft for it."""
     decoder: Any = getattr(target, "model", None)
@@ -47,9 +34,10 @@ def base_of(target: Any, path: str, length: int, option: str) -> EngineBase:
     return base
 
 
-def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: Tensor | None = None) -> EngineBase:
+def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: Tensor | None = None) -> Base:
     """Of the folder or Hub name that the engine serves, with its embedding and its LM head, which may have rows more
-    than the vocabulary. Raises ValueError where they are packed, quantised, or not whole."""
+    than the vocabulary: it embeds and makes logits, and cannot read, since its layers are on the device `meta`. Raises
+    ValueError where these weights are packed, quantised, or not whole."""
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     text = config.get_text_config()
     shape = text.vocab_size, text.hidden_size
@@ -59,7 +47,12 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: 
                 f"the {name} of {path} is {weight.dtype} {tuple(weight.shape)} in the engine, not {shape} of floats: "
                 "a head cannot draft with packed, quantised or divided weights"
             )
-    empty, model = (_without_weights(config, lm_head_VD.dtype) for _ in range(2))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=lm_head_VD.dtype).eval().requires_grad_(False)
+    with suppress(OSError):  # it has none
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    base = Base(model, tokenizer, path, own_eos_ids(model, tokenizer), usable_context(model))
+    base.key_shapes  # noqa: B018 (found while all of it is on `meta`, and kept)
     for module in model.modules():  # rotary frequencies, the scale of embeddings: computed, not stored
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
@@ -71,13 +64,4 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: 
     if lm_bias_V is not None:
         layer.bias = nn.Parameter(lm_bias_V.detach()[: shape[0]], requires_grad=False)
     use_grouped_attention(model)
-    with suppress(OSError):  # it has none
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    ends, length = own_eos_ids(model, tokenizer), usable_context(model)
-    bare = Base(empty, tokenizer, path, ends, length, plain_template=False)
-    return EngineBase(model, tokenizer, path, ends, length, plain_template=False, empty=bare)
-
-
-def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    return base

@@ -174,15 +174,21 @@ class Base:
         parts = [out.last_hidden_state, *entered, *([] if watched is None else [watched.flat()])]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def attended(self, count: int) -> Attended | None:
-        """The last `count` of the layers that make keys and values of their own (Gemma 3n's last ones do not); None
-        where these have several shapes, or there are none. Raises ValueError where the base has not as many layers."""
-        if count > self.depth:
-            raise ValueError(f"head.layers={count}: {self.name} has {self.depth} layers, choose at most as many")
+    @cached_property
+    def key_shapes(self) -> dict[int, set[torch.Size]]:
+        """Shapes [heads, 1, width] of what each layer makes of a position, where it makes keys and values of its own:
+        Gemma 3n's last ones do not."""
         watched = PassingCache(watched=range(self.depth))
         self.hidden(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=watched)
-        layers = tuple(sorted(watched.made)[-count:])
-        shapes = {part.shape[1:] for layer in layers for part in watched.made[layer]}
+        return {layer: {part.shape[1:] for part in watched.made[layer]} for layer in sorted(watched.made)}
+
+    def attended(self, count: int) -> Attended | None:
+        """The last `count` of the layers in `key_shapes`; None where these have several shapes, or there are none.
+        Raises ValueError where the base has not as many layers."""
+        if count > self.depth:
+            raise ValueError(f"head.layers={count}: {self.name} has {self.depth} layers, choose at most as many")
+        layers = tuple(self.key_shapes)[-count:]
+        shapes = set[torch.Size]().union(*(self.key_shapes[layer] for layer in layers))
         if len(layers) < count or len(shapes) != 1:
             return None
         heads, _, width = next(iter(shapes))
