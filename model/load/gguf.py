@@ -82,11 +82,8 @@ def _convert(file: Path, folder: Path) -> None:
                 "as a folder of safetensors"
             ) from error
     check_weights(str(file), info)
-    vars(model.config).pop("quantization_config", None)  # save_pretrained would refuse it, and it is no longer true
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
+    # save_pretrained would refuse what says that it is quantised, and it no longer is
+    for place, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+        vars(place).pop(name, None)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
