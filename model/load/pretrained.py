@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import torch
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, ProcessorMixin
 from transformers import logging as hf_logging
 
@@ -177,18 +177,10 @@ def usable_context(model: Any) -> int:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Downloads show their progress all the same."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    downloads = not are_progress_bars_disabled()
+    level = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()  # and those of downloads
-    if downloads:
-        enable_progress_bars()
     try:
-        yield
+        with patch.object(hf_logging, "_tqdm_active", False, create=True):  # its own bars, and not those of downloads
+            yield
     finally:
         hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
-        if not downloads:
-            disable_progress_bars()
