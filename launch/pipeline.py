@@ -12,7 +12,7 @@ from ctcdraft.data.store import load_corpus, read_manifest
 from ctcdraft.data.template import with_template_args
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.heads import HeadConfig, attended_on, head_on, parameters_of
-from ctcdraft.model.load.gguf import convert_gguf, is_gguf
+from ctcdraft.model.load.gguf import is_gguf
 from ctcdraft.model.load.precision import resolve_dtype
 from ctcdraft.model.load.pretrained import load_base
 from ctcdraft.model.load.smollm2 import describe_smollm2, smollm2_folder
@@ -60,10 +60,7 @@ def load(choice: BasePath, cache: str = ".cache") -> Base:
 
 def _configured_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
     if config.path is not None:
-        file = Path(config.path).expanduser()
-        if not is_gguf(config.path):
-            return config.path, ""
-        return str(ds.from_rank_zero(lambda: convert_gguf(file, cache))), f"dequantised from {file}; "
+        return config.path, f"dequantised from {config.path}; " if is_gguf(config.path) else ""
     if config.kind == "smollm2":
         folder = ds.from_rank_zero(lambda: smollm2_folder(cache))
         return str(folder), f"{describe_smollm2(folder)}; "
