@@ -36,6 +36,8 @@ TAKEN = {
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     "transformers_version",
 }
+# Of all others 0 asks for nothing.
+ZERO_COUNTS = {"forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "max_time"}
 
 
 def generate_with(
@@ -67,7 +69,8 @@ def generate_with(
     defaults = GenerationConfig._get_default_generation_params()
     for name in sorted(vars(GenerationConfig()).keys() - TAKEN):
         value = getattr(config, name, None)
-        if value not in (None, False, defaults.get(name)) and not name.startswith("_"):
+        zero = name in ZERO_COUNTS and value == 0 and value is not False
+        if (zero or value not in (None, False, defaults.get(name))) and not name.startswith("_"):
             raise ValueError(f"custom_generate: the draft decoder has no {name}={value}")
     given = [name for name, value in rest.items() if _is_given(value) and name != "use_model_defaults"]
     if given:

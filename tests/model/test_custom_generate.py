@@ -220,6 +220,8 @@ def test_samples_are_the_decoders_own(stock):
         ({"frobnicate": 1}, "no frobnicate"),
         ({"no_repeat_ngram_size": 2}, "no no_repeat_ngram_size=2"),
         ({"min_p": 0.1}, "no min_p=0.1"),
+        ({"forced_eos_token_id": 0}, "no forced_eos_token_id=0"),
+        ({"guidance_scale": 0}, "no guidance_scale=0"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused(stock, options, message):
