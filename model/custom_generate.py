@@ -112,12 +112,19 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, Sized) and len(value) == 0)
 
 
+class _Decoders(dict[Any, Decoder]):
+    """Of one model. Neither a copy of the model nor a pickle takes them along: what they hold cannot be pickled."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
 def _decoder(model: PreTrainedModel, folder: str | Path, tokenizer: Any, nodes: int) -> Decoder:
     """Made once per model, head and budget, and anew where the model's weights lie elsewhere since; kept by the model,
     to go when it goes."""
     where, config = [weight.data_ptr() for weight in model.parameters()], read_config(head_folder(folder))
     if model.__dict__.get("_ctcdraft_weights") != where:
-        model.__dict__.update(_ctcdraft_weights=where, _ctcdraft_decoders={})
+        model.__dict__.update(_ctcdraft_weights=where, _ctcdraft_decoders=_Decoders())
     made: dict[Any, Decoder] = model.__dict__["_ctcdraft_decoders"]
     key = config["sha256"], nodes
     if key not in made:

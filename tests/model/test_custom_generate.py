@@ -1,6 +1,8 @@
 """model.generate(custom_generate=<exported head>) from stock transformers."""
 
+import copy
 import gc
+import pickle
 import shutil
 import weakref
 
@@ -144,6 +146,19 @@ def test_a_model_takes_its_decoders_with_it_and_a_new_head_is_seen(stock, tmp_pa
     del model, first, second
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_has_decoded_can_be_copied_and_pickled(stock, copied):
+    _, folder, base = stock
+    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float64)
+    call = {**padded(PROMPTS[:1]), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**call)
+    for one in (model, copied(model)):
+        assert torch.equal(one.generate(**call, custom_generate=folder, trust_remote_code=True), want)
+        other = copied(one)
+        assert not other._ctcdraft_decoders, "a copy would hold the head twice"
+        assert torch.equal(other.generate(**call, custom_generate=folder, trust_remote_code=True), want)
 
 
 def test_a_model_that_was_converted_is_drafted_for_in_its_new_precision(stock, tmp_path):
