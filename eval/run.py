@@ -6,7 +6,7 @@ As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whol
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import TypeVar
 
@@ -88,23 +88,12 @@ def run(
             }
             plain, plain_seconds = timed[None]
             flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
+            turn = Turn(question, setting, number, plain=plain, plain_seconds=plain_seconds, flips=flips)
             for label, several in turns.items():
                 drafted, seconds = timed[label]
-                sampled = setting.temperature > 0 and sides[label].draft.proposal == "sampled"
-                several.append(
-                    Turn(
-                        question,
-                        setting,
-                        number,
-                        drafted,
-                        seconds=seconds,
-                        plain=plain,
-                        plain_seconds=plain_seconds,
-                        compared=not sampled,
-                        divergence=None if sampled else control.explain(prompt, plain.tokens, drafted.tokens, setting),
-                        flips=flips,
-                    )
-                )
+                equal = setting.temperature == 0 or sides[label].draft.proposal != "sampled"
+                found = control.explain(prompt, plain.tokens, drafted.tokens, setting) if equal else None
+                several.append(replace(turn, drafted=drafted, seconds=seconds, compared=equal, divergence=found))
             before.append(plain.tokens)
     if all(turn.skipped for several in turns.values() for turn in several):
         raise ValueError(f"no question could be decoded: {next(iter(turns.values()))[-1].skipped}")
