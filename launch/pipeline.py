@@ -20,7 +20,7 @@ from ctcdraft.train import engine as ds
 from ctcdraft.train.prepare import account_of, commonest, prepare, prepared_folder
 from ctcdraft.train.toy_base import toy_base, toy_folder
 
-from .schema import BaseConfig, BasePath, TrainEntry
+from .schema import BasePath, TrainEntry
 
 UNREAD_SHOWN = 12
 
@@ -47,8 +47,18 @@ def get_base(config: TrainEntry) -> Base:
 
 def configured_base(config: TrainEntry) -> tuple[Base, str]:
     """The base as the configuration wants it, and a note on what it is, which ends in a semicolon or is empty."""
-    path, note = _configured_path(config.base, Path(config.cache_dir))
-    base = load(replace(config.base, path=path), config.cache_dir)
+    choice, cache = config.base, Path(config.cache_dir)
+    if choice.path is not None:
+        path, note = choice.path, f"dequantised from {choice.path}; " if is_gguf(choice.path) else ""
+    elif choice.kind == "smollm2":
+        folder = ds.from_rank_zero(lambda: smollm2_folder(cache))
+        path, note = str(folder), f"{describe_smollm2(folder)}; "
+    else:
+        made = "reused" if toy_folder(cache, choice.training).exists() else "trained"
+        folder = ds.from_rank_zero(lambda: toy_base(cache, choice.training))
+        loss = json.loads((folder / "training.json").read_text())["held_out"]["nats_per_assistant_token"]
+        path, note = str(folder), f"{made}; held-out loss {loss:.3f} nats per answer token; "
+    base = load(replace(choice, path=path), config.cache_dir)
     return with_template_args(base, config.data.template_args or {}), note
 
 
@@ -56,18 +66,6 @@ def load(choice: BasePath, cache: str = ".cache") -> Base:
     """The base that lies at a path."""
     options: dict[str, Any] = {field.name: getattr(choice, field.name) for field in fields(BasePath)}
     return load_base(**options | {"dtype": choice.dtype or "fp32"}, cache=cache)
-
-
-def _configured_path(config: BaseConfig, cache: Path) -> tuple[str, str]:
-    if config.path is not None:
-        return config.path, f"dequantised from {config.path}; " if is_gguf(config.path) else ""
-    if config.kind == "smollm2":
-        folder = ds.from_rank_zero(lambda: smollm2_folder(cache))
-        return str(folder), f"{describe_smollm2(folder)}; "
-    made = "reused" if toy_folder(cache, config.training).exists() else "trained"
-    folder = ds.from_rank_zero(lambda: toy_base(cache, config.training))
-    figures = json.loads((folder / "training.json").read_text())["held_out"]
-    return str(folder), f"{made}; held-out loss {figures['nats_per_assistant_token']:.3f} nats per answer token; "
 
 
 def get_data(config: TrainEntry, base: Base) -> Path:
