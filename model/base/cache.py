@@ -67,7 +67,7 @@ class PassingCache(Cache):
 class TreeCache(Cache):
     """`lengths[b]` committed entries of sequence b; what a forward appends after them is a draft until `commit`.
 
-    batch: how many sequences have room; all of them are there until `clear`, behind which `add` takes one.
+    batch: how many sequences have room; all of them are there until `clear`, behind which `begin` takes one.
 
     A forward is about all of the first `batch` sequences, about `only` one (its prompt), or, where shapes may not move,
     about rows at places that only the device knows (`fixed`).
@@ -191,16 +191,13 @@ class TreeCache(Cache):
         self.batch = last
 
     def begin(self, sequence: int, source: int, length: int) -> None:
-        """A sequence then holds the first `length` entries of another, or of its own, and nothing else."""
+        """A sequence, one of those in use or the next, then holds the first `length` entries of another, or of its own,
+        and nothing else."""
+        self.batch = max(self.batch, sequence + 1)
         if sequence != source:
             for block in self._blocks:
                 block[:, sequence, :, :length] = block[:, source, :, :length]
         self.lengths[sequence] = length
-
-    def add(self) -> None:
-        """Another sequence, with nothing committed yet, behind those in use."""
-        self.lengths[self.batch] = 0
-        self.batch += 1
 
     def reserve(self, capacity: int) -> None:
         """Make room for so many entries per sequence; what is committed is copied where it was less."""

@@ -83,10 +83,7 @@ class EagerStep:
         base, cache = self.base, self.cache
         request.out.seconds = self.seconds
         with self.timed("verify"):
-            if row is None:
-                row = len(self.active)
-                for each in self.caches:
-                    each.add()
+            row = len(self.active) if row is None else row
             source, shared = self._longest_shared(request) if self.own_cache is None else (row, 0)
             for each in self.caches:
                 each.begin(row, source, shared)
