@@ -4,10 +4,10 @@ Shape suffixes: L positions, D hidden size, V vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,15 +194,15 @@ def requests_of(
     **sampling: Any,
 ) -> list[Request]:
     """One request per prompt; sampling: fields of `Sampling`. Raises ValueError on what cannot be asked."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+    (most,) = _whole([max_new_tokens], f"max_new_tokens={max_new_tokens!r} must be a whole number")
+    if most < 1:
+        raise ValueError(f"max_new_tokens={most} must be at least 1")
+    listed = isinstance(stop, Iterable) and not isinstance(stop, str)
+    if not listed or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop={stop!r}: give a list of non-empty strings")
-    try:
-        ends = None if eos is None else [index(token) for token in eos]
-    except TypeError:
-        raise ValueError(f"eos={eos!r}: give a list of tokens") from None
-    seeds = [seed] * len(prompts) if isinstance(seed, int | np.integer) else list(seed)
+    ends = None if eos is None else _whole(eos, f"eos={eos!r}: give a list of tokens")
+    several: Any = seed if isinstance(seed, Iterable) and getattr(seed, "ndim", 1) else [seed] * len(prompts)
+    seeds = _whole(several, f"seed={seed!r}: give a whole number, or one for each prompt")
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each")
     chosen_by, requests = Sampling(**sampling), []
@@ -210,16 +210,22 @@ def requests_of(
         tokens = _tokens(base, prompt)
         text = TextStream(base.tokenizer, stop, tokens) if streamed or stop else None
         out = Generation(trees=[] if keep_trees else None)
-        requests.append(Request(tokens, max_new_tokens, chosen_by, int(own_seed), text, ends, out=out))
+        requests.append(Request(tokens, most, chosen_by, own_seed, text, ends, out=out))
         requests[-1].fit(base)
     return requests
 
 
 def _tokens(base: Base, prompt: Prompt) -> list[int]:
-    try:
-        tokens = [index(token) for token in (base.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)]
-    except TypeError:
-        raise ValueError("a prompt is a text, or a sequence of whole numbers") from None
+    ids = base.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+    tokens = _whole(ids, "a prompt is a text, or a sequence of whole numbers")
     if problem := "a token below 0" if min(tokens, default=0) < 0 else base.unreadable(tokens):
         raise ValueError(f"the prompt cannot be read: {problem}")
     return tokens
+
+
+def _whole(numbers: Iterable[SupportsIndex], otherwise: str) -> list[int]:
+    """Raises ValueError, which says `otherwise`, where they are no whole numbers."""
+    try:
+        return [index(number) for number in numbers]
+    except TypeError:
+        raise ValueError(otherwise) from None

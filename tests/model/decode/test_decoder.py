@@ -502,11 +502,24 @@ def test_what_cannot_be_asked_for_is_refused(base):
         ({"stop": [""]}, "list of non-empty strings"),
         ({"eos": 5}, "eos=5: give a list of tokens"),
         ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
+        ({"seed": [1.5]}, r"seed=\[1.5\]: give a whole number"),
+        ({"seed": "5"}, "seed='5': give a whole number"),
+        ({"seed": None}, "seed=None: give a whole number"),
+        ({"stop": None}, "stop=None: give a list of non-empty strings"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.generate([5, 6], 4, **settings)
     with pytest.raises(ValueError, match="the prompt cannot be read: token 1000000"):
         decoder.generate([5, 10**6], 4)
+    with pytest.raises(ValueError, match=r"max_new_tokens=4\.0 must be a whole number"):
+        decoder.generate([5, 6], 4.0)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.array(3), torch.tensor(3), torch.tensor([3]), iter([3])])
+def test_a_seed_may_be_a_whole_number_of_any_library(base, seed):
+    prompt = prompts(1, seed=8)[0]
+    want = Decoder(base).generate(prompt, 8, temperature=1.0, seed=3).tokens
+    assert Decoder(base).generate(prompt, 8, temperature=1.0, seed=seed).tokens == want
 
 
 def test_a_genuine_repeat_survives(base):
