@@ -201,7 +201,7 @@ def requests_of(
     if not listed or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop={stop!r}: give a list of non-empty strings")
     ends = None if eos is None else _whole(eos, f"eos={eos!r}: give a list of tokens")
-    several: Any = seed if isinstance(seed, Iterable) and getattr(seed, "ndim", 1) else [seed] * len(prompts)
+    several: Any = seed if isinstance(seed, Iterable) and getattr(seed, "ndim", 1) != 0 else [seed] * len(prompts)
     seeds = _whole(several, f"seed={seed!r}: give a whole number, or one for each prompt")
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each")
