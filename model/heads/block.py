@@ -29,14 +29,8 @@ class Block(nn.Module):
         self.layer, self.head_width = layer, width // heads
 
     def forward(self, x_BLW: Tensor, mask: AttentionMask, cache: Cache | None = None) -> Tensor:
-        layer, half = self.layer, torch.arange(0, self.head_width, 2, device=x_BLW.device)
+        half = torch.arange(0, self.head_width, 2, device=x_BLW.device)
         frequency = ROPE_BASE ** -(half / self.head_width)
         angle = mask.positions_BL.unsqueeze(2) * torch.cat([frequency, frequency])
-        attended_BLW, _ = layer.self_attn(
-            layer.input_layernorm(x_BLW),
-            attention_mask=mask.allowed_BLS,
-            past_key_values=cache,
-            position_embeddings=(angle.cos().to(x_BLW.dtype), angle.sin().to(x_BLW.dtype)),
-        )
-        x_BLW = x_BLW + attended_BLW
-        return x_BLW + layer.mlp(layer.post_attention_layernorm(x_BLW))
+        turned = angle.cos().to(x_BLW.dtype), angle.sin().to(x_BLW.dtype)
+        return self.layer(x_BLW, mask.allowed_BLS, past_key_values=cache, position_embeddings=turned)
