@@ -153,7 +153,9 @@ def _rows(config: BenchConfig, data_folder: Path | None) -> Iterable[Any]:
     Raises ValueError where there are none of them.
     """
     if config.kind == "heldout":
-        if data_folder is None or not (data_folder / "heldout.jsonl").is_file():
+        if data_folder is None:
+            raise ValueError("bench=heldout asks what a run kept from training, and no run was chosen: take another")
+        if not (data_folder / "heldout.jsonl").is_file():
             raise ValueError("bench=heldout needs the run's prepared data, which is gone: choose another bench")
         return read_jsonl(data_folder / "heldout.jsonl")
     if config.path is None:

@@ -365,6 +365,8 @@ def test_bad_questions_are_refused(chat_base, tmp_path, content, message):
 def test_heldout_needs_the_prepared_data(chat_base, tmp_path):
     with pytest.raises(ValueError, match="prepared data, which is gone"):
         load_questions(BenchConfig("heldout"), chat_base, tmp_path, 0)
+    with pytest.raises(ValueError, match="no run was chosen: take another"):
+        load_questions(BenchConfig("heldout"), chat_base, None, 0)
 
 
 def test_orders_are_balanced_over_questions_and_settings(chat_base, questions, monkeypatch):
