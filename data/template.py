@@ -8,6 +8,7 @@ be a prefix, and the answer must follow it word for word up to the special token
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -291,22 +292,11 @@ def _encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
 
 
 def _masked(encoding: Any, found: _Text) -> Rendered:
+    begins, ends = ([token[side] for token in encoding.offsets] for side in (0, 1))
     mask = bytearray(len(encoding))  # which numpy takes as it is
     for start, stop in found.spans:
-        first, last = _token_at(encoding, start, stop, 1), _token_at(encoding, stop - 1, start - 1, -1)
-        if first is None or last is None:
-            continue
-        if found.text[encoding.token_to_chars(first)[0] : start].strip():  # begins in the prompt's last word
+        first, last = bisect_right(ends, start), bisect_left(begins, stop)
+        if first < last and found.text[begins[first] : start].strip():  # it begins in the prompt's last word
             first += 1
-        while last + 1 < len(encoding) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
-            last += 1  # a character of several tokens
-        mask[first : last + 1] = b"\1" * (last + 1 - first)
+        mask[first:last] = b"\1" * (last - first)
     return Rendered(encoding.ids, mask)
-
-
-def _token_at(encoding: Any, char: int, stop: int, step: int) -> int | None:
-    """The token that holds a character, or the nearest one towards `stop` (white space may belong to none)."""
-    found = encoding.char_to_token(char)
-    if found is not None:
-        return found
-    return next((t for c in range(char, stop, step) if (t := encoding.char_to_token(c)) is not None), None)

@@ -3,6 +3,7 @@ import pytest
 import templates
 from bases import TEMPLATE, tiny_tokenizer
 from templates import rendered, shown
+from tokenizers import processors
 
 from ctcdraft.data.prompts import cut_prompts
 from ctcdraft.data.records import Conversation
@@ -29,6 +30,13 @@ def test_the_mask_covers_a_character_of_several_tokens_whole():
     tokenizer = tiny_tokenizer(TEMPLATE.replace("</s>", ""))
     ids, mask = rendered(tokenizer, [CHAT[0], {"role": "assistant", "content": "c \N{GRINNING FACE}"}, *CHAT[2:]])
     assert tokenizer.decode([token for token, m in zip(ids, mask, strict=True) if m]) == "c \N{GRINNING FACE}f"
+
+
+def test_white_space_that_an_answer_begins_with_is_a_label_also_where_a_tokenizer_trims_offsets():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # Llama 3's
+    answer = {"role": "assistant", "content": "  c d"}
+    assert shown(tokenizer, rendered(tokenizer, [CHAT[0], answer])) == "<u>ab<a>[[  c d</s>]]"
 
 
 def test_a_prompt_ends_where_the_answer_starts():
