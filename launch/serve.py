@@ -29,7 +29,7 @@ from ctcdraft.model.export import head_folder, read_config
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.heads import head_config
 from ctcdraft.model.heads.stepwise.beam import StepwiseConfig
-from ctcdraft.model.load.pretrained import TEMPLATE_FOLDER, own_template
+from ctcdraft.model.load.pretrained import TEMPLATE_FOLDER, model_source, own_template
 
 VERSION = "0.32.0"  # of vLLM, which ctcdraft.serve is tested with
 UNUSED = ("torchvision", "torchaudio", "torchcodec")  # of the CPU build: they do not fit its torch
@@ -43,9 +43,10 @@ MEMORY = re.compile(r"out of memory|not enough (?:GPU )?memory|MemoryError|Canno
 def main(config: ServeEntry) -> int:
     base, head, options = served(config)
     check_port(config.host, config.port)
+    arguments = command(config, base, head, options)
     python = engine_python(Path(config.env))
     log = Path(f"{config.env}.log")
-    words = [python, "-m", "vllm.entrypoints.openai.api_server", *command(config, base, head, options)]
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
@@ -92,7 +93,7 @@ def served(config: ServeEntry) -> tuple[str, Path, dict[str, Any]]:
     record = read_config(head)
     if isinstance(served := head_config(record["head"]), StepwiseConfig):
         raise ValueError(f"{head} is a head of kind {served.kind}, which no engine serves: use launch/chat.py")
-    return os.path.expanduser(base), head.resolve(), {**paths, "template_args": record.get("template_args")}
+    return model_source(base), head.resolve(), {**paths, "template_args": record.get("template_args")}
 
 
 def check_port(host: str, port: int) -> None:
@@ -128,7 +129,7 @@ def _run(words: list[str]) -> None:
 
 
 def command(config: ServeEntry, base: str, head: Path, known: dict[str, Any]) -> list[str]:
-    """The server's arguments."""
+    """The server's arguments. Raises ValueError as `has_template` does."""
     dtype = config.base.dtype or known.get("dtype") or "auto"
     speculation = {
         "method": "custom_class",
@@ -140,13 +141,22 @@ def command(config: ServeEntry, base: str, head: Path, known: dict[str, Any]) ->
     words += [f"--speculative-config={json.dumps(speculation)}"]
     words += [f"--additional-config={json.dumps({'ctcdraft': {'head': str(head)}})}"]
     template = config.base.template or known.get("template")
-    if template is None and own_template(base, AutoTokenizer.from_pretrained(base)) is None:
+    if template is None and not has_template(base):
         template = "plain"
     if template is not None:
         words += [f"--chat-template={TEMPLATE_FOLDER / template}.jinja"]
     if known.get("template_args"):
         words += [f"--default-chat-template-kwargs={json.dumps(known['template_args'])}"]
     return words + [str(word) for word in config.args]
+
+
+def has_template(base: str) -> bool:
+    """Does it come with a chat template? Raises ValueError where it has no tokenizer."""
+    try:
+        return own_template(base, AutoTokenizer.from_pretrained(base)) is not None
+    except Exception as error:  # whatever a broken folder makes transformers raise
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"base.path={base}: no model with a tokenizer ({reason})") from error
 
 
 def wait_until_healthy(engine: "subprocess.Popen[bytes]", address: str, log: Path, seconds: float) -> None:

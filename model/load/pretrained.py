@@ -59,11 +59,7 @@ def load_base(
         raise ValueError(f"base.template={template!r} is unknown: choose one of {tuple(TEMPLATES)}")
     if is_gguf(path):
         path = str(convert_gguf(Path(path).expanduser(), Path(cache)))
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    folder = Path(path).expanduser()
-    if looks_local and not folder.is_dir():
-        raise ValueError(f"base.path={path}: no such folder")
-    source = str(folder) if folder.is_dir() else path
+    source, folder = model_source(path), Path(path).expanduser()
     with _quiet_transformers():
         try:
             trusted = {"trust_remote_code": trust_remote_code}
@@ -89,6 +85,16 @@ def load_base(
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids) or None, pad_token_id=(*eos_ids, 0)[0])
     written = date or PINNED_DATE if writes_date(tokenizer.chat_template) else None
     return base_of(model, tokenizer, path, eos_ids, plain_template=plain, date=written)
+
+
+def model_source(path: str) -> str:
+    """A model's folder, or its name on the Hub. Raises ValueError where it can only be a folder, and none is there."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ValueError(f"base.path={path}: no such folder")
+    return path
 
 
 def base_of(model: Any, tokenizer: Any, path: str, eos_ids: tuple[int, ...] | None = None, **facts: Any) -> Base:

@@ -118,6 +118,15 @@ def test_heads_that_no_engine_serves_are_refused(work):
         serve.main(options(work, work / "none", head=HeadPath(), runs_dir=str(work / "runs")))
 
 
+@pytest.mark.parametrize(("base", "sentence"), [("nowhere", "no such folder"), ("run", "no model with a tokenizer")])
+def test_a_base_that_is_none_is_refused_before_an_environment_is_made(work, monkeypatch, base, sentence):
+    made = []
+    monkeypatch.setattr(serve, "engine_python", made.append)
+    with pytest.raises(ValueError, match=f"base.path={work / base}: {sentence}"):
+        serve.main(options(work, work / "none", base=BasePath(path=str(work / base))))
+    assert not made
+
+
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_made_is_one_sentence(work, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere")
