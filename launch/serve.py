@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from ctcdraft.launch import runs
 from ctcdraft.launch.cli import run
 from ctcdraft.launch.schema import ServeEntry
+from ctcdraft.model.base.llm import model_name
 from ctcdraft.model.export import head_folder, read_config
 from ctcdraft.model.folders import claimed
 from ctcdraft.model.heads import head_config
@@ -136,7 +137,7 @@ def command(config: ServeEntry, base: str, head: Path, known: dict[str, Any]) ->
         "model": "ctcdraft.serve.vllm.Proposer",
         "num_speculative_tokens": config.nodes,
     }
-    words = [f"--model={base}", f"--served-model-name={Path(base).name}"]
+    words = [f"--model={base}", f"--served-model-name={model_name(base)}"]
     words += [f"--host={config.host}", f"--port={config.port}", f"--dtype={DTYPES.get(dtype, dtype)}"]
     words += [f"--speculative-config={json.dumps(speculation)}"]
     words += [f"--additional-config={json.dumps({'ctcdraft': {'head': str(head)}})}"]
@@ -183,7 +184,7 @@ def reason_in(log: Path) -> str:
 
 
 def curl_line(address: str, base: str) -> str:
-    asked = {"model": Path(base).name, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+    asked = {"model": model_name(base), "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
     header = "Content-Type: application/json"
     return f"curl {address}/v1/chat/completions -H {shlex.quote(header)} -d {shlex.quote(json.dumps(asked))}"
 

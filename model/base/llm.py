@@ -127,9 +127,7 @@ class Base:
 
     @property
     def name(self) -> str:
-        """The folder's; of a snapshot in the Hub's cache, whose folder is a commit, the model's."""
-        folder = Path(os.path.abspath(self.path))
-        return folder.parents[1].name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
+        return model_name(self.path)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, as the base's first layer gets them: [..., D]."""
@@ -232,6 +230,12 @@ class Base:
         named = [(name, p.detach()) for name, p in self.model.named_parameters()]
         sums = [(name, list(p.shape), int(p.view(kinds[p.element_size()]).sum())) for name, p in named]
         return _short_hash(json.dumps(sums).encode())
+
+
+def model_name(path: str) -> str:
+    """The folder's; of a snapshot in the Hub's cache, whose folder is a commit, the model's."""
+    folder = Path(os.path.abspath(path))
+    return folder.parents[1].name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
 
 
 def _tokenizer_bytes(tokenizer: Any) -> bytes:

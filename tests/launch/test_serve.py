@@ -127,6 +127,13 @@ def test_a_base_that_is_none_is_refused_before_an_environment_is_made(work, monk
     assert not made
 
 
+def test_the_model_is_called_by_its_folder_wherever_the_command_is_run(work, monkeypatch):
+    monkeypatch.chdir(work / "base")
+    config = options(work, work / "none", base=BasePath(path="."))
+    assert "--served-model-name=base" in serve.command(config, *serve.served(config))
+    assert '"model": "base"' in serve.curl_line("http://127.0.0.1:1", ".")
+
+
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_made_is_one_sentence(work, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere")
