@@ -61,8 +61,11 @@ def generate_with(
     """
     if input_ids is None:
         input_ids = arguments.pop("inputs", None)
-    if input_ids is None or input_ids.dim() != 2:
+    if input_ids is None or input_ids.dim() != 2 or not len(input_ids):
         raise ValueError("custom_generate: give input_ids [batch, length]")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        shapes = f"{list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
+        raise ValueError(f"custom_generate: attention_mask is {shapes}: give one number for each token")
     lengths = (arguments.get("max_length"), getattr(generation_config, "max_length", None))
     default_length = {*lengths, model.generation_config.max_length} == {None}
     config, rest = model._prepare_generation_config(generation_config, **arguments)  # type: ignore[operator]

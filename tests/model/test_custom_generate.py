@@ -247,6 +247,23 @@ def test_what_the_decoder_cannot_do_is_refused(stock, options, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"give input_ids \[batch, length\]"),
+        ({"input_ids": torch.tensor([5, 6])}, r"give input_ids \[batch, length\]"),
+        (
+            {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 3)},
+            r"attention_mask is \[1, 3\], input_ids \[1, 2\]",
+        ),
+    ],
+)
+def test_inputs_of_other_shapes_are_refused_in_a_sentence(stock, inputs, message):
+    model, folder, _ = stock
+    with pytest.raises(ValueError, match=message):
+        model.generate(**inputs, max_new_tokens=4, custom_generate=folder, trust_remote_code=True)
+
+
 def test_another_models_head_is_refused(stock, tmp_path):
     _, folder, _ = stock
     other = AutoModelForCausalLM.from_pretrained(write_base(tmp_path / "other", seed=1))
