@@ -14,6 +14,7 @@ of a hidden state, S places of a request.
 import os
 from collections.abc import Sequence
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -155,23 +156,14 @@ def pool_pages(pool: Any, layers: Sequence[int], shape: tuple[int, int]) -> Page
     return Pages(found)
 
 
-class NoCorpus:
-    """What the n-gram worker gets for its corpus, which ours never asks."""
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def erase_match_state(self, requests: Sequence[str]) -> None: ...
-
-
 def worker_class() -> type:
     """SGLang's n-gram worker with a head that drafts."""
     from sglang.srt.speculative import ngram_worker
 
     class Worker(ngram_worker.NGRAMWorker):
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-            with patch.object(ngram_worker, "NgramCorpus", NoCorpus):
+            corpus = SimpleNamespace(reset=lambda: None, erase_match_state=lambda requests: None)  # ours never asks it
+            with patch.object(ngram_worker, "NgramCorpus", lambda **_: corpus):
                 super().__init__(server_args, gpu_id, nccl_port, target_worker)
             model = self.model_runner.model
             self.context = self.model_runner.model_config.context_len
