@@ -4,8 +4,6 @@ transformers makes such masks itself where it is given none; one of four dimensi
 Shape suffixes: B sequences, Q rows of a forward, K cached and new entries.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +54,6 @@ class Windows:
             hidden_BQK = from_BQ1 // width != at_B1K // width if chunked else from_BQ1 - at_B1K >= width
             narrow[kind] = mask_BQK.masked_fill(hidden_BQK.unsqueeze(1), torch.finfo(mask_BQK.dtype).min)
         return {FULL: mask_BQK} | narrow if self.mixed or len(narrow) > 1 else next(iter(narrow.values()))
-
-    @contextmanager
-    def narrowed(self, width: int) -> Iterator[None]:
-        """Windows of that width, to try them without thousands of tokens; transformers reads it at each forward."""
-        before = {name: getattr(self.config, name) for name in self.kinds.values()}
-        try:
-            for name in before:
-                setattr(self.config, name, width)
-            yield
-        finally:
-            for name, own in before.items():
-                setattr(self.config, name, own)
 
 
 def windows_of(config: Any) -> Windows:
