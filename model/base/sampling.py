@@ -10,7 +10,8 @@ Shape suffixes: R rows (positions that choose), V vocabulary.
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -35,8 +36,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
+        if not isinstance(self.top_k, SupportsIndex) or self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or a larger whole number")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
         if not 0.0 < self.repetition_penalty < float("inf"):
@@ -92,7 +93,7 @@ class Sampling:
         top_k and top_p leave a token out."""
         logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
         logits_RV = logits_RV / max(self.temperature, LEAST_TEMPERATURE)
-        warpers: list[Any] = [TopKLogitsWarper(self.top_k)] if self.top_k else []
+        warpers: list[Any] = [TopKLogitsWarper(index(self.top_k))] if self.top_k else []
         warpers += [TopPLogitsWarper(self.top_p)] if self.top_p < 1.0 else []
         for warper in warpers:
             logits_RV = warper(None, logits_RV)

@@ -497,6 +497,8 @@ def test_what_cannot_be_asked_for_is_refused(base):
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": 2.5}, r"top_k=2\.5 must be 0"),
+        ({"top_k": None}, "top_k=None must be 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ({"stop": "text"}, "list of non-empty strings"),
         ({"stop": [""]}, "list of non-empty strings"),
@@ -520,6 +522,12 @@ def test_a_seed_may_be_a_whole_number_of_any_library(base, seed):
     prompt = prompts(1, seed=8)[0]
     want = Decoder(base).generate(prompt, 8, temperature=1.0, seed=3).tokens
     assert Decoder(base).generate(prompt, 8, temperature=1.0, seed=seed).tokens == want
+
+
+def test_top_k_may_be_numpys(base):
+    settings = {"temperature": 1.0, "seed": 3}
+    want = Decoder(base).generate([5, 6], 8, top_k=4, **settings).tokens
+    assert Decoder(base).generate([5, 6], 8, top_k=np.int64(4), **settings).tokens == want
 
 
 def test_a_genuine_repeat_survives(base):
