@@ -35,24 +35,6 @@ class Media(NamedTuple):
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-class Sink:
-    """Where figures go beside metrics.jsonl: this one nowhere, the others where they have a use for them."""
-
-    name = ""
-
-    def log(self, row: Mapping[str, Any], step: int) -> None:
-        """A step's figures."""
-
-    def summary(self, media: Media) -> None:
-        """The end of a run, or an evaluation."""
-
-    def alert(self, sentence: str) -> None:
-        """What a person should look at now; it was printed."""
-
-    def finish(self) -> None:
-        """Nothing more comes."""
-
-
 class RunLog:
     """The log of one run folder. A resumed run continues the file, and the run in W&B or TensorBoard. Raises ValueError
     where a package that was asked for is missing."""
@@ -83,30 +65,34 @@ class RunLog:
         self._file.close()
         self._tell(lambda sink: sink.finish())
 
-    def _tell(self, what: Callable[[Sink], None]) -> None:
+    def _tell(self, what: "Callable[[Wandb | TensorBoard], None]") -> None:
         """W&B works in a process of its own, which may die, and a disk may be full: the training matters more."""
+        if (sink := self.sink) is None:
+            return
         try:
-            what(self.sink)
+            what(sink)
         except Exception as error:
-            print(f"{self.sink.name}: gone ({first_line(error)}), {self.path} goes on without it", flush=True)
-            self.sink = Sink()
+            print(f"{sink.name}: gone ({first_line(error)}), {self.path} goes on without it", flush=True)
+            self.sink = None
 
 
 def log_evaluation(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], media: Media) -> None:
     """A run of its own, inside the evaluation's folder. Where that fails, a line says so: the evaluation is there."""
     try:
-        sink = _sink(folder, name, config, settings, 0)
-        sink.summary(media)
-        sink.finish()
+        if sink := _sink(folder, name, config, settings, 0):
+            sink.summary(media)
+            sink.finish()
     except Exception as error:
         print(f"the evaluation is not logged ({first_line(error)}); {folder} holds it", flush=True)
 
 
-def _sink(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], step: int) -> Sink:
+def _sink(
+    folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any], step: int
+) -> "Wandb | TensorBoard | None":
+    """Where figures go beside metrics.jsonl."""
     if config.mode == "tensorboard":
         return TensorBoard(folder, step)
-    run = None if config.mode == "none" else wandb_run(folder, name, config, settings)
-    return Sink() if run is None else Wandb(run)
+    return None if config.mode == "none" else wandb_run(folder, name, config, settings)
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -123,7 +109,7 @@ def _cut_after(path: Path, step: int) -> None:
     write_atomically(path, b"".join(kept))
 
 
-class Wandb(Sink):
+class Wandb:
     """One W&B run. Warnings are its alerts."""
 
     name = "W&B"
@@ -151,7 +137,7 @@ class Wandb(Sink):
         self.run.finish()
 
 
-class TensorBoard(Sink):
+class TensorBoard:
     """Event files in runs/<name>/tensorboard. Raises ValueError where the package tensorboard is missing."""
 
     name = "TensorBoard"
@@ -185,14 +171,14 @@ class TensorBoard(Sink):
         self.writer.close()
 
 
-def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Any:
+def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[str, Any]) -> Wandb | None:
     """A run, online or offline; None where W&B cannot even log offline."""
     import wandb
 
     id_file = folder / "wandb_id"
 
-    def started(mode: Literal["online", "offline"]) -> Any:
-        return wandb.init(
+    def started(mode: Literal["online", "offline"]) -> Wandb:
+        run = wandb.init(
             project=config.project,
             entity=config.entity,
             name=name,
@@ -203,6 +189,7 @@ def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[s
             mode=mode,
             settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
         )
+        return Wandb(run)
 
     try:
         known = wandb_settings()
