@@ -11,10 +11,11 @@ Shape suffixes: B rows, L positions, N anchors, U labels, P drafted tokens that 
 import hashlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ctcdraft.data.batches import Batch
-from ctcdraft.model.base.context import AttentionMask
+from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.draft.drafter import Drafter, Frontier
@@ -62,25 +63,19 @@ def states_behind(base: Base, batch: Batch) -> Tensor:
     One forward: a row, and behind it the labels of its anchors, each of which sees the row up to its anchor's root, and
     the labels before it.
     """
-    B, L = batch.ids_BL.shape
-    U, device = batch.labels_NU.shape[1], batch.ids_BL.device
-    anchors = anchors_of(batch)
-    if (mask := document_mask(batch)) is not None and mask.allowed_BLS is not None:
-        place_BL, allowed_BLL = mask.positions_BL, mask.allowed_BLS.squeeze(1)
-    else:
-        place_BL = torch.arange(L, device=device).expand(B, L)
-        allowed_BLL = place_BL.unsqueeze(1) <= place_BL.unsqueeze(2)
-    root_N = batch.position_N + 1  # the root stands there
-    path_NP = batch.labels_NU[:, : U - 1]
-    stands_NP = place_BL[batch.batch_N, root_N].unsqueeze(1) + 1 + torch.arange(U - 1, device=device)
-    ids_BP, stands_BP = (anchors.spread(each).flatten(1) for each in (path_NP, stands_NP))
-    sees_BPL = anchors.spread(allowed_BLL[batch.batch_N, root_N]).repeat_interleave(U - 1, dim=1)
-    own_PP = torch.block_diag(*[torch.ones(U - 1, U - 1, device=device).tril()] * anchors.most).bool()
-    blind_BLP = torch.zeros(B, L, ids_BP.shape[1], dtype=torch.bool, device=device)
-    allowed = torch.cat(
-        [torch.cat([allowed_BLL, blind_BLP], dim=2), torch.cat([sees_BPL, own_PP.expand(B, -1, -1)], dim=2)], dim=1
-    )
-    mask = AttentionMask(torch.cat([place_BL, stands_BP], dim=1), allowed.unsqueeze(1))
-    read = base.hidden(torch.cat([batch.ids_BL, ids_BP], dim=1), mask)
-    behind_NPD = anchors.gathered(read[:, L:].unflatten(1, (anchors.most, U - 1)))
-    return torch.cat([read[batch.batch_N, root_N].unsqueeze(1), behind_NPD], dim=1)
+    (B, L), U, device = batch.ids_BL.shape, batch.labels_NU.shape[1], batch.ids_BL.device
+    positions_1L = torch.arange(L, device=device).unsqueeze(0)
+    mask = document_mask(batch) or AttentionMask(positions_1L, (positions_1L <= positions_1L.T)[None, None])
+    assert mask.allowed_BLS is not None
+    place_BL, row_BLL = mask.positions_BL.expand(B, L), mask.allowed_BLS[:, 0].expand(B, L, L)
+    roots = Anchors.of(batch.batch_N, batch.position_N + 1, B, mask)
+    root_BA, sees_BAL = roots.context(L)
+    ids_BP = roots.spread(batch.labels_NU[:, : U - 1]).flatten(1)
+    place_BP = (root_BA.unsqueeze(2) + torch.arange(1, U, device=device)).flatten(1)
+    path_PP = torch.block_diag(*[torch.ones(U - 1, U - 1, device=device).tril()] * roots.most).bool()
+    label_BPS = torch.cat([sees_BAL.repeat_interleave(U - 1, dim=1), path_PP.expand(B, -1, -1)], dim=2)
+    allowed_BSS = torch.cat([F.pad(row_BLL, (0, len(path_PP))), label_BPS], dim=1)
+    mask = AttentionMask(torch.cat([place_BL, place_BP], dim=1), allowed_BSS.unsqueeze(1))
+    read_BSD = base.hidden(torch.cat([batch.ids_BL, ids_BP], dim=1), mask)
+    behind_NPD = roots.gathered(read_BSD[:, L:].unflatten(1, (roots.most, U - 1)))
+    return torch.cat([roots.own(read_BSD).unsqueeze(1), behind_NPD], dim=1)
