@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from ctcdraft import __version__
 from ctcdraft.data.sources import source_hash
-from ctcdraft.data.store import read_object, write_jsonl
+from ctcdraft.data.store import Journal, read_object, write_jsonl
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
 from ctcdraft.model.draft.config import DraftConfig
@@ -130,22 +130,38 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
     heads = {label: load_head(head, base) for label, head in head_folders.items()}
     decoders = {label: measurement.decoder(base, head, measurement.draft) for label, head in heads.items()}
     questions = measurement.questions()
+    sides = {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}
     folder.parent.mkdir(parents=True, exist_ok=True)  # where that fails nothing is decoded first
-    turns = run(base, {**decoders, LOOKUP_ALONE: measurement.lookup_alone()}, questions, bench, seed)
-    rate = generate_rate(base, questions, bench)
-    blocks = measured(turns, seed)
-    for several in blocks.values():
-        for block in several.values():
-            block["tokens_per_second"]["generate"] = rate
-    figures: dict[str, Any] = {"temperatures": [{"temperature": t, "heads": several} for t, several in blocks.items()]}
-    if "" in head_folders:
-        figures = of_one_head(blocks, "")
-    with latest(folder) as fresh:
-        results = write_results(fresh, setting, figures, turns, base.tokenizer)
-        rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))
-        write_jsonl(fresh / "answers.jsonl", rows)
-        draw(panels_of(results), fresh)
+    learns = bool(measurement.options)  # online, and what was learnt is not kept
+    with nullcontext() if learns else decoded_so_far(folder, setting) as done:
+        turns = run(base, sides, questions, bench, seed, done)
+        rate = generate_rate(base, questions, bench)
+        blocks = measured(turns, seed)
+        for several in blocks.values():
+            for block in several.values():
+                block["tokens_per_second"]["generate"] = rate
+        several_heads = {"temperatures": [{"temperature": t, "heads": several} for t, several in blocks.items()]}
+        figures = of_one_head(blocks, "") if "" in head_folders else several_heads
+        with latest(folder) as fresh:
+            results = write_results(fresh, setting, figures, turns, base.tokenizer)
+            rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))
+            write_jsonl(fresh / "answers.jsonl", rows)
+            draw(panels_of(results), fresh)
     return Evaluated(results, folder)
+
+
+@contextmanager
+def decoded_so_far(folder: Path, setting: Mapping[str, Any]) -> Iterator[Journal]:
+    """What of this very evaluation was decoded before it was cut off: a file beside its folder, which goes when all is,
+    or where nothing can be."""
+    path = folder.with_name(f".{folder.name}-{digest_of(setting)[:6]}.decoded")
+    with closing(Journal(path)) as done:
+        try:
+            yield done
+        except ValueError:
+            path.unlink()
+            raise
+    path.unlink()
 
 
 def answers(head: str, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,10 @@
 As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whole `generate` timed.
 """
 
+import pickle
 import time
-from collections.abc import Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -48,11 +50,17 @@ class Turn:
 
 
 def run(
-    base: Base, heads: Mapping[str, Decoder], questions: Sequence[Question], config: BenchConfig, seed: int = 0
+    base: Base,
+    heads: Mapping[str, Decoder],
+    questions: Sequence[Question],
+    config: BenchConfig,
+    seed: int = 0,
+    done: MutableMapping[str, str] | None = None,
 ) -> dict[str, list[Turn]]:
     """Decode every question plainly and with each of the heads, in each of the benchmark's settings, in
     `balanced_orders`. Per head its turns, question by question. The first answers of the first `SHOWN`
-    categories keep their drafts.
+    categories keep their drafts. done: what a run that was cut off has decoded, which is not decoded again; this one
+    adds to it.
 
     A turn that cannot be asked is skipped, and those behind it. Raises ValueError when that leaves nothing.
     """
@@ -67,36 +75,56 @@ def run(
             temperature = config.temperatures[i % len(config.temperatures)]
             for decoder in sides.values():
                 decoder.generate(prompt, min(32, config.max_new_tokens), temperature=temperature)
+    done = {} if done is None else done
     turns: dict[str, list[Turn]] = {label: [] for label in heads}
     orders = balanced_orders([*sides])
     shown = {question.category: i for i, question in reversed([*enumerate(questions)])}  # the first of each category
     shown_at = sorted(shown.values())[:SHOWN]
     work = list(product(enumerate(questions), enumerate(config.settings(seed))))
     for (i, question), (j, setting) in tqdm(work, "decoding", unit="question", mininterval=1):
-        order = orders[(i + j) % len(orders)]
-        before: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
-        for number in range(question.asks):
-            try:
-                prompt = question.prompt_after(base, before)
-            except RowError as error:
-                for several in turns.values():
-                    several.append(Turn(question, setting, number, skipped=str(error)))
-                break
-            keep = i in shown_at and j == number == 0  # a reference per step: no time
-            timed = {
-                label: _timed(sides[label], prompt, question, setting, config.max_new_tokens, keep) for label in order
-            }
-            plain, plain_seconds = timed[None]
-            flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
-            turn = Turn(question, setting, number, plain=plain, plain_seconds=plain_seconds, flips=flips)
-            for label, several in turns.items():
-                drafted, seconds = timed[label]
-                equal = setting.temperature == 0 or sides[label].draft.proposal != "sampled"
-                found = control.explain(prompt, plain.tokens, drafted.tokens, setting) if equal else None
-                several.append(replace(turn, drafted=drafted, seconds=seconds, compared=equal, divergence=found))
-            before.append(plain.tokens)
+        if f"{i} {j}" not in done:
+            order, keep = orders[(i + j) % len(orders)], i in shown_at and j == 0
+            decoded = _decoded(question, setting, {label: sides[label] for label in order}, control, config, keep)
+            done[f"{i} {j}"] = b64encode(pickle.dumps(decoded)).decode()
+        for label, several in pickle.loads(b64decode(done[f"{i} {j}"])).items():
+            turns[label] += [replace(turn, question=question) for turn in several]
     if all(turn.skipped for several in turns.values() for turn in several):
         raise ValueError(f"no question could be decoded: {next(iter(turns.values()))[-1].skipped}")
+    return turns
+
+
+def _decoded(
+    question: Question,
+    setting: Setting,
+    sides: Mapping[str | None, Decoder],
+    control: Control,
+    config: BenchConfig,
+    keep: bool,
+) -> dict[str, list[Turn]]:
+    """Per head its turns; sides: those of plain decoding (None) and of the heads, in the order in which each turn is
+    decoded by them; keep: the drafts of the first answer, a reference per step, which takes no time."""
+    turns: dict[str, list[Turn]] = {label: [] for label in sides if label is not None}
+    before: list[list[int]] = []  # plain decoding's answers: every side gets its next turn on top of them
+    for number in range(question.asks):
+        try:
+            prompt = question.prompt_after(control.base, before)
+        except RowError as error:
+            for several in turns.values():
+                several.append(Turn(question, setting, number, skipped=str(error)))
+            break
+        timed = {
+            label: _timed(side, prompt, question, setting, config.max_new_tokens, keep and number == 0)
+            for label, side in sides.items()
+        }
+        plain, plain_seconds = timed[None]
+        flips = control.flips(prompt, plain.tokens, setting) if control.below_float32 else None
+        turn = Turn(question, setting, number, plain=plain, plain_seconds=plain_seconds, flips=flips)
+        for label, several in turns.items():
+            drafted, seconds = timed[label]
+            equal = setting.temperature == 0 or sides[label].draft.proposal != "sampled"
+            found = control.explain(prompt, plain.tokens, drafted.tokens, setting) if equal else None
+            several.append(replace(turn, drafted=drafted, seconds=seconds, compared=equal, divergence=found))
+        before.append(plain.tokens)
     return turns
 
 

@@ -136,6 +136,43 @@ def test_the_same_evaluation_is_reused_and_another_is_kept_beside_it(
     assert len([*folder.parent.iterdir()]) == 2
 
 
+def test_an_evaluation_that_was_cut_off_decodes_what_is_left(chat_base, head_folder, questions, tmp_path, monkeypatch):
+    config = BenchConfig("mt_bench", questions, questions=3, max_new_tokens=3, warmups=0)
+    measurement, folder = Measurement(chat_base, DRAFT, config), tmp_path / "eval" / "mt_bench"
+    calls, honest = [], runner._timed
+
+    def timed(*given):
+        calls.append(given)
+        if len(calls) == 8:  # in the second question: two turns by three sides each
+            raise KeyboardInterrupt
+        return honest(*given)
+
+    monkeypatch.setattr(runner, "_timed", timed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(measurement, {"": head_folder}, folder)
+    (kept,) = folder.parent.iterdir()
+    with kept.open("a") as stream:
+        stream.write('["1 0", "half of a li')
+    found = evaluate(measurement, {"": head_folder}, folder)
+    assert len(calls) == 8 + 12
+    assert [path.name for path in folder.parent.iterdir()] == ["mt_bench"]
+    whole = evaluate(measurement, {"": head_folder}, tmp_path / "another" / "mt_bench")
+    assert len(calls) == 8 + 12 + 18
+    assert whole.results["identical"] == found.results["identical"]
+    assert whole.results["questions"] == found.results["questions"] == 3
+    rows = [(one.folder / "answers.jsonl").read_text().splitlines() for one in (whole, found)]
+    assert [json.loads(row)["answers"] for row in rows[0]] == [json.loads(row)["answers"] for row in rows[1]]
+
+
+def test_where_no_question_can_be_decoded_nothing_is_left(chat_base, head_folder, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"turns": ["x" * 600]}))
+    measurement = Measurement(chat_base, DRAFT, BenchConfig("mt_bench", str(path), max_new_tokens=4, warmups=0))
+    with pytest.raises(ValueError, match="no question could be decoded"):
+        evaluate(measurement, {"": head_folder}, tmp_path / "eval" / "mt_bench")
+    assert not [*(tmp_path / "eval").iterdir()]
+
+
 def test_where_nothing_can_be_written_nothing_is_decoded(chat_base, head_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "run", None)
     (tmp_path / "eval").touch()
