@@ -135,16 +135,13 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def seal(fresh: Path, folder: Path, facts: dict[str, Any]) -> None:
-    """Write `fresh`'s manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of these), force all of it to
-    the disk, and rename it to `folder`, which must not hold anything whole: what is there is removed."""
-    facts = {"files": _contents(fresh), **facts}
-    for path in fresh.rglob("*"):
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Write a folder's manifest (size and SHA-256 of every file, `facts`, and a SHA-256 of these), and force all of it
+    to the disk."""
+    facts = {"files": _contents(folder), **facts}
+    (folder / MANIFEST).write_text(json.dumps({**facts, "sha256": digest_of(facts)}, indent=2))
+    for path in (*folder.rglob("*"), folder):
         sync(path)
-    write_atomically(fresh / MANIFEST, json.dumps({**facts, "sha256": digest_of(facts)}, indent=2).encode())
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(fresh, folder)
-    sync(folder.parent)
 
 
 def sealed_facts(folder: Path) -> dict[str, Any]:

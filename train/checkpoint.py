@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ctcdraft.model.folders import seal, sealed_facts, write_atomically, writing
+from ctcdraft.model.folders import new_folder, seal, sealed_facts, write_atomically
 
 from .engine import from_rank_zero, rank, world_size
 from .log import first_line
@@ -118,23 +118,19 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], keep: int) -> None:
-    tag = f"step_{facts['state']['step']:06d}"
-    fresh = folder / f"tmp_{tag}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for dead in folder.glob("tmp_step_*"):  # a save that was killed
+    target = folder / f"step_{facts['state']['step']:06d}"
+    for dead in folder.glob("unfinished-*"):  # a save that was killed
         shutil.rmtree(dead, ignore_errors=True)
     try:
-        fresh.mkdir()
-        with writing(folder / tag):
+        with new_folder(target, replaces=True) as fresh:
             save_file(tensors, fresh / STATE)
-        seal(fresh, folder / tag, facts)
-        write_atomically(folder / "latest", tag.encode())
+            seal(fresh, facts)
+        write_atomically(folder / "latest", target.name.encode())  # which forces the new name to the disk, too
     except OSError as error:
-        shutil.rmtree(fresh, ignore_errors=True)
         before = "".join(f"; the checkpoint before, {path.name}, is untouched" for path in _newest_first(folder)[:1])
         raise ValueError(f"{error}{before}") from error
     newest = _newest_first(folder)
-    for old in newest[newest.index(folder / tag) + keep :]:  # what is newer was passed over, and counts for nothing
+    for old in newest[newest.index(target) + keep :]:  # what is newer was passed over, and counts for nothing
         shutil.rmtree(old)
 
 

@@ -53,7 +53,7 @@ def kill_at_random(process: subprocess.Popen, run: Path, rng: random.Random, in_
     until(lambda: log.is_file() and log.stat().st_size > before, process)
     time.sleep(rng.uniform(0.0, 0.4))
     if in_save:
-        until(lambda: any(run.glob("checkpoints/tmp_step_*")), process)
+        until(lambda: any(run.glob("checkpoints/unfinished-*")), process)
         time.sleep(rng.uniform(0.0, 0.005))
     everyone = [
         *psutil.Process(process.pid).children(recursive=True),
@@ -63,7 +63,7 @@ def kill_at_random(process: subprocess.Popen, run: Path, rng: random.Random, in_
         with suppress(psutil.NoSuchProcess):
             one.kill()
     process.communicate()
-    return any(run.glob("checkpoints/tmp_step_*")), log.read_bytes().count(b"\n")
+    return any(run.glob("checkpoints/unfinished-*")), log.read_bytes().count(b"\n")
 
 
 def until(so, process: subprocess.Popen) -> None:

@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_one_sentence(small, copy):
 
 
 def test_a_save_that_was_killed_leaves_nothing_that_counts(small, whole, copy):
-    shutil.copytree(copy / "checkpoints" / "step_000006", copy / "checkpoints" / "tmp_step_000008")
+    shutil.copytree(copy / "checkpoints" / "step_000006", copy / "checkpoints" / "unfinished-step_000008-x")
     assert small(copy).state.step == 6
 
 
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_old_checkpoint(small, cop
             checkpoint.save_checkpoint(trainer.step.engine, trainer.checkpoints, later, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list(trainer.checkpoints.glob("tmp_*"))
+    assert not list(trainer.checkpoints.glob("unfinished-*"))
     assert small(copy).state.step == 6
 
 
