@@ -176,36 +176,30 @@ def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[s
     import wandb
 
     id_file = folder / "wandb_id"
-
-    def started(mode: Literal["online", "offline"]) -> Wandb:
-        run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=name,
-            id=id_file.read_text().strip(),
-            resume="allow" if mode == "online" else None,
-            dir=str(folder.resolve()),  # W&B's own process may have been started elsewhere
-            config=masked(dict(settings)),
-            mode=mode,
-            settings=wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
-        )
-        return Wandb(run)
-
     try:
         known = wandb_settings()
         if known.mode == "disabled":
             return None
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:12])
+        run = {
+            "project": config.project,
+            "entity": config.entity,
+            "name": name,
+            "id": id_file.read_text().strip(),
+            "dir": str(folder.resolve()),  # W&B's own process may have been started elsewhere
+            "config": masked(dict(settings)),
+            "settings": wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
+        }
         if config.mode == "wandb" and known.mode not in OFFLINE and has_key(known):
             try:
-                return started("online")
+                return Wandb(wandb.init(**run, mode="online", resume="allow"))
             except Exception as error:  # no network, or a wrong key
                 print(f"W&B: cannot go online ({first_line(error)}), logging offline", flush=True)
                 wandb.teardown()  # its process goes on trying, and would call the run's id one in use
         elif config.mode == "wandb":
             print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
-        return started("offline")
+        return Wandb(wandb.init(**run, mode="offline"))
     except Exception as error:  # a wrong setting, a full disk: the training matters more
         print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
         return None
