@@ -3,21 +3,23 @@
 As Spec-Bench measures: batch 1, each turn's own answer fed back, warm-ups, whole `generate` timed.
 """
 
-import pickle
+import json
 import time
-from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from ctcdraft.data.sources import RowError
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder, Generation
+from ctcdraft.model.draft.tree import Tree
 
 from .bench import BenchConfig, Question, Setting
 from .control import Control, Divergence, Flips
@@ -85,9 +87,9 @@ def run(
         if f"{i} {j}" not in done:
             order, keep = orders[(i + j) % len(orders)], i in shown_at and j == 0
             decoded = _decoded(question, setting, {label: sides[label] for label in order}, control, config, keep)
-            done[f"{i} {j}"] = b64encode(pickle.dumps(decoded)).decode()
-        for label, several in pickle.loads(b64decode(done[f"{i} {j}"])).items():
-            turns[label] += [replace(turn, question=question) for turn in several]
+            done[f"{i} {j}"] = json.dumps(decoded, default=_in_json, skipkeys=True)
+        for label, rows in json.loads(done[f"{i} {j}"]).items():
+            turns[label] += [_turn_of(row, question) for row in rows]
     if all(turn.skipped for several in turns.values() for turn in several):
         raise ValueError(f"no question could be decoded: {next(iter(turns.values()))[-1].skipped}")
     return turns
@@ -126,6 +128,26 @@ def _decoded(
             several.append(replace(turn, drafted=drafted, seconds=seconds, compared=equal, divergence=found))
         before.append(plain.tokens)
     return turns
+
+
+def _in_json(part: Any) -> Any:
+    return part.tolist() if isinstance(part, np.ndarray) else vars(part)
+
+
+def _turn_of(row: dict[str, Any], question: Question) -> Turn:
+    """A turn that was written as JSON, field by field."""
+    for name in ("drafted", "plain"):
+        trees = row[name]["trees"] and [(_tree_of(tree), path) for tree, path in row[name]["trees"]]
+        row[name] = Generation(**row[name] | {"accepted_from": Counter(row[name]["accepted_from"]), "trees": trees})
+    for name, kind in (("setting", Setting), ("divergence", Divergence), ("flips", Flips)):
+        row[name] = row[name] and kind(**row[name])
+    return Turn(**row | {"question": question})
+
+
+def _tree_of(row: dict[str, Any]) -> Tree:
+    kinds = {"tokens": np.int64, "parents": np.int64, "depths": np.int64, "psi": np.float32, "source": np.int8}
+    arrays: dict[str, Any] = {name: np.array(row[name], kind) for name, kind in kinds.items()}
+    return Tree(**arrays)
 
 
 def balanced_orders(sides: Sequence[Side]) -> list[list[Side]]:

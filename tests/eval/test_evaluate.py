@@ -2,6 +2,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -162,6 +163,37 @@ def test_an_evaluation_that_was_cut_off_decodes_what_is_left(chat_base, head_fol
     assert whole.results["questions"] == found.results["questions"] == 3
     rows = [(one.folder / "answers.jsonl").read_text().splitlines() for one in (whole, found)]
     assert [json.loads(row)["answers"] for row in rows[0]] == [json.loads(row)["answers"] for row in rows[1]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("fp32", {}), ("bf16", {}), ("fp32", {"kind": "ranked", "proposal": "sampled", "prompt_lookup": 0})],
+)
+def test_what_is_kept_of_a_question_is_all_of_it(chat_base, questions, dtype, options, monkeypatch):
+    """Turns, divergences and trees come back from their file as they were."""
+    base = load_base(chat_base.path, dtype)
+    config = BenchConfig("mt_bench", questions, questions=2, max_new_tokens=6, warmups=0, temperatures=[0, 1], seeds=1)
+    sides = {"": Decoder(base, head_on(base, CtcConfig(slots=3)), replace(DRAFT, **options)), "x": shifting(base)}
+    loaded, kept = load_questions(config, base, None, 0), {}
+    honest, decoded = runner._decoded, []
+    monkeypatch.setattr(runner, "_decoded", lambda *given: decoded.append(honest(*given)) or decoded[-1])
+    found = run(base, sides, loaded, config, 0, kept)
+    for label, turns in found.items():
+        made = [turn for one in decoded for turn in one[label]]
+        assert repr([bare(turn) for turn in turns]) == repr([bare(turn) for turn in made])
+        assert all(a.question is b.question for a, b in zip(turns, made, strict=True))
+    assert any(turn.drafted.trees for turn in found[""])
+    assert any(turn.divergence for turn in found["x"])
+    again = run(base, sides, loaded, config, 0, kept)
+    assert len(decoded) == 4
+    assert repr(again) == repr(found)
+
+
+def bare(turn):
+    """With times in a plain dict, and without what draws a node's children, which only verifying needs."""
+    trees = [(replace(tree, proposals=None), path) for tree, path in turn.drafted.trees or []]
+    drafted = replace(turn.drafted, trees=trees, seconds=dict(turn.drafted.seconds))
+    return replace(turn, drafted=drafted, plain=replace(turn.plain, seconds=dict(turn.plain.seconds)))
 
 
 def test_where_no_question_can_be_decoded_nothing_is_left(chat_base, head_folder, tmp_path):
