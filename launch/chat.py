@@ -32,6 +32,8 @@ def main(config: ChatEntry) -> int:
     for number, text in enumerate(_turns(config.prompt)):
         messages.append({"role": "user", "content": encodable(text, "the question")})
         prompt = prompt_ids(base.tokenizer, messages, None, base.template_args)
+        if len(prompt) >= base.context_length:
+            raise ValueError(f"the chat has {len(prompt)} tokens, {base.name} takes {base.context_length}: begin anew")
         out = answer(decoder, prompt, config, config.seed + number)
         messages.append(answer_message(base, messages, out.tokens))
     return 0

@@ -153,10 +153,10 @@ class Request:
             if self.seen_V is not None:
                 self.seen_V[token] = True
             stopped = self.text is not None and self.text.push(token, i < len(accepted))
-            if token in (self.eos or ()):
-                self.out.finish = "eos"
-            elif stopped:
+            if stopped:
                 self.out.finish = "stop"
+            elif token in (self.eos or ()):
+                self.out.finish = "eos"
             elif len(self.tokens) == self.max_new_tokens:
                 self.out.finish = self.at_limit
             if self.out.finish:

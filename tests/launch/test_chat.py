@@ -50,6 +50,11 @@ def test_a_conversation_goes_on_until_an_empty_line(places, capsys, monkeypatch)
     assert capsys.readouterr().out.count("base forwards") == 2
 
 
+def test_a_chat_that_outgrows_the_context_says_so(places):
+    with pytest.raises(ValueError, match=r"the chat has \d+ tokens, .* takes 256: begin anew"):
+        chat.main(typed(compose("chat", [*places, f"prompt={'word ' * 100}"]), ChatEntry))
+
+
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [

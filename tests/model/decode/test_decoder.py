@@ -439,6 +439,18 @@ def test_a_stop_string_ends_text_tokens_and_counts_wherever_spans_end(base, at):
     assert got.accepted_from == {"head": sum(got.accepted)}
 
 
+def test_an_end_that_completes_a_stop_string_is_a_stop_as_its_text_is_cut(base):
+    prompt = prompts(1, seed=5)[0]
+    plain = Decoder(base).generate(prompt, 60)
+    stops = (plain.text[at : at + 4] for at in range(40))
+    cuts = ((stop, Decoder(base).generate(prompt, 60, stop=[stop])) for stop in stops)
+    stop, cut = next((stop, cut) for stop, cut in cuts if cut.tokens.count(cut.tokens[-1]) == 1 < len(cut.tokens))
+    last = cut.tokens[-1]
+    for decoder in (Decoder(base), oracle_decoder(base, plain.tokens)):
+        both = decoder.generate(prompt, 60, stop=[stop], eos=[last])
+        assert (both.tokens, both.text, both.finish) == (cut.tokens, cut.text, "stop")
+
+
 def test_a_prompt_of_numpy_numbers_is_one_prompt(base):
     want = Decoder(base).generate([5, 6, 7], 8)
     numbers = np.array([5, 6, 7])
