@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from importlib import metadata
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
-from ctcdraft.model.draft.length import Lengths
+from ctcdraft.model.draft.length import Lengths, worth_of_drafts
 from ctcdraft.model.draft.tree import EMPTY
 
 from .base import base_of
@@ -104,7 +104,8 @@ class Proposer:
         self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
         self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
         self.hybrid_pages = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        self.lengths: dict[int, Lengths] = defaultdict(Lengths)  # by powers of two of the requests
+        lengths = partial(Lengths, worth=worth_of_drafts())
+        self.lengths: dict[int, Lengths] = defaultdict(lengths)  # by powers of two of the requests
         self.cut_by: Lengths | None = None  # of these who cut the drafts under way
         self.psi: dict[str, NDArray[np.float32]] = {}  # of these drafts, by their requests
         self.step: dict[str, Any] | None = None  # what the runner's call that comes to `propose` was given

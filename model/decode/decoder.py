@@ -23,7 +23,7 @@ from ..draft.budget import SIZES, best_size, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
 from ..draft.growth import Drafted
-from ..draft.length import Lengths
+from ..draft.length import Lengths, worth_of_drafts
 from ..draft.tree import EMPTY, Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from .captured import CapturedStep
@@ -62,7 +62,8 @@ class Decoder:
         fits = self.draft.most_nodes + 1 < base.context_length  # the chains that are timed
         self.measures = self.drafts and self.draft.budget in measured and serial and fits
         self.budget: NDArray[np.float64] | None = None  # of one sequence: seconds of a step with so many nodes
-        self.lengths: dict[int, Lengths] = defaultdict(partial(Lengths, padded=True))  # of several, by powers of two
+        lengths = partial(Lengths, padded=True, worth=worth_of_drafts())
+        self.lengths: dict[int, Lengths] = defaultdict(lengths)  # of several, by powers of two
         self.cold = 2  # steps of several to come that compile
         self._captured: CapturedStep | None = None
 

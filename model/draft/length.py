@@ -8,12 +8,12 @@ rows for steps with drafts, and another for those without. A head rests where it
 drafting them, beside what copies alone would have brought; those go on. Where none has paid in many looks, most steps
 go without a look: a small base in a large batch is done in the time of a few of them.
 
-Who asks keeps a `Lengths` for each power of two of the requests, which cost more than their rows. In our own decoder
-rows are padded to the longest draft: all have their first n nodes, and a step takes time(B + B n). For a sequence
-alone, whose steps are timed beforehand: budget.py.
+Who asks keeps a `Lengths` for each power of two of the requests, which cost more than their rows, and for all of them
+what psi is worth. In our own decoder rows are padded to the longest draft: all have their first n nodes, and a step
+takes time(B + B n). For a sequence alone, whose steps are timed beforehand: budget.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,11 @@ class Worth:
         return _share(self.line[0] + self.line[1] * _log_odds(psi_N))
 
 
+def worth_of_drafts() -> dict[bool, Worth]:
+    """Of what a head makes (True), and of copies alone: nothing seen yet."""
+    return {True: Worth(), False: Worth()}
+
+
 def _share(log_odds: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1 / (1 + np.exp(-log_odds))
 
@@ -113,10 +118,11 @@ def _log_odds(share: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 class Lengths:
     """Seconds: of steps without drafts, by requests; of those with, by rows; of drafting with the head, by requests.
 
-    padded: all drafts of a step take as many rows as the longest."""
+    padded: all drafts of a step take as many rows as the longest. worth: of what the head makes (True), and of copies
+    alone; batches of every size may share them."""
 
-    def __init__(self, padded: bool = False) -> None:
-        self.padded = padded
+    def __init__(self, padded: bool = False, worth: Mapping[bool, Worth] | None = None) -> None:
+        self.padded, self.worth = padded, worth or worth_of_drafts()
         self.plain, self.drafts = Line(1.0), Line(0.0)
         self.drafted = self.plain  # until there is one
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
@@ -124,7 +130,6 @@ class Lengths:
         self._latest: list[NDArray[np.float32]] = []  # psi of chains of the head and copies
         self._alone: list[NDArray[np.float32]] = []  # and of copies alone
         self._by_head = False  # were the drafts under way made by it?
-        self.worth = {True: Worth(), False: Worth()}  # of what the head makes, of copies alone
         self._saved = 0.0  # seconds for the next try
         # Looks in a row that found nothing; steps without one from now on; requests of the last one behind many such.
         self._in_vain, self._left_out, self._looked = 0, 0, 0

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model.draft.budget import chain_of
-from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, Line, Worth
+from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, Line, Worth, worth_of_drafts
 from ctcdraft.model.draft.tree import EMPTY, Tree
 
 MOST = 8
@@ -221,6 +221,24 @@ def test_what_is_cut_off_counts_for_more_where_psi_promises_too_little():
         lengths.observe(1, 1 + len(kept), cost(1 + len(kept)), kept.psi, honest[: len(kept)])
     assert best_length(0.5, cost) < 4
     assert best_length(0.9, cost) == MOST == len(kept)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_few_requests_showed_psi_to_be_worth_counts_for_many(shared):
+    """Chains promise .5, .25, .125 and so on, of which nine in ten tokens come at each place: only whole ones pay for
+    sixteen requests."""
+    honest, drafting, worth = 0.9 ** np.arange(1, MOST + 1), 0, worth_of_drafts()
+    few, many = (Lengths(worth=worth if shared else None) for _ in range(2))
+    for lengths, requests, steps in ((few, 1, 100), (many, 16, 40)):
+        for _ in range(steps):
+            by_head = not lengths.rests(requests)
+            kept = lengths.cut([chain_of(range(MOST), 0.5 if by_head else 0.0)] * requests, by_head)
+            rows, psi_N = requests + sum(map(len, kept)), np.concatenate([chain.psi for chain in kept])
+            seconds = 1.0 + 0.01 * rows + 0.4 * (rows > requests)
+            lengths.observe(requests, rows, seconds, psi_N, np.concatenate([honest[: len(chain)] for chain in kept]))
+            lengths.drafts.observe(requests, 0.4)
+            drafting += by_head and lengths is many
+    assert (drafting > 30) == shared
 
 
 @pytest.mark.parametrize(("first", "slope"), [(0.0, 1.0), (1.0, 0.6), (-1.5, 1.3), (2.0, 1.0)])
