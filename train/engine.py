@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -34,6 +36,7 @@ Made = TypeVar("Made")
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator takes
+PATIENCE = timedelta(hours=24)  # of ranks for each other: the watchdog knows sooner who is lost
 BUCKET = 50_000_000  # gradients that ZeRO sums over ranks at a time, unless the head has fewer
 
 
@@ -75,7 +78,24 @@ def init_distributed() -> None:
     elif world_size() > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(hours=24))
+    deepspeed.init_distributed(backend, verbose=False, timeout=PATIENCE, init_method="ctcdraft://")
+
+
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's `env://`, but that each group of a sweep's jobs has names of its own: a rank that is at the next job
+    before rank 0, which evaluates, would find its old addresses there, and wait for nobody."""
+    yield dist.PrefixStore(f"group {next(_groups)}", _meeting_place()), rank(), world_size()
+
+
+@cache
+def _meeting_place() -> dist.Store:
+    """The launcher's store, or one of rank 0 that lives as long as its process."""
+    store: dist.Store = next(dist.rendezvous("env://", timeout=PATIENCE))[0]
+    return store
+
+
+_groups = count()
+dist.register_rendezvous_handler("ctcdraft", _rendezvous)
 
 
 def take_threads_of_all() -> None:

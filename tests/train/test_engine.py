@@ -21,6 +21,19 @@ for _ in range(2):
         print(model.weight.grad.item())
 """
 
+SWEEP = """
+import time
+import torch.distributed as dist
+from ctcdraft.train.engine import rank, together
+
+for _ in range(2):
+    with together():
+        met = dist.distributed_c10d._get_default_store().add("ranks", 1)
+        print(f"{met}\\n", end="")  # in one piece: ranks share the stream
+    if rank() == 0:
+        time.sleep(2)  # it exports and evaluates; the others are at the next job
+"""
+
 
 @pytest.mark.parametrize("zero", [["zero=1"], ["zero=2"], ["zero=3"], ["zero=3", "zero.offload=true"]])
 def test_an_engine_reserves_no_more_than_a_small_head_needs(small, tmp_path, zero):
@@ -46,6 +59,14 @@ def test_one_process_trains_again_and_again(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
     done = run([tmp_path / "twice.py"], cwd=tmp_path)
     assert done.stdout.split() == ["1.0", "1.0"], done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sweep_meet_for_each_job_where_nothing_is_left_of_the_one_before(tmp_path):
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sweep.py"]
+    done = subprocess.run(words, cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == ["1", "1", "2", "2"], done.stderr
 
 
 @pytest.mark.slow
