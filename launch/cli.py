@@ -41,6 +41,10 @@ LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
 
 
+class Stopped(int):
+    """The exit code of a command that was asked to stop: of several, no other is begun."""
+
+
 def run(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> NoReturn:
     """`enter`, and the end of the process as `multiprocessing` ends its own: what was registered for it is done, but
     torch's objects are not taken apart one by one, which would take another second."""
@@ -74,8 +78,8 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
         sys.argv[1:] = masked(words)
         with redirect_stdout(ours):
             codes.append(_guarded(lambda: task(typed(config, schema))))
-        if codes[-1] == INTERRUPTED:  # no other of several is begun
-            sys.exit(INTERRUPTED)
+        if isinstance(codes[-1], Stopped):
+            sys.exit(codes[-1])
 
     sys.argv[1:] = words
     try:
@@ -167,7 +171,8 @@ def _parses(word: str) -> bool:
 
 def _guarded(task: Callable[[], int | None]) -> int:
     try:
-        return task() or 0
+        code = task()
+        return 0 if code is None else code
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise
@@ -178,7 +183,7 @@ def _guarded(task: Callable[[], int | None]) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Stopped(INTERRUPTED)
 
 
 def _override_sentence(config_name: str, error: Exception) -> str:

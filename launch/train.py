@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from ctcdraft.eval.evaluate import Measurement, evaluate
 from ctcdraft.launch import pipeline, runs
-from ctcdraft.launch.cli import INTERRUPTED, run
+from ctcdraft.launch.cli import INTERRUPTED, Stopped, run
 from ctcdraft.launch.media import media_of
 from ctcdraft.launch.pipeline import say
 from ctcdraft.launch.schema import TrainEntry
@@ -48,7 +48,7 @@ def main(config: TrainEntry) -> int:
                     if log:
                         log.close()
                     say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
-                    return INTERRUPTED if trainer.stopped_by == signal.SIGINT else 0
+                    return Stopped(INTERRUPTED if trainer.stopped_by == signal.SIGINT else 0)
                 say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
                 del trainer
         if ds.rank() != 0:

@@ -8,7 +8,7 @@ import yaml
 from commands import run
 
 from ctcdraft.launch import runs
-from ctcdraft.launch.cli import _quoted, compose, enter, typed
+from ctcdraft.launch.cli import Stopped, _quoted, compose, enter, typed
 from ctcdraft.launch.schema import ChatEntry, EvalEntry, ExportEntry, TrainEntry, defaults_of
 from ctcdraft.train.regenerate import RegenerateConfig
 
@@ -268,6 +268,20 @@ def test_who_interrupts_one_of_several_interrupts_all(monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as end:
         enter("train", TrainEntry, task)
     assert (end.value.code, begun) == (130, [9])
+
+
+def test_what_is_asked_to_stop_and_does_so_well_is_the_last_of_several(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
+    begun = []
+
+    def task(config):
+        begun.append(config.head.slots)
+        return Stopped(0)
+
+    with pytest.raises(SystemExit) as end:
+        enter("train", TrainEntry, task)
+    assert (end.value.code, begun) == (0, [9])
 
 
 ENDS = """

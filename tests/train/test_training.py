@@ -119,8 +119,8 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(workplace, one_pro
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(workplace):
-    words = command(workplace, "name=asked", "train.steps=400", "train.eval_every=400", "train.save_every=400")
-    words.insert(0, sys.executable)
+    words = command(workplace, "name=asked,never", "train.steps=400", "train.eval_every=400", "train.save_every=400")
+    words = [sys.executable, *words, "--multirun"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, cwd=workplace, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = workplace / "runs" / "asked" / "metrics.jsonl"
@@ -134,6 +134,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(workplace):
     step = int(re.search(r"stopped at step (\d+)", out)[1])
     assert (workplace / "runs" / "asked" / "checkpoints" / "latest").read_text() == f"step_{step:06d}"
     assert not (workplace / "runs" / "asked" / "head").exists()
+    assert not (workplace / "runs" / "never").exists()  # the sweep ends with it
 
 
 def test_a_time_limit_ends_with_an_evaluated_head(workplace):
