@@ -50,6 +50,7 @@ def main(config: TrainEntry) -> int:
                     say(f"training: stopped at step {state.step}, saved; the same command goes on from there")
                     return Stopped(INTERRUPTED if trainer.stopped_by == signal.SIGINT else 0)
                 say(f"training: {state.step} steps in {state.seconds:.0f} s, best at step {state.best_step}")
+                trainer.close()
                 del trainer
         if ds.rank() != 0:
             return 0

@@ -54,6 +54,10 @@ class Trainer:
         self.stopped_by: int | None = None  # a signal
         self.log: RunLog | None = None
 
+    def close(self) -> None:
+        """Give back the memory of its engine, which DeepSpeed's own hooks would hold as long as the process lives."""
+        self.step.engine.destroy()
+
     def finished(self) -> bool:
         return self.plan.train.finished(self.state)
 

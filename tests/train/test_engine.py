@@ -1,5 +1,7 @@
+import gc
 import subprocess
 import sys
+import weakref
 from unittest.mock import Mock
 
 import psutil
@@ -42,6 +44,17 @@ def test_an_engine_reserves_no_more_than_a_small_head_needs(small, tmp_path, zer
     trainer = small(tmp_path / "again", *zero)
     trainer._one_step()
     assert psutil.Process().memory_info().vms - before < 200e6  # DeepSpeed's own bucket is 2 GB
+
+
+@pytest.mark.parametrize("zero", ["zero=0", "zero=1", "zero=2"])
+def test_a_trainer_that_is_closed_leaves_nothing_for_the_next_job_of_a_sweep_to_make_room_for(small, tmp_path, zero):
+    trainer = small(tmp_path, zero)
+    trainer._one_step()
+    task = weakref.ref(trainer.step.task)
+    trainer.close()
+    del trainer
+    gc.collect()
+    assert task() is None
 
 
 def test_muon_is_not_compiled_for_an_engine_that_does_without(small, tmp_path, monkeypatch):
