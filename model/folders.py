@@ -79,6 +79,10 @@ def claimed(lock: Path, *, wait: bool) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
+        except OSError as error:  # Lustre's, unless it is mounted with -o flock
+            raise OSError(
+                f"{lock.parent} lies on a disk that takes no locks ({error}): mount it with them, or take another place"
+            ) from error
         yield True
 
 

@@ -1,7 +1,10 @@
 """Folders that several processes make."""
 
+import errno
+import fcntl
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,6 +54,13 @@ def test_a_claim_outlives_the_folder_of_its_lock(tmp_path, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc: a folder that is there and takes no files")
 def test_a_folder_that_takes_no_files_is_refused():
     with pytest.raises(ValueError, match="/proc takes no files"), claimed(Path("/proc/a.lock"), wait=True):
+        pass
+
+
+def test_a_disk_without_locks_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    said = r"lies on a disk that takes no locks \(.*not implemented\): mount it with them, or take another place"
+    with pytest.raises(OSError, match=said), claimed(tmp_path / "a.lock", wait=True):
         pass
 
 
