@@ -4,6 +4,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -140,6 +141,13 @@ def test_a_damaged_account_of_a_shard_names_the_shard(chat_base, tmp_path, monke
         prepared(chat_base, tmp_path, conversations(8))
     shutil.rmtree(account.parent)
     assert read_manifest(prepared(chat_base, tmp_path, conversations(8)))["read"] == 8
+
+
+def test_shards_are_joined_by_their_numbers_and_not_by_what_a_disk_lists(chat_base, tmp_path, monkeypatch):
+    """A network disk may list a folder as it was a moment ago."""
+    honest = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: (p for p in honest(folder) if p.name != "00001"))
+    assert read_manifest(prepared(chat_base, tmp_path, conversations(12), shard_rows=4))["read"] == 12
 
 
 def test_texts_are_cut_and_continued(chat_base, tmp_path):
