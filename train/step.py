@@ -28,9 +28,8 @@ ROWS = 4  # of a step at least, where no batch is said
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """What a step sees, and how many there are. A run keeps its batch whatever the ranks; max_minutes counts all
-    sittings."""
+class BatchConfig:
+    """What a step sees. A run keeps its batch whatever the ranks."""
 
     # rows (sequences, unless packed) per optimizer step, over all ranks; null: the run's own, of a new run 4, or the
     # next multiple of the ranks
@@ -42,6 +41,27 @@ class TrainConfig:
     max_length: PositiveInt = 2048  # longest sequence, or row of packed ones, in tokens
     # true: as many sequences per row as fit into max_length (first-fit), for long rows on GPUs
     pack: bool = False
+
+    def rows_over(self, world: int) -> int:
+        """Of a step on so many ranks: the batch, or what a new run has where none is said."""
+        return self.batch or -(-ROWS // world) * world
+
+    def split(self, world: int) -> tuple[int, int]:
+        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
+        share, rest = divmod(self.rows_over(world), world)
+        if rest:
+            raise ValueError(
+                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
+                "or another batch for a new run"
+            )
+        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
+        return micro, share // micro
+
+
+@dataclass(frozen=True)
+class TrainConfig(BatchConfig):
+    """max_minutes counts all sittings."""
+
     steps: PositiveInt = 800  # optimizer steps
     # of the head: fp32 | bf16; auto: bf16 on a GPU that has it, else fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -64,21 +84,6 @@ class TrainConfig:
         if self.precision == "auto":
             half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             object.__setattr__(self, "precision", "bf16" if half else "fp32")
-
-    def rows_over(self, world: int) -> int:
-        """Of a step on so many ranks: the batch, or what a new run has where none is said."""
-        return self.batch or -(-ROWS // world) * world
-
-    def split(self, world: int) -> tuple[int, int]:
-        """(micro-batch, accumulation) that make up the batch on so many ranks. Raises ValueError if none do."""
-        share, rest = divmod(self.rows_over(world), world)
-        if rest:
-            raise ValueError(
-                f"train.batch={self.batch} does not split over {world} ranks: take a number of ranks that divides it, "
-                "or another batch for a new run"
-            )
-        micro = max(n for n in range(1, min(share, self.micro_batch or share) + 1) if share % n == 0)
-        return micro, share // micro
 
     def finished(self, state: TrainState) -> bool:
         """Has training done its steps, or used up its time?"""
