@@ -15,10 +15,9 @@ Shape suffixes: B requests, N rows of a forward, X numbers of a hidden state.
 import inspect
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import wraps
 from importlib import metadata
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from ctcdraft.model import DraftConfig, load_head
-from ctcdraft.model.draft.length import Lengths, worth_of_drafts
+from ctcdraft.model.draft.length import Lengths, LengthsBySize
 from ctcdraft.model.draft.tree import EMPTY
 
 from .base import base_of
@@ -104,8 +103,7 @@ class Proposer:
         self.options, self.most = options_of(vllm_config), vllm_config.speculative_config.num_speculative_tokens
         self.path, self.length = vllm_config.model_config.model, vllm_config.model_config.max_model_len
         self.hybrid_pages = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        lengths = partial(Lengths, worth=worth_of_drafts())
-        self.lengths: dict[int, Lengths] = defaultdict(lengths)  # by powers of two of the requests
+        self.lengths = LengthsBySize()
         self.cut_by: Lengths | None = None  # of these who cut the drafts under way
         self.psi: dict[str, NDArray[np.float32]] = {}  # of these drafts, by their requests
         self.step: dict[str, Any] | None = None  # what the runner's call that comes to `propose` was given
@@ -171,14 +169,14 @@ class Proposer:
         begins, count = attention.query_start_loc_cpu.tolist(), len(sampled_token_ids)
         names = self.runner.input_batch.req_ids[:count]
         drafted = [len(scheduled.get(name, ())) for name in names]
-        lengths = self.lengths[count.bit_length()] if self.options.length == "measured" else None
+        lengths = self.lengths.of(count) if self.options.length == "measured" else None
         only_decoded = begins[count] == count + sum(drafted)  # no prompt was read besides
-        if lengths and lengths is self.cut_by and self.left and only_decoded:
-            psi = [self.psi[name][:n] if n else EMPTY.psi for name, n in zip(names, drafted, strict=True)]
+        latest = self.psi.keys() >= scheduled.keys() & names  # who was left out of a step has drafts from before it
+        if lengths and lengths is self.cut_by and self.left and only_decoded and latest:
+            psi = [self.psi.get(name, EMPTY.psi)[:n] for name, n in zip(names, drafted, strict=True)]
             accepted = [np.arange(n) < len(said) - 1 for n, said in zip(drafted, sampled_token_ids, strict=True)]
-            lengths.observe(
-                count, begins[count], came - self.left, np.concatenate(psi), np.concatenate(accepted).astype(float)
-            )
+            seconds = came - self.left
+            lengths.observe(count, begins[count], seconds, np.concatenate(psi), np.concatenate(accepted))
         self.cut_by, self.left, self.psi = lengths, None, {}
         chains: list[list[int]] = [[] for _ in range(count)]
         if lengths and lengths.sleeps(count):

@@ -7,10 +7,9 @@ base together, each with a tree and a length of its own.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Unpack, cast, overload
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..draft.budget import SIZES, best_size, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
 from ..draft.growth import Drafted
-from ..draft.length import Lengths, worth_of_drafts
+from ..draft.length import LengthsBySize
 from ..draft.tree import EMPTY, Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from .captured import CapturedStep
@@ -62,8 +61,7 @@ class Decoder:
         fits = self.draft.most_nodes + 1 < base.context_length  # the chains that are timed
         self.measures = self.drafts and self.draft.budget in measured and serial and fits
         self.budget: NDArray[np.float64] | None = None  # of one sequence: seconds of a step with so many nodes
-        lengths = partial(Lengths, padded=True, worth=worth_of_drafts())
-        self.lengths: dict[int, Lengths] = defaultdict(lengths)  # of several, by powers of two
+        self.lengths = LengthsBySize(padded=True)  # of several
         self.cold = 2  # steps of several to come that compile
         self._captured: CapturedStep | None = None
 
@@ -171,10 +169,10 @@ class Decoder:
     def advance(self, step: EagerStep) -> None:
         """One step of every request in flight: draft, verify, take what was accepted."""
         began, by_head = time.perf_counter(), step.seconds["draft"]
-        drafts, accepted = self._draft(step), list[NDArray[np.float64]]()
-        for request, tree, outcome in zip(step.active, drafts, step.verify(drafts), strict=True):
+        drafts = self._draft(step)
+        outcomes = step.verify(drafts)
+        for request, tree, outcome in zip(step.active, drafts, outcomes, strict=True):
             path, done = outcome.path, len(request.tokens)
-            accepted.append(np.isin(np.arange(len(tree)), path).astype(np.float64))
             if self.drafts:
                 self.drafter.observe(request.frontier, tree, outcome)
             request.append(tree.tokens[path].tolist(), outcome.bonus)
@@ -193,9 +191,11 @@ class Decoder:
             return
         by_head = step.seconds["draft"] - by_head
         seconds = time.perf_counter() - began - by_head
-        requests, lengths = len(drafts), self.lengths[len(drafts).bit_length()]
-        psi_N, accepted_N = np.concatenate([tree.psi for tree in drafts]), np.concatenate(accepted)
-        lengths.observe(requests, requests * (1 + max(map(len, drafts))), seconds, psi_N, accepted_N)
+        requests, lengths = len(drafts), self.lengths.of(len(drafts))
+        psi_N = np.concatenate([tree.psi for tree in drafts])
+        accepted = [np.isin(np.arange(len(tree)), out.path) for tree, out in zip(drafts, outcomes, strict=True)]
+        rows = requests * (1 + max(map(len, drafts)))
+        lengths.observe(requests, rows, seconds, psi_N, np.concatenate(accepted))
         if by_head:
             lengths.drafts.observe(requests, by_head)
 
@@ -241,8 +241,8 @@ class Decoder:
             frontiers = [request.frontier for request in step.active]
             return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
 
-        several, size = self.measures and step.several, len(drafts).bit_length()
-        lengths = self.lengths[size] if several and not self.cold else None
+        several = self.measures and step.several
+        lengths = self.lengths.of(len(drafts)) if several and not self.cold else None
         if lengths is not None and lengths.sleeps(len(drafts)):
             return drafts
         by_head = self.head is not None and not (lengths and lengths.rests(len(drafts)))  # copies go on

@@ -8,12 +8,13 @@ rows for steps with drafts, and another for those without. A head rests where it
 drafting them, beside what copies alone would have brought; those go on. Where none has paid in many looks, most steps
 go without a look: a small base in a large batch is done in the time of a few of them.
 
-Who asks keeps a `Lengths` for each power of two of the requests, which cost more than their rows, and for all of them
-what psi is worth. In our own decoder rows are padded to the longest draft: all have their first n nodes, and a step
-takes time(B + B n). For a sequence alone, whose steps are timed beforehand: budget.py.
+In our own decoder rows are padded to the longest draft: all have their first n nodes, and a step takes time(B + B n).
+For a sequence alone, whose steps are timed beforehand: budget.py.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,8 @@ class Worth:
         self.seen_3K = np.zeros_like(self.prior_3K)  # nodes, the sum of their log-odds, the accepted; sums that fade
         self.line = np.array([0.0, 1.0])
 
-    def observe(self, psi_N: NDArray[np.floating[Any]], accepted_N: NDArray[np.floating[Any]]) -> None:
-        """accepted [N]: 1 of a node that was accepted, 0 of another."""
+    def observe(self, psi_N: NDArray[np.floating[Any]], accepted_N: NDArray[Any]) -> None:
+        """accepted [N]: was that node?"""
         log_odds_N = _log_odds(psi_N)
         bin_N = np.rint(log_odds_N - LOG_ODDS[0]).astype(int)
         sums = [np.bincount(bin_N, of_N, len(LOG_ODDS)) for of_N in (np.ones(len(psi_N)), log_odds_N, accepted_N)]
@@ -96,11 +97,6 @@ class Worth:
     def of(self, psi_N: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         """Never grows where psi falls."""
         return _share(self.line[0] + self.line[1] * _log_odds(psi_N))
-
-
-def worth_of_drafts() -> dict[bool, Worth]:
-    """Of what a head makes (True), and of copies alone: nothing seen yet."""
-    return {True: Worth(), False: Worth()}
 
 
 def _share(log_odds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -119,10 +115,10 @@ class Lengths:
     """Seconds: of steps without drafts, by requests; of those with, by rows; of drafting with the head, by requests.
 
     padded: all drafts of a step take as many rows as the longest. worth: of what the head makes (True), and of copies
-    alone; batches of every size may share them."""
+    alone."""
 
     def __init__(self, padded: bool = False, worth: Mapping[bool, Worth] | None = None) -> None:
-        self.padded, self.worth = padded, worth or worth_of_drafts()
+        self.padded, self.worth = padded, defaultdict(Worth) if worth is None else worth
         self.plain, self.drafts = Line(1.0), Line(0.0)
         self.drafted = self.plain  # until there is one
         self.count, self._trying = 0, False  # steps; is this one a try of a head that rests?
@@ -135,14 +131,9 @@ class Lengths:
         self._in_vain, self._left_out, self._looked = 0, 0, 0
 
     def observe(
-        self,
-        requests: int,
-        rows: int,
-        seconds: float,
-        psi_N: NDArray[np.floating[Any]],
-        accepted_N: NDArray[np.floating[Any]],
+        self, requests: int, rows: int, seconds: float, psi_N: NDArray[np.floating[Any]], accepted_N: NDArray[Any]
     ) -> None:
-        """The step of the drafts that `cut` has returned last: psi of all their nodes, and 1 of those accepted."""
+        """The step of the drafts that `cut` has returned last: psi of all their nodes, and which were accepted."""
         if len(psi_N):
             self.worth[self._by_head].observe(psi_N, accepted_N)
         for line in {self.plain, self.drafted, self.drafts}:
@@ -237,3 +228,14 @@ class Lengths:
         first = min(1 if self.padded else chains, len(gain)) if some else 0
         best = first + int(np.argmax((tokens / seconds)[first:]))
         return best, tokens[best], seconds[best]
+
+
+class LengthsBySize(defaultdict[int, Lengths]):
+    """A `Lengths` for each power of two of the requests, which cost more than their rows; what psi is worth is the same
+    for all."""
+
+    def __init__(self, padded: bool = False) -> None:
+        super().__init__(partial(Lengths, padded, defaultdict(Worth)))
+
+    def of(self, requests: int) -> Lengths:
+        return self[requests.bit_length()]

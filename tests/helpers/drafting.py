@@ -156,7 +156,7 @@ class Whims:
     def __init__(self, seed=0, rests=0.6):
         self.rng, self.share, self.drafts = np.random.default_rng(seed), rests, Mock()
 
-    def __getitem__(self, size):  # of every size of a batch
+    def of(self, requests):  # of every size of a batch
         return self
 
     def sleeps(self, requests):

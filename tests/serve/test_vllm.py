@@ -131,6 +131,12 @@ def config_of(served, *, head=None, **changed):
 
 def decoded(runner, base, prompt, limit, chunk):
     """Greedy tokens and the accepted drafts of each step, as vLLM's runner comes by them."""
+    *_, (tokens, accepted) = decoding(runner, base, prompt, limit, chunk)
+    return tokens, accepted
+
+
+def decoding(runner, base, prompt, limit, chunk, name="one"):
+    """Step by step what was decoded so far."""
     tokens, computed, draft, accepted = list(prompt), 0, [], []
     attended = base.attended(1)
     while len(tokens) < len(prompt) + limit and tokens[-1] not in base.eos_ids:
@@ -152,12 +158,12 @@ def decoded(runner, base, prompt, limit, chunk):
             accepted += [right] if computed >= len(prompt) else []
         computed, tokens = computed + count + max(0, len(sampled) - 1), tokens + sampled
         runner.input_batch = SimpleNamespace(
-            req_ids=["one"],
+            req_ids=[name],
             num_tokens_no_spec=np.array([len(tokens)], np.int32),
             token_ids_cpu=np.array([tokens + [0] * 8], np.int32),
         )
         (draft,) = runner.propose_draft_token_ids(
-            SimpleNamespace(scheduled_spec_decode_tokens={"one": drafted} if drafted else {}),
+            SimpleNamespace(scheduled_spec_decode_tokens={name: drafted} if drafted else {}),
             [sampled],
             None,
             states[0, len(ids) - count - len(drafted) :, :D],
@@ -170,7 +176,7 @@ def decoded(runner, base, prompt, limit, chunk):
             ),
             slot_mappings=None,
         )
-    return tokens[len(prompt) :], accepted
+        yield tokens[len(prompt) :], accepted
 
 
 @pytest.mark.parametrize("chunk", [100, 5])
@@ -196,10 +202,26 @@ def test_measured_lengths_change_no_token_and_are_measured(engine, served):
     for prompt in prompts(3, seed=9, longest=20):
         tokens, _ = decoded(runner, served.base, prompt, 40, 5)
         assert tokens == Decoder(served.base).generate(prompt, 40).tokens
-    (lengths,) = runner.drafter.lengths.values()
+    lengths = runner.drafter.lengths.of(1)
     assert lengths.count > 20
     assert lengths.plain.known == {1}
     assert max(lengths.drafted.known) > 1
+
+
+def test_a_request_that_a_step_left_out_is_verified_with_the_drafts_from_before(engine, served):
+    config = config_of(served)
+    config.additional_config["ctcdraft"]["length"] = "measured"
+    runner = engine.Runner(config, Target(served.base))
+    runner.load_model()
+    asked = prompts(2, seed=9, longest=20)
+    one, other = (decoding(runner, served.base, prompt, 40, 20, name) for prompt, name in zip(asked, "ab", strict=True))
+    told = {}
+    for begun in range(100):  # two steps of one of them, and then two of the other
+        side = one if begun % 4 < 2 else other
+        told[side is one] = next(side, told.get(side is one))
+    for prompt, (tokens, _) in zip(asked, (told[True], told[False]), strict=True):
+        assert tokens == Decoder(served.base).generate(prompt, 40).tokens
+    assert runner.drafter.lengths.of(1).count > 40
 
 
 def test_a_step_without_drafts_is_sampled_as_without_a_drafter(engine, served):

@@ -194,15 +194,15 @@ def test_steps_that_compile_are_not_timed(base, monkeypatch):
     monkeypatch.setattr(EagerStep, "verify", compiling)
     decoder.generate(asked, 40, seed=[0, 1, 2, 3], eos=[])
     assert seen == {True, False}
-    assert decoder.lengths[3].plain.at(4) < 2
-    assert decoder.lengths[3].drafted.at(28) < 2
+    assert decoder.lengths.of(4).plain.at(4) < 2
+    assert decoder.lengths.of(4).drafted.at(28) < 2
 
 
 def test_copies_of_a_decoder_without_a_head_are_their_own(base):
     decoder = decoder_of(base, None)
     loops = [[5, 6, 7, 8] * 5, [9, 10, 11] * 6]
     decoder.generate(loops, 30, eos=[])
-    (lengths,) = decoder.lengths.values()
+    lengths = decoder.lengths.of(2)
     assert len(lengths._alone) > 5
     assert not lengths._latest
     assert not lengths.worth[True].seen_3K.any()

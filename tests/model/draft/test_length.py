@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ctcdraft.model.draft.budget import chain_of
-from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, Line, Worth, worth_of_drafts
+from ctcdraft.model.draft.length import KEEP, MARGIN, PLAIN, SHARE, TRYING, Lengths, LengthsBySize, Line, Worth
 from ctcdraft.model.draft.tree import EMPTY, Tree
 
 MOST = 8
@@ -227,8 +227,8 @@ def test_what_is_cut_off_counts_for_more_where_psi_promises_too_little():
 def test_what_few_requests_showed_psi_to_be_worth_counts_for_many(shared):
     """Chains promise .5, .25, .125 and so on, of which nine in ten tokens come at each place: only whole ones pay for
     sixteen requests."""
-    honest, drafting, worth = 0.9 ** np.arange(1, MOST + 1), 0, worth_of_drafts()
-    few, many = (Lengths(worth=worth if shared else None) for _ in range(2))
+    honest, drafting, of_all = 0.9 ** np.arange(1, MOST + 1), 0, LengthsBySize()
+    few, many = (of_all.of(requests) if shared else Lengths() for requests in (1, 16))
     for lengths, requests, steps in ((few, 1, 100), (many, 16, 40)):
         for _ in range(steps):
             by_head = not lengths.rests(requests)
