@@ -256,32 +256,21 @@ def test_the_end_of_a_gpus_memory_is_one_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_who_interrupts_one_of_several_interrupts_all(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (Stopped(0), 0)], ids=["interrupted", "stopped"])
+def test_what_stops_one_of_several_stops_all(monkeypatch, tmp_path, end, code):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
     begun = []
 
     def task(config):
         begun.append(config.head.slots)
-        raise KeyboardInterrupt
+        if isinstance(end, BaseException):
+            raise end
+        return end
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as ended:
         enter("train", TrainEntry, task)
-    assert (end.value.code, begun) == (130, [9])
-
-
-def test_what_is_asked_to_stop_and_does_so_well_is_the_last_of_several(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "head.slots=9,10"])
-    begun = []
-
-    def task(config):
-        begun.append(config.head.slots)
-        return Stopped(0)
-
-    with pytest.raises(SystemExit) as end:
-        enter("train", TrainEntry, task)
-    assert (end.value.code, begun) == (0, [9])
+    assert (ended.value.code, begun) == (code, [9])
 
 
 ENDS = """
