@@ -20,12 +20,12 @@ def base_of(target: Any, path: str, length: int, option: str) -> Base:
     """Of a model that an engine has loaded and serves with contexts of that length, set by that option. Raises
     ValueError where a head cannot draft for it."""
     decoder: Any = getattr(target, "model", None)
-    if not hasattr(decoder, "embed_tokens") or not hasattr(target, "lm_head"):
+    names = ("embed_tokens", "embedding", "embed_in")  # but for gpt-oss and GPT-NeoX the first
+    embedding = next((getattr(decoder, name) for name in names if hasattr(decoder, name)), None)
+    lm_head = getattr(target, "lm_head", None)
+    if embedding is None or lm_head is None:
         raise ValueError(f"{type(target).__name__}: its embedding and LM head are not where a head looks for them")
-    lm_head = target.lm_head
-    base = engine_base(path, decoder.embed_tokens.weight, lm_head.weight, getattr(lm_head, "bias", None))
-    if base.windows.width is not None and base.windows.width < length:
-        raise ValueError(f"{base.name} has layers that see a window: give {option} {base.windows.width}")
+    base = engine_base(path, embedding.weight, lm_head.weight, getattr(lm_head, "bias", None))
     if base.context_length < min(length, base.decoder.config.max_position_embeddings):  # longrope
         raise ValueError(
             f"{base.name} turns its keys otherwise in contexts beyond {base.context_length} tokens, which a head does "
@@ -52,7 +52,10 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: 
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(path)
     base = Base(model, tokenizer, path, own_eos_ids(model, tokenizer), usable_context(model))
+    experts = model.config._experts_implementation
+    model.set_experts_implementation("batched_mm")  # torch's grouped one takes bfloat16 alone on `meta`
     base.key_shapes  # noqa: B018 (found while all of it is on `meta`, and kept)
+    model.set_experts_implementation(experts)
     for module in model.modules():  # rotary frequencies, the scale of embeddings: computed, not stored
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():

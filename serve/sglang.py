@@ -168,6 +168,10 @@ def worker_class() -> type:
             model = self.model_runner.model
             self.context = self.model_runner.model_config.context_len
             base = base_of(model, server_args.model_path, self.context, "--context-length")
+            if base.windows.width is not None and base.windows.width < self.context:
+                raise ValueError(
+                    f"{base.name} has layers that see a window: give --context-length {base.windows.width}"
+                )
             self.head = load_head(os.environ[HEAD], base)
             draft = DraftConfig(nodes=self.draft_token_num - 1, budget="fixed")
             self.served = ServedHead(base, self.head, draft)

@@ -36,6 +36,7 @@ from .base import base_of
 from .state import Pages, ServedHead
 
 TESTED = "0.32"  # the version of vLLM, without the last number
+SHOW = "set_aux_hidden_state_layers"  # of a model that shows states of its middle layers
 SET_UP, CALL, SAMPLE = "_setup_eagle3_aux_hidden_state_outputs", "propose_draft_token_ids", "_sample"
 TAKEN = {  # what the wrapped methods of the runner take, in every tested version
     SET_UP: (),
@@ -120,6 +121,11 @@ class Proposer:
         draft = DraftConfig("chain", self.most, budget="fixed", top_k=given.top_k, prompt_lookup=given.prompt_lookup)
         self.drafter = ServedHead(base, head, draft)
         self.attention = {} if head.attended is None else attention_of(target, head.attended.layers)
+        if self.attention and getattr(target, SHOW, None) is None:
+            raise ValueError(
+                f"vLLM's own {type(target).__name__} shows no state of its middle layers, and a head begins with one: "
+                "give --model-impl transformers"
+            )
         if self.attention and base.windows.width is not None and base.windows.mixed and self.hybrid_pages:
             raise ValueError(
                 f"{base.name} has layers with a window and others, whose pages vLLM hands out apart, and a head reads "
@@ -137,7 +143,7 @@ class Proposer:
         self.runner = runner
         if self.attention:
             runner.use_aux_hidden_state_outputs = True
-            runner.model.set_aux_hidden_state_layers((min(self.attention),))  # the state that enters that layer
+            getattr(runner.model, SHOW)((min(self.attention),))  # the state that enters that layer
 
         def call(*arguments: Any, **named: Any) -> Any:
             self.step = dict(zip(TAKEN[CALL], arguments, strict=False)) | named

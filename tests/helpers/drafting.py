@@ -61,9 +61,9 @@ def export_random_heads(base, folder, *names):
     return {name: folder / name for name in names}
 
 
-def served_head(work):
+def served_head(work, family="llama", **sizes):
     """A base and an exported head of it in folders of `work`, as an engine serves them."""
-    base = load_base(str(write_base(work / "base")))
+    base = load_base(str(write_base(work / "base", family, **sizes)))
     head = random_head(HEADS[1], base)
     export_head(head, base, work / "head", TRAINING)
     return SimpleNamespace(work=work, base=base, head=head)

@@ -344,11 +344,14 @@ def test_without_a_head_and_in_another_version_the_server_does_not_start(engine,
         engine[0].handle_server_args(SimpleNamespace(**ARGS))
 
 
-def test_models_and_pools_that_a_head_cannot_draft_from_are_refused(engine, served):
+def test_models_and_pools_that_a_head_cannot_draft_from_are_refused(engine, served, tmp_path):
     nameless = Target(served.base)
     del nameless.lm_head
     with pytest.raises(ValueError, match="embedding and LM head"):
         worker_of(engine, served, nameless)
+    windowed = served_head(tmp_path, "mistral", sliding_window=16)
+    with pytest.raises(ValueError, match="see a window: give --context-length 16"):
+        worker_of(engine, windowed)
     with pytest.raises(ValueError, match="does not show the states"):
         serving.show_states(object(), 1)
     pool, attended = Pool(served.head.attended), served.head.attended

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from architectures import MOE
 from bases import write_base
 from drafting import HEADS, prompts, random_head, slots_behind
 from hypothesis import given, settings
@@ -199,9 +200,9 @@ def test_a_head_of_a_pass_per_depth_is_refused(base):
         ServedHead(base, head, CHAIN)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "phi"])
 def test_a_base_of_the_engines_tensors_drafts_as_the_whole_base(family, tmp_path):
-    base = load_base(str(write_base(tmp_path / family, family)))
+    base = load_base(str(write_base(tmp_path / family, family, **(MOE if family.endswith("moe") else {}))))
     if base.lm_bias is not None:  # Phi's
         base.lm_bias.normal_()
     head = random_head(replace(HEADS[1], draft_vocab_size=100), base)

@@ -13,6 +13,7 @@ from drafting import HEADS, prompts, random_head, served_head
 from torch import nn
 
 from ctcdraft.model import Decoder, DraftConfig, load_base
+from ctcdraft.model.base.window import Windows
 from ctcdraft.model.export import export_head
 from ctcdraft.serve import vllm as serving
 
@@ -194,6 +195,34 @@ def test_a_runner_decodes_in_the_steps_of_our_chain(engine, served, chunk):
         assert accepted[:-1] == out.accepted[:-1]  # the last is cut by whoever counts
 
 
+@pytest.mark.parametrize("layers", [None, ["full_attention", "sliding_attention"]], ids=["all", "some"])
+def test_a_head_sees_no_further_than_the_windows_of_its_layers(engine, tmp_path, monkeypatch, layers):
+    sizes = {"sliding_window": 8, "pad_token_id": 0} | ({"layer_types": layers} if layers else {})
+    served = served_head(tmp_path, "gemma2" if layers else "mistral", **sizes)
+    config = config_of(served, scheduler_config__disable_hybrid_kv_cache_manager=True)
+    config.additional_config["ctcdraft"]["prompt_lookup"] = 0
+    ours = Decoder(served.base, served.head, DraftConfig("chain", MOST, budget="fixed", prompt_lookup=0))
+
+    def drafted():
+        runner = engine.Runner(config, Target(served.base))
+        runner.load_model()
+        own, found = runner.drafter.propose, []
+        runner.drafter.propose = lambda *given: found.append(own(*given)) or found[-1]
+        tokens, _ = decoded(runner, served.base, prompt, 40, 100)
+        return tokens, [chain for (chain,) in found]
+
+    for prompt in prompts(2, seed=9, longest=20):
+        out = ours.generate(prompt, 40, keep_trees=True)
+        tokens, chains = drafted()
+        assert tokens == out.tokens
+        trees = [tree.tokens.tolist() for tree, _ in out.trees][:24]  # the last of 40 are cut by whoever counts
+        assert len(trees) > 9
+        assert chains[: len(trees)] == trees
+        with monkeypatch.context() as blind:
+            blind.setattr(Windows, "of", lambda self, mask, *_: mask)
+            assert drafted()[1] != chains
+
+
 def test_measured_lengths_change_no_token_and_are_measured(engine, served):
     config = config_of(served)
     config.additional_config["ctcdraft"]["length"] = "measured"
@@ -297,17 +326,29 @@ def test_models_that_a_head_cannot_draft_for_are_refused(engine, served, tmp_pat
     nameless = Target(served.base)
     del nameless.lm_head
     assert "embedding and LM head" in refusal(engine, served, nameless)
+    silent = Target(served.base)
+    silent.set_aux_hidden_state_layers = None
+    assert refusal(engine, served, silent).endswith("give --model-impl transformers")
     other = load_base(str(write_base(tmp_path / "other", seed=1)))
     export_head(random_head(HEADS[1], other), other, tmp_path / "head", TRAINING)
     assert "lm_head differ" in refusal(engine, served, Target(served.base), head=tmp_path / "head")
-    windowed = write_base(tmp_path / "windowed", "mistral", sliding_window=16)
-    config = {"model_config__model": str(windowed)}
-    assert "--max-model-len 16" in refusal(engine, served, Target(load_base(str(windowed))), **config)
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     sizes = {"original_max_position_embeddings": 64, "pad_token_id": 0}
     long = write_base(tmp_path / "long", "phi3", rope_parameters=rope, **sizes)
     config = {"model_config__model": str(long)}
     assert "--max-model-len 64" in refusal(engine, served, Target(load_base(str(long))), **config)
+
+
+@pytest.mark.parametrize("name", ["embedding", "embed_in"])  # gpt-oss, GPT-NeoX
+def test_an_embedding_of_another_name_is_found(engine, served, name):
+    target = Target(served.base)
+    setattr(target.model, name, target.model.embed_tokens)
+    del target.model.embed_tokens
+    runner = engine.Runner(config_of(served), target)
+    runner.load_model()
+    assert (
+        runner.drafter.drafter.base.embed(torch.tensor([3])).tolist() == served.base.embed(torch.tensor([3])).tolist()
+    )
 
 
 def test_layers_whose_pages_are_handed_out_apart_are_refused(engine, served, tmp_path):
