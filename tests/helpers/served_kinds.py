@@ -126,8 +126,8 @@ def row(work, toy, kind):
     found = in_engine(folder, prompts, [1, 8], options)
     same = all(one["tokens"] == plain["tokens"] for one in found)
     steps, tokens = [out.steps for out in ours], sum(len(out.tokens) - 1 for out in ours)
-    equal = all(one["steps"] == steps for one in found)
-    told = f"{'identical' if same else 'DIFFERENT'}, steps {'equal' if equal else 'NOT EQUAL'}"
+    others = [sum(one["steps"]) for one in found if one["steps"] != steps]
+    told = f"{'identical' if same else 'DIFFERENT'}, steps {f'NOT EQUAL, {others}' if others else 'equal'}"
     return f"{told}: {sum(steps)} for {tokens} tokens"
 
 
