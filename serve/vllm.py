@@ -177,9 +177,9 @@ class Proposer:
         drafted = [len(scheduled.get(name, ())) for name in names]
         lengths = self.lengths.of(count) if self.options.length == "measured" else None
         only_decoded = begins[count] == count + sum(drafted)  # no prompt was read besides
-        latest = self.psi.keys() >= scheduled.keys() & names  # who was left out of a step has drafts from before it
+        psi = [self.psi.get(name, EMPTY.psi)[:n] for name, n in zip(names, drafted, strict=True)]
+        latest = drafted == [*map(len, psi)]  # who was left out of a step has drafts from before it
         if lengths and lengths is self.cut_by and self.left and only_decoded and latest:
-            psi = [self.psi.get(name, EMPTY.psi)[:n] for name, n in zip(names, drafted, strict=True)]
             accepted = [np.arange(n) < len(said) - 1 for n, said in zip(drafted, sampled_token_ids, strict=True)]
             seconds = came - self.left
             lengths.observe(count, begins[count], seconds, np.concatenate(psi), np.concatenate(accepted))
