@@ -3,7 +3,7 @@
 python bench/online.py --write FILE --without CATEGORY [--data toy|prompts] [--count 1800]: conversations of the other
     categories, to train a head on (data=sharegpt data.path=FILE; data=prompts has no answers: the base gives them)
 python bench/online.py <exported head> --base <model> [--data toy|prompts] [--category CATEGORY] [--count 200]
-    [--tokens 160] [--nodes 32] [--lookup] [--every 384] [--lr 1e-4] [--buffer 8192] [--dtype fp32]
+    [--tokens 160] [--nodes 32] [--lookup] [--every 384] [--lr 3e-4] [--buffer 8192] [--dtype fp32]
 
 The first half of the stream is of all other categories, the second of CATEGORY; without one, all is of all. Requests
 are the first questions of conversations that such a training does not see, decoded greedily with both heads in turn.

@@ -38,7 +38,7 @@ class OnlineConfig:
     """What is kept is kept in memory and nowhere else, and so is what was learnt."""
 
     every: PositiveInt | None = None  # answered tokens from one step of AdamW to the next; null: nothing is learnt
-    lr: Annotated[float, Field(gt=0)] = 1e-4  # of AdamW, constant behind the first steps
+    lr: Annotated[float, Field(gt=0)] = 3e-4  # of AdamW, constant behind the first steps
     buffer: PositiveInt = 8192  # tokens of the newest requests that are kept to learn from
 
 
