@@ -36,7 +36,6 @@ from .base import base_of
 from .state import Pages, ServedHead
 
 TESTED = "0.32"  # the version of vLLM, without the last number
-SHOW = "set_aux_hidden_state_layers"  # of a model that shows states of its middle layers
 SET_UP, CALL, SAMPLE = "_setup_eagle3_aux_hidden_state_outputs", "propose_draft_token_ids", "_sample"
 TAKEN = {  # what the wrapped methods of the runner take, in every tested version
     SET_UP: (),
@@ -121,7 +120,7 @@ class Proposer:
         draft = DraftConfig("chain", self.most, budget="fixed", top_k=given.top_k, prompt_lookup=given.prompt_lookup)
         self.drafter = ServedHead(base, head, draft)
         self.attention = {} if head.attended is None else attention_of(target, head.attended.layers)
-        if self.attention and getattr(target, SHOW, None) is None:
+        if self.attention and not hasattr(target, "set_aux_hidden_state_layers"):
             raise ValueError(
                 f"vLLM's own {type(target).__name__} shows no state of its middle layers, and a head begins with one: "
                 "give --model-impl transformers"
@@ -143,7 +142,7 @@ class Proposer:
         self.runner = runner
         if self.attention:
             runner.use_aux_hidden_state_outputs = True
-            getattr(runner.model, SHOW)((min(self.attention),))  # the state that enters that layer
+            runner.model.set_aux_hidden_state_layers((min(self.attention),))  # the state that enters that layer
 
         def call(*arguments: Any, **named: Any) -> Any:
             self.step = dict(zip(TAKEN[CALL], arguments, strict=False)) | named
@@ -177,12 +176,12 @@ class Proposer:
         drafted = [len(scheduled.get(name, ())) for name in names]
         lengths = self.lengths.of(count) if self.options.length == "measured" else None
         only_decoded = begins[count] == count + sum(drafted)  # no prompt was read besides
-        psi = [self.psi.get(name, EMPTY.psi)[:n] for name, n in zip(names, drafted, strict=True)]
-        latest = drafted == [*map(len, psi)]  # who was left out of a step has drafts from before it
-        if lengths and lengths is self.cut_by and self.left and only_decoded and latest:
-            accepted = [np.arange(n) < len(said) - 1 for n, said in zip(drafted, sampled_token_ids, strict=True)]
-            seconds = came - self.left
-            lengths.observe(count, begins[count], seconds, np.concatenate(psi), np.concatenate(accepted))
+        if lengths and lengths is self.cut_by and self.left and only_decoded:
+            psi = [self.psi.get(name, EMPTY.psi)[:n] for name, n in zip(names, drafted, strict=True)]
+            if drafted == [*map(len, psi)]:  # who was left out of a step has drafts from before it
+                accepted = [np.arange(n) < len(said) - 1 for n, said in zip(drafted, sampled_token_ids, strict=True)]
+                seconds = came - self.left
+                lengths.observe(count, begins[count], seconds, np.concatenate(psi), np.concatenate(accepted))
         self.cut_by, self.left, self.psi = lengths, None, {}
         chains: list[list[int]] = [[] for _ in range(count)]
         if lengths and lengths.sleeps(count):

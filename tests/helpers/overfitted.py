@@ -26,12 +26,17 @@ SMALL = ToyBaseConfig(
 def overfit_head(cache, work, question):
     """The base's folder; the head is exported to work/head."""
     folder = toy_base(cache, SMALL)
-    base = load_base(str(folder))
+    _, found = learnt_head(load_base(str(folder)), question, work / "head", steps=200)
+    assert all(finding.agrees for finding in found), found[-1]
+    return folder
+
+
+def learnt_head(base, question, folder, steps):
+    """A head that has learnt the base's answer, exported to a folder, and what was found on the way."""
     objective = ObjectiveConfig(kind="prefix_ctc", labels=12)
     plan = Plan(CtcConfig(slots=12), objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
     messages = [{"role": "user", "content": question}]
-    check = OverfitCheck(base, messages, plan, DataConfig(), answer_tokens=48, steps=200)
-    found = check.findings()
-    assert all(finding.agrees for finding in found), found[-1]
-    export_head(check.head.eval(), base, work / "head", TRAINING)
-    return folder
+    check = OverfitCheck(base, messages, plan, DataConfig(), answer_tokens=48, steps=steps)
+    found, head = check.findings(), check.head.eval()
+    export_head(head, base, folder, TRAINING)
+    return head, found

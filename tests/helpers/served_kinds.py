@@ -1,8 +1,8 @@
 """Heads on tiny random bases of many kinds in the real vLLM: python tests/helpers/served_kinds.py [kind ...]
 
-Prints for each kind whether all answers, with one request and with eight, are those of vLLM without a head, and its
-steps beside our own decoder's: the list in docs/results/serving.md. A minute or two a kind; `make engine` makes vLLM's
-environment.
+Prints for each kind whether all answers, one request at a time and all together, are those of vLLM without a head, and
+its steps beside our own decoder's: the list in docs/results/serving.md. A minute or two a kind; `make engine` makes
+vLLM's environment.
 """
 
 import json
@@ -14,19 +14,12 @@ from pathlib import Path
 
 import torch
 from architectures import MOE
-from drafting import TRAINING
-from overfitted import SMALL
+from overfitted import SMALL, learnt_head
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctcdraft.data.template import prompt_ids
-from ctcdraft.model import Decoder, DraftConfig, export_head, load_base
-from ctcdraft.model.heads import CtcConfig
-from ctcdraft.train.engine import OptimConfig, ZeroConfig
-from ctcdraft.train.overfit import OverfitCheck
-from ctcdraft.train.prepare import DataConfig
-from ctcdraft.train.step import Plan, TrainConfig
-from ctcdraft.train.task import ObjectiveConfig
+from ctcdraft.model import Decoder, DraftConfig, load_base
 from ctcdraft.train.toy_base import toy_base
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +41,7 @@ SCALES = {
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
     "logits_scaling": 2.0,
 }
-OURS = ("--model-impl=transformers",)  # whose models show the states of their middle layers
+TRANSFORMERS = ("--model-impl=transformers",)  # whose models show the states of their middle layers
 KINDS = {  # sizes, and options of vLLM
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "apertus", "ernie4_5"), ({}, ())),
     "llama, scaled": (LINEAR, ()),
@@ -61,11 +54,11 @@ KINDS = {  # sizes, and options of vLLM
     **dict.fromkeys(("seed_oss", "helium", "hunyuan_v1_dense"), ({}, ())),
     "smollm3": ({"no_rope_layer_interval": 2}, ()),
     "olmo3": (MIXED, ()),
-    "gemma": (TIED, OURS),
-    "gemma2": (TIED | MIXED, OURS),
-    "gemma3_text": (TIED | MIXED, OURS),
-    **dict.fromkeys(("cohere", "glm4", "stablelm", "nemotron"), ({}, OURS)),
-    "exaone4": ({"sliding_window": None, "layer_types": ["full_attention"] * 3}, OURS),
+    "gemma": (TIED, TRANSFORMERS),
+    "gemma2": (TIED | MIXED, TRANSFORMERS),
+    "gemma3_text": (TIED | MIXED, TRANSFORMERS),
+    **dict.fromkeys(("cohere", "glm4", "stablelm", "nemotron"), ({}, TRANSFORMERS)),
+    "exaone4": ({"sliding_window": None, "layer_types": ["full_attention"] * 3}, TRANSFORMERS),
 }
 
 
@@ -82,18 +75,6 @@ def write_model(folder, toy, kind):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return load_base(str(folder))
-
-
-def learnt_head(base, folder):
-    """That has learnt an answer of the base, and is exported there."""
-    objective = ObjectiveConfig(kind="prefix_ctc", labels=12)
-    plan = Plan(CtcConfig(slots=12), objective, OptimConfig(), ZeroConfig(), TrainConfig(), DraftConfig(), seed=0)
-    messages = [{"role": "user", "content": ASKED[0]}]
-    check = OverfitCheck(base, messages, plan, DataConfig(), answer_tokens=LIMIT, steps=120)
-    check.findings()
-    head = check.head.eval()
-    export_head(head, base, folder, TRAINING)
-    return head
 
 
 def in_engine(folder, prompts, batches, options):
@@ -113,7 +94,7 @@ def in_engine(folder, prompts, batches, options):
 def row(work, toy, kind):
     folder = work / kind.replace(", ", "-")
     base = write_model(folder, toy, kind)
-    head = learnt_head(base, folder / "head")
+    head, _ = learnt_head(base, ASKED[0], folder / "head", steps=120)
     prompts = [prompt_ids(base.tokenizer, [{"role": "user", "content": text}], None) for text in ASKED]
     prompts += [prompts[0] + prompts[1] + ids for ids in prompts]
     ours = Decoder(base, head, DraftConfig("chain", NODES, budget="fixed")).generate(prompts, LIMIT)

@@ -223,34 +223,38 @@ def test_a_head_sees_no_further_than_the_windows_of_its_layers(engine, tmp_path,
             assert drafted()[1] != chains
 
 
-def test_measured_lengths_change_no_token_and_are_measured(engine, served):
+@pytest.fixture
+def measuring(engine, served):
+    """A runner whose drafter measures how long chains pay."""
     config = config_of(served)
     config.additional_config["ctcdraft"]["length"] = "measured"
     runner = engine.Runner(config, Target(served.base))
     runner.load_model()
+    return runner
+
+
+def test_measured_lengths_change_no_token_and_are_measured(measuring, served):
     for prompt in prompts(3, seed=9, longest=20):
-        tokens, _ = decoded(runner, served.base, prompt, 40, 5)
+        tokens, _ = decoded(measuring, served.base, prompt, 40, 5)
         assert tokens == Decoder(served.base).generate(prompt, 40).tokens
-    lengths = runner.drafter.lengths.of(1)
+    lengths = measuring.drafter.lengths.of(1)
     assert lengths.count > 20
     assert lengths.plain.known == {1}
     assert max(lengths.drafted.known) > 1
 
 
-def test_a_request_that_a_step_left_out_is_verified_with_the_drafts_from_before(engine, served):
-    config = config_of(served)
-    config.additional_config["ctcdraft"]["length"] = "measured"
-    runner = engine.Runner(config, Target(served.base))
-    runner.load_model()
+def test_a_request_that_a_step_left_out_is_verified_with_the_drafts_from_before(measuring, served):
     asked = prompts(2, seed=9, longest=20)
-    one, other = (decoding(runner, served.base, prompt, 40, 20, name) for prompt, name in zip(asked, "ab", strict=True))
+    one, other = (
+        decoding(measuring, served.base, prompt, 40, 20, name) for prompt, name in zip(asked, "ab", strict=True)
+    )
     told = {}
     for begun in range(100):  # two steps of one of them, and then two of the other
         side = one if begun % 4 < 2 else other
         told[side is one] = next(side, told.get(side is one))
     for prompt, (tokens, _) in zip(asked, (told[True], told[False]), strict=True):
         assert tokens == Decoder(served.base).generate(prompt, 40).tokens
-    assert runner.drafter.lengths.of(1).count > 40
+    assert measuring.drafter.lengths.of(1).count > 40
 
 
 def test_a_step_without_drafts_is_sampled_as_without_a_drafter(engine, served):
@@ -318,7 +322,7 @@ def refusal(engine, served, target, **options):
     return str(refused.value)
 
 
-def test_models_that_a_head_cannot_draft_for_are_refused(engine, served, tmp_path):
+def test_models_that_a_head_cannot_draft_for_are_refused(engine, served, tmp_path, monkeypatch):
     assert "packed" in refusal(engine, served, Target(served.base, packed=True))
     hidden = Target(served.base)
     del hidden.model.layers[-1].self_attn
@@ -326,9 +330,9 @@ def test_models_that_a_head_cannot_draft_for_are_refused(engine, served, tmp_pat
     nameless = Target(served.base)
     del nameless.lm_head
     assert "embedding and LM head" in refusal(engine, served, nameless)
-    silent = Target(served.base)
-    silent.set_aux_hidden_state_layers = None
-    assert refusal(engine, served, silent).endswith("give --model-impl transformers")
+    with monkeypatch.context() as silent:
+        silent.delattr(Target, "set_aux_hidden_state_layers")
+        assert refusal(engine, served, Target(served.base)).endswith("give --model-impl transformers")
     other = load_base(str(write_base(tmp_path / "other", seed=1)))
     export_head(random_head(HEADS[1], other), other, tmp_path / "head", TRAINING)
     assert "lm_head differ" in refusal(engine, served, Target(served.base), head=tmp_path / "head")
@@ -346,9 +350,8 @@ def test_an_embedding_of_another_name_is_found(engine, served, name):
     del target.model.embed_tokens
     runner = engine.Runner(config_of(served), target)
     runner.load_model()
-    assert (
-        runner.drafter.drafter.base.embed(torch.tensor([3])).tolist() == served.base.embed(torch.tensor([3])).tolist()
-    )
+    one = torch.tensor([3])
+    assert torch.equal(runner.drafter.drafter.base.embed(one), served.base.embed(one))
 
 
 def test_layers_whose_pages_are_handed_out_apart_are_refused(engine, served, tmp_path):
