@@ -32,10 +32,11 @@ def grouped_attention(
     """SDPA's result [B, Q, H, width]; all that is not a mask for all heads over shared keys is left to it."""
     mask, (B, H, Q, _), J = attention_mask, query.shape, key.shape[1]
     special = options.get("dropout") or any(options.get(name) is not None for name in SPECIAL)
-    if mask is None or mask.shape[1] != 1 or H == J or special:
+    shared = Q == 1 if mask is None else mask.shape[1] == 1  # one row without a mask sees all there is
+    if not shared or H == J or special:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     query_BJRD = query.reshape(B, J, H // J * Q, -1)
-    mask_B1RS = mask.repeat(1, 1, H // J, 1)
+    mask_B1RS = None if mask is None else torch.cat([mask] * (H // J), dim=2)
     out_BJRD = scaled_dot_product_attention(query_BJRD, key, value, mask_B1RS, scale=options.get("scaling"))
     return out_BJRD.reshape(B, H, Q, -1).transpose(1, 2).contiguous(), None
 

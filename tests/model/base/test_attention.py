@@ -52,6 +52,15 @@ def test_one_mask_may_be_for_all_sequences():
     assert torch.allclose(got, oracle(query, key, value, mask[:1].expand(3, -1, -1, -1), 0.3), atol=1e-14)
 
 
+@pytest.mark.parametrize("heads", [(6, 2), (5, 1)])
+def test_a_single_row_without_a_mask_sees_all_keys(monkeypatch, heads):
+    query_heads, key_heads = heads
+    query, key, value, mask = problem(torch.float64, 1, query_heads, key_heads)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: pytest.fail("its keys are repeated"))
+    got, _ = grouped_attention(of_groups(query, key), query, key, value, None, scaling=0.3, is_causal=True)
+    assert torch.allclose(got, oracle(query, key, value, torch.zeros_like(mask), 0.3), atol=1e-14)
+
+
 def test_its_gradient_is_that_of_repeated_keys():
     query, key, value, mask = problem(torch.float64)
     asked, module = [part.requires_grad_() for part in (query, key, value)], of_groups(query, key)
