@@ -1,4 +1,4 @@
-"""Attention under a mask on a CPU: the queries that share a key are rows of one head.
+"""Attention on a CPU, under a mask or of a single row: the queries that share a key are rows of one head.
 
 transformers repeats keys and values for each query of a group (grouped-query attention, Ainslie et al. 2023, arXiv
 2305.13245). As rows of one head they share them: the same products, and nothing is copied (bench/attention.py).
@@ -29,11 +29,12 @@ def use_grouped_attention(model: Any) -> None:
 def grouped_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """SDPA's result [B, Q, H, width]; all that is not a mask for all heads over shared keys is left to it."""
+    """SDPA's result [B, Q, H, width]; all that is not over shared keys, under one mask for all heads or of a single row
+    that sees them all, is left to it."""
     mask, (B, H, Q, _), J = attention_mask, query.shape, key.shape[1]
     special = options.get("dropout") or any(options.get(name) is not None for name in SPECIAL)
-    shared = Q == 1 if mask is None else mask.shape[1] == 1  # one row without a mask sees all there is
-    if not shared or H == J or special:
+    causal, of_heads = mask is None and Q > 1, mask is not None and mask.shape[1] > 1
+    if causal or of_heads or H == J or special:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     query_BJRD = query.reshape(B, J, H // J * Q, -1)
     mask_B1RS = None if mask is None else torch.cat([mask] * (H // J), dim=2)
