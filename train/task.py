@@ -87,7 +87,8 @@ def head_for(config: HeadConfig, base: Base, corpus: Corpus) -> Head:
     if (size := head.config.draft_vocab_size) is not None:
         ids = most_frequent(corpus.labels, corpus.mask > 0, base.vocab_size, size, base.eos_ids)
         head.draft_ids_X.copy_(torch.from_numpy(ids))
-    return head.to(base.device)
+    head.to(base.device).warm_start(base)
+    return head
 
 
 def negatives_for(objective: ObjectiveConfig, head: Head, base: Base, corpus: Corpus) -> Negatives | None:

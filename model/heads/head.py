@@ -126,6 +126,9 @@ class Head(nn.Module, ABC):
                 pack(part.to(base.dtype))
         return self
 
+    def warm_start(self, base: Base) -> None:
+        """What a new head takes over from its base where that needs to know the draft tokens."""
+
     def draft_vocabulary(self, base: Base) -> DraftVocabulary:
         """The tokens that it can draft, of its base's."""
         return DraftVocabulary(base, None if self.config.draft_vocab_size is None else self.draft_ids_X)

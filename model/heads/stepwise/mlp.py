@@ -1,7 +1,7 @@
 """`mlp`: a recurrent perceptron from the base's hidden state on, with token tables of its own.
 
 Wertheimer et al. 2024 (IBM's combined token and embedding speculator, arXiv 2404.19124), all stages one as in their
-released code (fms-extras, `tie_wts` and `scale_input`).
+released code (fms-extras, `tie_wts` and `scale_input`). Theirs begins at random, and here tables begin as the base's.
 
 Shape suffixes: B batch, Q rows of one pass, D hidden size of the base, W width.
 """
@@ -21,6 +21,7 @@ from ..vocabulary import DraftVocabulary
 from .beam import StepwiseConfig, StepwiseHead
 
 EPS = 1e-6  # of its norms
+SHARP = 5.0  # a new head's output table beside its embeddings: logits as far apart as a language model's
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -52,6 +53,22 @@ class MlpHead(StepwiseHead):
             nn.init.trunc_normal_(table.weight, std=W**-0.5)
         self.state_weight = 0.5 ** (0.5 / config.slots)  # so that s_0 is half of the last state
         self.token_weight = math.sqrt((1.0 - self.state_weight**2) * W / 2.0)
+
+    @torch.no_grad()
+    def warm_start(self, base: Base) -> None:
+        """Tables begin as rows of the base's, each turned by an A with orthonormal columns or rows, and states stay
+        where they are: since GELU(x) is x/2 and an even part, <A w, GELU(A h)> is near <w, h>/2."""
+        D, W, tokens = base.hidden_size, self.config.width, super().draft_vocabulary(base)
+        words, read = tokens.lm_weight[:, :D].float(), base.embed(tokens.ids).float()
+        read = torch.cat([read, read.mean(dim=0, keepdim=True)])
+        turn_WD, turned_WD = (nn.init.orthogonal_(words.new_empty(W, D)) for _ in range(2))
+        for table, rows in (
+            (self.output, SHARP * words @ turn_WD.T / words.std()),
+            (self.embedding, read @ turned_WD.T / read.std()),
+        ):
+            table.weight.copy_(rows * W**-0.5)
+        self.enter.weight.copy_(turn_WD)
+        nn.init.eye_(self.proceed.weight)
 
     def draft_vocabulary(self, base: Base) -> DraftVocabulary:
         return DraftVocabulary(base, super().draft_vocabulary(base).ids, self.output.weight)

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from drafting import random_head
 
 from ctcdraft.data.batches import Batch
+from ctcdraft.data.store import Example, corpus_of
 from ctcdraft.model.base.context import Anchors
-from ctcdraft.model.heads import MlpConfig
-from ctcdraft.train.task import DraftTask, ObjectiveConfig, roots_of
+from ctcdraft.model.heads import MlpConfig, head_on
+from ctcdraft.train.task import DraftTask, ObjectiveConfig, head_for, roots_of
 
 CONFIG = MlpConfig(slots=4, width=24, beam=3, draft_vocab_size=None)
 
@@ -71,6 +72,26 @@ def test_its_loss_and_gradients_are_those_of_softmaxes_over_its_own_table(base, 
     found, truth = (torch.autograd.grad(total, [*head.parameters()]) for total in (loss, want))
     for got, wanted in zip(found, truth, strict=True):
         assert torch.allclose(got, wanted, atol=1e-9)
+
+
+@pytest.mark.parametrize("width", [24, 96])  # less and more than the base's 32
+@pytest.mark.parametrize("size", [None, 100])
+def test_a_new_one_expects_what_the_base_says_at_the_same_place(base, width, size):
+    """It has learnt nothing yet: its root's embedding is noise, and without the base's rows it knows nothing."""
+    ids_1L = torch.randint(260, (1, 200))
+    corpus = corpus_of([Example(*(ids_1L[0].numpy() for _ in range(3)))])
+    config = MlpConfig(slots=4, width=width, draft_vocab_size=size)
+    hidden = base.hidden(ids_1L)
+
+    def agreement(head):
+        tokens = head.draft_vocabulary(base)
+        states = head.begin(hidden.float(), head.embedded(tokens, ids_1L.roll(-1), torch.float32))
+        both = states @ head.output.weight.T, base.logits(hidden)[..., tokens.ids]
+        got, said = (each - each.mean(dim=-1, keepdim=True) for each in both)
+        return float(F.cosine_similarity(got.detach().double(), said, dim=-1).mean())
+
+    assert agreement(head_for(config, base, corpus)) > 0.4
+    assert abs(agreement(head_on(base, config).float())) < 0.1
 
 
 def children(tree):
