@@ -3,7 +3,7 @@
 Wertheimer et al. 2024 (IBM's combined token and embedding speculator, arXiv 2404.19124), all stages one as in their
 released code (fms-extras, `tie_wts` and `scale_input`). Theirs begins at random, and here tables begin as the base's.
 
-Shape suffixes: B batch, Q rows of one pass, D hidden size of the base, W width.
+Shape suffixes: B batch, Q rows of one pass, X draft tokens, D hidden size of the base, W width.
 """
 
 import math
@@ -56,17 +56,15 @@ class MlpHead(StepwiseHead):
 
     @torch.no_grad()
     def warm_start(self, base: Base) -> None:
-        """Tables begin as rows of the base's, each turned by an A with orthonormal columns or rows, and states stay
-        where they are: since GELU(x) is x/2 and an even part, <A w, GELU(A h)> is near <w, h>/2."""
+        """Tables begin as rows of the base's, turned to its width, and so does the first state: as GELU(x) is x/2 and
+        an even part, <A w, GELU(A h)> is near <w, h>/2. Tokens are read through another turn, so that none of them
+        foretells itself."""
         D, W, tokens = base.hidden_size, self.config.width, super().draft_vocabulary(base)
-        words, read = tokens.lm_weight[:, :D].float(), base.embed(tokens.ids).float()
-        read = torch.cat([read, read.mean(dim=0, keepdim=True)])
-        turn_WD, turned_WD = (nn.init.orthogonal_(words.new_empty(W, D)) for _ in range(2))
-        for table, rows in (
-            (self.output, SHARP * words @ turn_WD.T / words.std()),
-            (self.embedding, read @ turned_WD.T / read.std()),
-        ):
-            table.weight.copy_(rows * W**-0.5)
+        said_XD, read_XD = tokens.lm_weight[:, :D].float(), base.embed(tokens.ids).float()
+        read_XD = torch.cat([read_XD, read_XD.mean(dim=0, keepdim=True)])
+        turn_WD, turned_WD = (nn.init.orthogonal_(said_XD.new_empty(W, D)) for _ in range(2))
+        self.output.weight.copy_(SHARP * W**-0.5 / said_XD.std() * said_XD @ turn_WD.T)
+        self.embedding.weight.copy_(W**-0.5 / read_XD.std() * read_XD @ turned_WD.T)
         self.enter.weight.copy_(turn_WD)
         nn.init.eye_(self.proceed.weight)
 
