@@ -49,23 +49,21 @@ class MlpHead(StepwiseHead):
         self.norm = nn.RMSNorm(W, eps=EPS)
         self.shift = nn.Parameter(torch.zeros(W))
         self.output = nn.Linear(W, tokens, bias=False)
-        for table in (self.embedding, self.enter, self.proceed, self.output):
-            nn.init.trunc_normal_(table.weight, std=W**-0.5)
         self.state_weight = 0.5 ** (0.5 / config.slots)  # so that s_0 is half of the last state
         self.token_weight = math.sqrt((1.0 - self.state_weight**2) * W / 2.0)
 
     @torch.no_grad()
     def warm_start(self, base: Base) -> None:
-        """Tables begin as rows of the base's, turned to its width, and so does the first state: as GELU(x) is x/2 and
-        an even part, <A w, GELU(A h)> is near <w, h>/2. Tokens are read through another turn, so that none of them
-        foretells itself."""
+        """Tables begin as rows of the base's, turned to its width by an A, and so does the first state: as GELU(x) is
+        x/2 and an even part, <A w, GELU(A h)> is near <w, h>/2. Tokens are read through another turn, so that none of
+        them foretells itself."""
         D, W, tokens = base.hidden_size, self.config.width, super().draft_vocabulary(base)
         said_XD, read_XD = tokens.lm_weight[:, :D].float(), base.embed(tokens.ids).float()
         read_XD = torch.cat([read_XD, read_XD.mean(dim=0, keepdim=True)])
-        turn_WD, turned_WD = (nn.init.orthogonal_(said_XD.new_empty(W, D)) for _ in range(2))
-        self.output.weight.copy_(SHARP * W**-0.5 / said_XD.std() * said_XD @ turn_WD.T)
-        self.embedding.weight.copy_(W**-0.5 / read_XD.std() * read_XD @ turned_WD.T)
-        self.enter.weight.copy_(turn_WD)
+        said_turn_WD, read_turn_WD = (nn.init.orthogonal_(said_XD.new_empty(W, D)) for _ in range(2))
+        self.output.weight.copy_(SHARP * W**-0.5 / said_XD.std() * said_XD @ said_turn_WD.T)
+        self.embedding.weight.copy_(W**-0.5 / read_XD.std() * read_XD @ read_turn_WD.T)
+        self.enter.weight.copy_(said_turn_WD)
         nn.init.eye_(self.proceed.weight)
 
     def draft_vocabulary(self, base: Base) -> DraftVocabulary:

@@ -79,7 +79,8 @@ def test_its_loss_and_gradients_are_those_of_softmaxes_over_its_own_table(base, 
 def test_a_new_one_expects_what_the_base_says_at_the_same_place(base, width, size):
     """It has learnt nothing yet: its root's embedding is noise, and without the base's rows it knows nothing."""
     ids_1L = torch.randint(260, (1, 200))
-    corpus = corpus_of([Example(*(ids_1L[0].numpy() for _ in range(3)))])
+    ids = ids_1L[0].numpy()
+    corpus = corpus_of([Example(ids, np.ones(len(ids), np.bool_), ids)])
     config = MlpConfig(slots=4, width=width, draft_vocab_size=size)
     hidden = base.hidden(ids_1L)
 
