@@ -98,7 +98,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         try:
             return hydra.compose(config_name, overrides)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(_override_sentence(config_name, error)) from error
+            raise ValueError(_override_sentence(config_name, overrides, error)) from error
         except Exception as error:  # what Hydra's own code stumbles over: a number where a group's choice belongs
             given = _short(" ".join(overrides))
             raise ValueError(f"the options {given} cannot be read ({_short(error)}): check their types") from error
@@ -144,6 +144,11 @@ def options_in(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from options_in(value, f"{prefix}{name}.")
 
 
+def _options(config_name: str, choices: Sequence[str] = ()) -> dict[str, Any]:
+    composed: Any = OmegaConf.to_container(hydra.compose(config_name, list(choices)), resolve=False)
+    return dict(options_in(composed))
+
+
 def _quoted(word: str) -> str:
     """A word as Hydra's grammar wants it: `zero=2` names a choice of a group and `name=1e3` a run, where Hydra would
     read a number; the name of a file that is there is no syntax: `data.path=chats (1).jsonl`; nor is what has none:
@@ -186,13 +191,15 @@ def _guarded(task: Callable[[], int | None]) -> int:
         return Stopped(INTERRUPTED)
 
 
-def _override_sentence(config_name: str, error: Exception) -> str:
+def _override_sentence(config_name: str, overrides: Sequence[str], error: Exception) -> str:
     text = str(error)
     if key := re.search(r"Could not override '([^']+)'", text):
-        default: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
-        known = dict(options_in(default))
+        known = _options(config_name)
         if key[1] in known:
             return f"{key[1]}: what else was chosen has no such option (--cfg job shows those it has)"
+        choices = [word for word in overrides if not re.match(rf"\+*([^=]*\.|{re.escape(key[1])}=)", word)]
+        with suppress(HydraException, OmegaConfBaseException):  # of another misspelt one: the default's will do
+            known = _options(config_name, choices)
         close = difflib.get_close_matches(key[1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "--cfg job shows all options"
         return f"{key[1]}: there is no such option; {hint}"

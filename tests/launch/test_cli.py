@@ -143,6 +143,8 @@ def test_answers_are_rewritten_by_default_and_regenerate_says_how():
         (["optim.lr=abc"], "error: optim.lr=abc: input should be a valid number"),
         (["head=medusa", "head.rank=8"], "error: head.rank: what else was chosen has no such option"),
         (["optim.lrr=1"], "error: optim.lrr: there is no such option; did you mean optim.lr?"),
+        (["head=mlp", "head.widht=8"], "error: head.widht: there is no such option; did you mean head.width?"),
+        (["head.rnak=8", "nmae=a"], "error: head.rnak: there is no such option; did you mean head.rank?"),
         (
             ["head=hydra"],
             "error: head=hydra: there is no such choice; choose one of ctc, diffusion, eagle, glide, medusa, mlp, "
