@@ -97,8 +97,8 @@ class Head(nn.Module, ABC):
 
         Rows are whole sequences; with the base's cache, in which they are committed already, its newest positions, and
         the anchor of each is the last that is no padding. own: what `new_cache` gave, which then holds them too. noise:
-        what is added to log-probabilities of the tokens that slot t may hold, when candidates are chosen; a head that
-        scores nodes by itself does not look at it.
+        what is added to log-probabilities of the tokens that slot t may hold, where candidates are chosen, and the
+        nodes that a beam expands.
         """
 
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -106,7 +106,7 @@ class StepwiseHead(Head):
             state_BLE = self.begin(hidden_BLX, root_BLF, mask, own)
             read = {layer: own.committed(layer, L) for layer in self.own_layers}
         drafted: list[Lattice | Tree] = []
-        for b, row in zip(anchors.batch_N.tolist(), anchors.position_N.tolist(), strict=True):
+        for n, (b, row) in enumerate(zip(anchors.batch_N.tolist(), anchors.position_N.tolist(), strict=True)):
             one, at = slice(b, b + 1), slice(row, row + 1)
             position_11 = positions_BL[one, at]
             end = int(position_11) + 1 if documents is None else row + 1
@@ -121,39 +121,54 @@ class StepwiseHead(Head):
                 seen_1S = torch.cat([seen_1S, seen_1S.new_ones(1, 1)], dim=1)
                 first = AttentionMask(position_11, seen_1S[None, None])
                 state_1E = self.begin(hidden_BLX[one, at], root_BLF[one, at], first, known)[0]
-            drafted.append(self._beam(state_1E, known, AttentionMask(position_11, seen_1S), tokens))
+            noise_TX = None if noise_NTV is None else noise_NTV[n, :, tokens.ids]
+            drafted.append(self._beam(state_1E, known, AttentionMask(position_11, seen_1S), tokens, noise_TX))
             if own is not None:
                 own.lengths[b] = end
         return drafted
 
-    def _beam(self, state_1E: Tensor, cache: PassingCache, at: AttentionMask, tokens: DraftVocabulary) -> Tree:
+    def _beam(
+        self,
+        state_1E: Tensor,
+        cache: PassingCache,
+        at: AttentionMask,
+        tokens: DraftVocabulary,
+        noise_TX: Tensor | None,
+    ) -> Tree:
         """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth. at: where the
-        anchor stands, and which entries of the cache it sees [1, S]."""
+        anchor stands, and which entries of the cache it sees [1, S]. noise: see `Head.drafts`; what is likely goes by
+        it, and psi does not."""
         beam, children, device = self.config.beam, min(CHILDREN, len(tokens)), state_1E.device
-        log_p_X, token_X = self._children(state_1E, tokens, children)
+        noise_T = [None] * self.config.slots if noise_TX is None else noise_TX.unbind()
+        log_p_X, likely_X, token_X = self._children(state_1E, tokens, children, noise_T[0])
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
         state_QE, sees_QS = state_1E, at.allowed_BLS
         assert sees_QS is not None
         for depth in range(1, self.config.slots):
-            best_Q = log_p_X.topk(min(beam, len(log_p_X))).indices
+            best_Q = likely_X.topk(min(beam, len(likely_X))).indices
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
             token_QF = self.embedded(tokens, token_X[best_Q], state_1E.dtype)
             mask = AttentionMask((at.positions_BL + depth).expand(1, Q), sees_QS[None, None])
             state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache)[0]
             row_X = torch.arange(Q, device=device).repeat_interleave(children)
-            before_Q = log_p_X[best_Q]
+            before_QX = log_p_X[best_Q][row_X], likely_X[best_Q][row_X]
             parents_X, first = first + best_Q[row_X], first + len(token_X)
-            log_p_X, token_X = self._children(state_QE, tokens, children)
-            log_p_X = log_p_X + before_Q[row_X]
+            log_p_X, likely_X, token_X = self._children(state_QE, tokens, children, noise_T[depth])
+            log_p_X, likely_X = log_p_X + before_QX[0], likely_X + before_QX[1]
             layers.append((token_X, parents_X, log_p_X))
         token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
         depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
         return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))
 
-    def _children(self, state_QE: Tensor, tokens: DraftVocabulary, children: int) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, tokens) of each row's likeliest successors, one row after the other."""
+    def _children(
+        self, state_QE: Tensor, tokens: DraftVocabulary, children: int, noise_X: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probabilities, the same where the noise is known, tokens) of each row's likeliest successors, one row
+        after the other."""
         logits_QX = tokens.logits(state_QE).float()
-        top = (logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)).topk(children, dim=1)
-        return top.values.flatten(), tokens.ids[top.indices.flatten()]
+        log_p_QX = logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)
+        known_QX = log_p_QX if noise_X is None else (log_p_QX + noise_X).log_softmax(dim=1)
+        likely, index_QX = known_QX.topk(children, dim=1)
+        return log_p_QX.gather(1, index_QX).flatten(), likely.flatten(), tokens.ids[index_QX.flatten()]

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_head
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import Anchors, AttentionMask
+from ctcdraft.model.base.sampling import gumbel
 from ctcdraft.model.draft.tree import Tree, chosen
 from ctcdraft.model.heads import EagleConfig, GlideConfig, MlpConfig
 from ctcdraft.model.heads.stepwise.beam import CHILDREN
@@ -56,6 +57,27 @@ def test_each_node_of_the_beam_has_the_probability_that_training_computes(base, 
         out = anchor_losses(slots.states_NTD, output, None, labels, lengths, objective="cross_entropy")
         found = out.log_psi_NU.gather(1, lengths.unsqueeze(1) - 1).exp()[:, 0].tolist()
         assert found == pytest.approx(tree.psi.tolist(), rel=1e-4)
+
+
+@KINDS
+def test_told_of_the_noise_a_beam_goes_where_its_own_samples_go(base, config):
+    """A base that believes what the head believes draws argmax(log q + noise) at each depth. Nearly all of that path
+    is in the tree, and would not be without the noise."""
+    head = random_head(config, base)
+    ids, places = torch.randint(base.vocab_size, (1, 9)), range(3, 8)
+    anchors = Anchors.of(torch.zeros(len(places), dtype=torch.long), torch.tensor(places), 1)
+    hidden, vocabulary = base.hidden(ids.roll(1, 1), attended=head.attended), head.vocabulary(base, 8)
+    noise = torch.stack([torch.stack([gumbel(n, t, base.vocab_size, ids.device) for t in range(4)]) for n in places])
+    drawn = torch.zeros(len(places), 4, dtype=torch.long)
+    for t in range(4):  # a label has no influence on its own slot
+        slots = head(hidden, embedded(head, base, ids), anchors, embedded(head, base, drawn))
+        drawn[:, t] = (vocabulary.tokens.logits(slots.states_NTD[:, t]).log_softmax(1) + noise[:, t]).argmax(1)
+    told, untold = (
+        sum(len(tree.path_of(path)) for path, tree in zip(drawn.tolist(), trees, strict=True))
+        for trees in (head.drafts(hidden, ids, anchors, vocabulary, noise_NTV=known) for known in (noise, None))
+    )
+    assert told >= 0.9 * drawn.numel()  # a beam can lose a path that is not sure
+    assert untold < 0.8 * drawn.numel()
 
 
 @KINDS
