@@ -36,6 +36,8 @@ class DraftConfig:
     proposal: Literal["best", "shared", "sampled"] = "best"
     # of shared noise: the temperature of what it makes the head believe
     trust: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.8
+    # of shared noise: the share of belief that does not look at it, since a head is unsure of a sure base
+    doubt: Annotated[float, Field(ge=0, lt=1)] = 0.3
     stop: Literal["none", "adaedl"] = "none"  # adaedl: nothing behind a prefix that leaves the next token too uncertain
     # hung into the tree beside: phrases of the request's text, what follows the same tokens elsewhere in the tree
     graft: list[Literal["phrases", "siblings"]] = field(default_factory=list)

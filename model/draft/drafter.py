@@ -51,9 +51,9 @@ class Stop:
     Zhang et al. 2024, arXiv 2309.08168). Their ALPHA is 0.9, of a drafter that is nearly always right: with our heads
     it ends in drafting nothing (docs/results/drafts.md)."""
 
-    least: float = 0.05
+    least: float = 0.23
     accepted: float = 0.0
-    ALPHA, EPSILON = 0.1, 0.01
+    ALPHA, EPSILON = 0.035, 0.002
 
     def observe(self, tree: Tree, path: Sequence[int], longest: int) -> None:
         deepest = int(tree.depths.max(initial=0))

@@ -24,8 +24,8 @@ from .config import DraftConfig
 from .tree import EMPTY, Tree
 
 BINS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.1, 2))  # of CaPE: below so much confidence, so many candidates in all
-DOUBT = 0.3  # of shared noise: the share of belief that does not look at it, since a head is unsure of a sure base
-GAMMA = 0.2  # of AdaEDL: a draft is accepted with at least 1 - sqrt(gamma * entropy)
+GAMMA = 0.1  # of AdaEDL: a draft is accepted with at least 1 - sqrt(gamma * entropy); theirs is 0.2
+TAIL = 10_000  # tokens that share what a row leaves out
 
 
 class Row(NamedTuple):
@@ -157,7 +157,8 @@ class Rule:
         if self.config.proposal == "shared":
             score = (log_q + gumbel_of(row.tokens, self.seed, self.position + depth)) / self.config.trust
             drawn, own = np.exp(score - score.max()), np.exp(log_q - log_q.max())
-            share = row.q.sum() * ((1 - DOUBT) * drawn / drawn.sum() + DOUBT * own / own.sum())
+            doubt = self.config.doubt
+            share = row.q.sum() * ((1 - doubt) * drawn / drawn.sum() + doubt * own / own.sum())
             return _largest(share, *self._layout(share, depth))
         q = np.exp(log_q - np.logaddexp.reduce(log_q))
         score = log_q + gumbel_of(row.tokens, self.seed, self.position + depth, PROPOSAL)
@@ -181,11 +182,11 @@ NOTHING = Picked(np.zeros(0, np.int64), np.zeros(0), 0)
 
 
 def acceptance_bound(q: NDArray[np.float64]) -> float:
-    """AdaEDL's bound on how likely one draw is accepted, by the entropy of a row; what is not in it counts as one
-    token."""
-    p = np.append(q, max(1.0 - q.sum(), 0.0))
-    p = p[p > 0]
-    return float(1.0 - np.sqrt(GAMMA * max(-(p * np.log(p)).sum(), 0.0)))
+    """AdaEDL's bound on how likely one draw is accepted, by the entropy of a row. What is not in it is spread over TAIL
+    tokens: as one token it would make a row look surer the less of it is known."""
+    rest, q = max(1.0 - q.sum(), 0.0), q[q > 0]
+    tail = rest * np.log(TAIL / rest) if rest else 0.0
+    return float(1.0 - np.sqrt(GAMMA * max(tail - (q * np.log(q)).sum(), 0.0)))
 
 
 def _largest(share: NDArray[np.float64], count: int, followed: int) -> Picked:
