@@ -10,8 +10,8 @@ LAUNCH = $$($(BIN)/python -c "import os, torch; gpus = torch.cuda.device_count()
 	ranks = gpus or (1 if cores < 2 else 2 if cores < 4 else 4); \
 	print('env OMP_NUM_THREADS=%s $(BIN)/python launch/ranks.py %d' \
 	% (os.environ.get('OMP_NUM_THREADS', cores // max(1, gpus) or 1), ranks) if ranks > 1 else '$(BIN)/python')")
-# Whole files go to a process per core and one more, since some tests wait, in the order of tests/conftest.py.
-PYTEST = $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Whole files go to a process per core, in the order of tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train eval export serve test engine test-serve check lint bench ablation soak fuzz conventions doctor docs clean
@@ -41,7 +41,7 @@ export: $(STAMP)  ## write a run's best head as a folder: ARGS="name=<run>"
 serve: $(STAMP)  ## vLLM's OpenAI-compatible server with a run's head: ARGS="name=<run> port=8000"
 	@$(BIN)/python launch/serve.py $(ARGS)
 
-test: $(STAMP)  ## run the tests, a process more than cores and at most four
+test: $(STAMP)  ## run the tests, a process per core and at most four
 	@$(PYTEST) $(ARGS)
 
 engine: $(STAMP)  ## make .venv-vllm, vLLM's environment (3.4 GB), where it is not there
