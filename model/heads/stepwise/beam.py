@@ -153,10 +153,10 @@ class StepwiseHead(Head):
             mask = AttentionMask((at.positions_BL + depth).expand(1, Q), sees_QS[None, None])
             state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache)[0]
             row_X = torch.arange(Q, device=device).repeat_interleave(children)
-            before_QX = log_p_X[best_Q][row_X], likely_X[best_Q][row_X]
+            log_p_above_X, likely_above_X = log_p_X[best_Q][row_X], likely_X[best_Q][row_X]
             parents_X, first = first + best_Q[row_X], first + len(token_X)
             log_p_X, likely_X, token_X = self._children(state_QE, tokens, children, noise_T[depth])
-            log_p_X, likely_X = log_p_X + before_QX[0], likely_X + before_QX[1]
+            log_p_X, likely_X = log_p_X + log_p_above_X, likely_X + likely_above_X
             layers.append((token_X, parents_X, log_p_X))
         token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
         depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
