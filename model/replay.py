@@ -147,8 +147,8 @@ def _drafted(
         first, last = batch_N[[0, -1]].tolist()  # anchors come sequence by sequence
         own = slice(first, last + 1)
         anchors = Anchors.of(batch_N - first, position_N, last + 1 - first)
-        noise_NTV = decoder.drafter.noise(ends[part], decoder.slots, decoder.base.vocab_size, root_BL.device)
-        yield from head.drafts(hidden_BLD[own], root_BL[own], anchors, decoder.vocabulary, None, noise_NTV)
+        hints = decoder.drafter.hints(ends[part], decoder.slots, decoder.base.vocab_size, root_BL.device)
+        yield from head.drafts(hidden_BLD[own], root_BL[own], anchors, decoder.vocabulary, None, hints)
 
 
 def _frontier(base: Base, known: Transcript, root: Root) -> Frontier:

@@ -20,11 +20,11 @@ from ..base.context import Anchors, AttentionMask
 from ..base.llm import Base
 from ..base.sampling import Sampling, gumbel
 from ..draft.drafter import Outcome
-from ..draft.growth import Drafted
+from ..draft.growth import Drafted, Hints
 from ..draft.tree import Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
 from ..lattice.candidates import Candidates, Lattice
-from .step import EagerStep, Noise
+from .step import EagerStep
 
 LEAST_WIDTH = 256
 MOST_SHAPES = 64  # captured steps that are kept: each holds its buffers on the device
@@ -93,8 +93,8 @@ class CapturedStep(EagerStep):
         self.cache.lengths[0] += len(outcome.path) + 1
         return [outcome]
 
-    def draft(self, noise: Noise) -> Sequence[Drafted]:
-        return super().draft(noise) if self.drafted is None else [self.drafted]
+    def draft(self, hints: Callable[[], Hints]) -> Sequence[Drafted]:
+        return super().draft(hints) if self.drafted is None else [self.drafted]
 
 
 class _Shape:

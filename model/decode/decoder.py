@@ -15,13 +15,12 @@ from typing import Unpack, cast, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..base.llm import Base
 from ..draft.budget import SIZES, best_size, chain_of, step_seconds
 from ..draft.config import DraftConfig
 from ..draft.drafter import Drafter
-from ..draft.growth import Drafted
+from ..draft.growth import Drafted, Hints
 from ..draft.length import LengthsBySize
 from ..draft.tree import EMPTY, Tree
 from ..heads.head import Head, OnePassHead, Vocabulary
@@ -237,16 +236,16 @@ class Decoder:
         if not self.drafts:
             return drafts
 
-        def noise() -> Tensor | None:
+        def hints() -> Hints:
             frontiers = [request.frontier for request in step.active]
-            return self.drafter.noise(frontiers, self.slots, self.base.vocab_size, self.base.device)
+            return self.drafter.hints(frontiers, self.slots, self.base.vocab_size, self.base.device)
 
         several = self.measures and step.several
         lengths = self.lengths.of(len(drafts)) if several and not self.cold else None
         if lengths is not None and lengths.sleeps(len(drafts)):
             return drafts
         by_head = self.head is not None and not (lengths and lengths.rests(len(drafts)))  # copies go on
-        drafted: Sequence[Drafted] = step.draft(noise) if by_head else drafts
+        drafted: Sequence[Drafted] = step.draft(hints) if by_head else drafts
         with step.timed("tree"):
             began = time.perf_counter()
             drafts = [self._propose(r, one) for r, one in zip(step.active, drafted, strict=True)]

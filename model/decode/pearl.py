@@ -9,7 +9,7 @@ which has not read them.
 On a CPU the head has a thread, on a GPU a stream too. What the base wrote is committed when both are done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 
 from ..base.llm import Base
 from ..draft.drafter import Outcome
-from ..draft.growth import Drafted, behind
+from ..draft.growth import Drafted, Hints, behind
 from ..draft.tree import EMPTY, Tree
 from ..lattice.candidates import Lattice
 from .request import Request
-from .step import EagerStep, Noise
+from .step import EagerStep
 
 
 class PearlStep(EagerStep):
@@ -37,9 +37,9 @@ class PearlStep(EagerStep):
     def end(self) -> None:
         self.beside.shutdown()
 
-    def draft(self, noise: Noise) -> Sequence[Drafted]:
+    def draft(self, hints: Callable[[], Hints]) -> Sequence[Drafted]:
         """What the head expected behind each root before the base chose it."""
-        self.noise = noise
+        self.hints = hints
         expected = []
         with self.timed("tree"):
             for request in self.active:
@@ -52,10 +52,10 @@ class PearlStep(EagerStep):
         before."""
         lengths = [request.length for request in self.active]
         # Made on the base's stream: noise that both look at, and states, whose memory is free once nobody holds them.
-        noise, states = self.noise(), [request.hidden for request in self.active]
+        hints, states = self.hints(), [request.hidden for request in self.active]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.base.device))
-        drafting = self.beside.submit(self._draft_beside, lambda: noise)
+        drafting = self.beside.submit(self._draft_beside, hints)
         try:
             with self.timed("verify"):
                 found, hidden_BQD = self._verified(drafts)
@@ -69,11 +69,11 @@ class PearlStep(EagerStep):
         self.early = dict(zip(self.active, zip(drafted, lengths, strict=True), strict=True))
         return found
 
-    def _draft_beside(self, noise: Noise) -> list[Lattice | Tree]:
+    def _draft_beside(self, hints: Hints) -> list[Lattice | Tree]:
         if self.stream is None:
-            return self._drafted(noise)
+            return self._drafted(hints)
         with torch.cuda.stream(self.stream):
-            drafted = self._drafted(noise)
+            drafted = self._drafted(hints)
         self.stream.synchronize()
         return drafted
 

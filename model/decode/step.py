@@ -19,7 +19,7 @@ from ..base.cache import TreeCache
 from ..base.llm import Base
 from ..base.sampling import gumbel
 from ..draft.drafter import Outcome
-from ..draft.growth import Drafted
+from ..draft.growth import Drafted, Hints
 from ..draft.tree import EMPTY, Tree, tree_mask
 from ..heads.head import Head, Vocabulary
 from ..lattice.candidates import Lattice
@@ -30,7 +30,6 @@ LIKELY = 0.1  # psi of the nodes whose logits a CPU computes together, before th
 LONG_REST = 1024  # rows behind a shared beginning: beyond, their mask costs more than to read a shorter one again
 LEAST_ROWS = 4  # of logits that it computes together: in float32, MKL takes longer for two or three
 
-Noise = Callable[[], Tensor | None]  # see `Head.drafts`
 Place = tuple[Request, Tree, int]  # where the base says something: behind the root (row 0) or node row - 1 of a draft
 
 
@@ -154,13 +153,13 @@ class EagerStep:
             for b, request in enumerate(self.active):
                 request.hidden = [*request.hidden, hidden_BQD[b, kept[b][self.unread]]][self.unread]
 
-    def draft(self, noise: Noise) -> Sequence[Drafted]:
-        """What the head expects behind each root. noise: see `Head.drafts`."""
+    def draft(self, hints: Callable[[], Hints]) -> Sequence[Drafted]:
+        """What the head expects behind each root."""
         with self.timed("draft"):
-            return self._drafted(noise)
+            return self._drafted(hints())
 
     @torch.no_grad()
-    def _drafted(self, noise: Noise) -> list[Lattice | Tree]:
+    def _drafted(self, hints: Hints) -> list[Lattice | Tree]:
         """The head over every position that it has not seen yet; sequences of unequal numbers of them are padded."""
         assert self.head is not None
         assert self.vocabulary is not None
@@ -175,13 +174,7 @@ class EagerStep:
         for request in self.active:
             request.hidden = []
         return self.head.drafts(
-            hidden_BLD,
-            following_BL,
-            anchors,
-            self.vocabulary,
-            self.cache,
-            noise_NTV=noise(),
-            own=self.own_cache,
+            hidden_BLD, following_BL, anchors, self.vocabulary, self.cache, hints=hints, own=self.own_cache
         )
 
     def _walks(self, drafts: Sequence[Tree], hidden_BQD: Tensor) -> list[Outcome]:

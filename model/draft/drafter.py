@@ -14,7 +14,7 @@ from ..base.sampling import Sampling, gumbel
 from ..lattice.candidates import Lattice
 from .config import DraftConfig
 from .grafts import LENGTH, Phrases, grafted, siblings, tails
-from .growth import Drafted, Rule, grow, prefix_of
+from .growth import Drafted, Hints, Rule, grow, prefix_of
 from .prompt_lookup import with_copies
 from .tree import ANY_DEPTH, PHRASES, SIBLINGS, Tree, chosen, search
 
@@ -92,8 +92,7 @@ class Drafter:
         elif plain and isinstance(drafted, Lattice):
             tree = search(drafted, config.nodes, prune=NEGLIGIBLE, **limits)
         else:
-            least = self.stop.least if config.stop == "adaedl" else None
-            rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), least)
+            rule = Rule(config, frontier.sampling, frontier.seed, len(frontier.read), self._least)
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
         if config.prompt_lookup:
             tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))
@@ -104,11 +103,16 @@ class Drafter:
             tree = best(grafted(tree, siblings(tree, root), SIBLINGS, frontier.max_depth))
         return tree
 
-    def noise(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Tensor | None:
-        """What the noise that the base will choose with makes of log-probabilities, [N, T, V]: slot t behind a frontier
-        is taken for token t. None where drafts do not look at it."""
-        if self.config.proposal != "shared" or not any(one.sampling.temperature for one in frontiers):
-            return None
+    def hints(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Hints:
+        """What a head is told before it drafts behind these frontiers. Slot t behind one is taken for token t."""
+        config = self.config
+        drawn = config.proposal != "best" and any(one.sampling.temperature for one in frontiers)
+        chain = config.kind in ("chain", "cape") and config.schedule == "serial" and not drawn
+        noise_NTV = self._noise(frontiers, slots, vocab, device) if drawn and config.proposal == "shared" else None
+        return Hints(noise_NTV, self._least, chain)
+
+    def _noise(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Tensor:
+        """What the noise that the base will choose with makes of log-probabilities, [N, T, V]."""
         noise_NTV = torch.zeros(len(frontiers), slots, vocab, device=device)
         for rows, one in zip(noise_NTV, frontiers, strict=True):
             for slot in range(slots if one.sampling.temperature else 0):
@@ -131,6 +135,10 @@ class Drafter:
             return self.config.most_nodes
         phrases = LENGTH if self.config.graft else 0
         return max(self.config.prompt_lookup, slots) + phrases
+
+    @property
+    def _least(self) -> float | None:
+        return self.stop.least if self.config.stop == "adaedl" else None
 
     def _phrases(self, owner: Hashable) -> Phrases | None:
         """Those that a request drafts from; None where it drafts from none."""

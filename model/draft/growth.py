@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..base.sampling import PROPOSAL, Sampling, gumbel_of
 from ..lattice import best_first
@@ -26,6 +27,22 @@ from .tree import EMPTY, Tree
 BINS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.1, 2))  # of CaPE: below so much confidence, so many candidates in all
 GAMMA = 0.1  # of AdaEDL: a draft is accepted with at least 1 - sqrt(gamma * entropy); theirs is 0.2
 TAIL = 10_000  # tokens that share what a row leaves out
+
+
+class Hints(NamedTuple):
+    """What a head is told of the tree that becomes of its draft.
+
+    noise_NTV: what is added to log-probabilities of the tokens that slot t may hold, where candidates are chosen, and
+    the nodes that a beam expands. least: of a row whose `acceptance_bound` is below it nothing is drafted, nor behind
+    it. chain: of each depth the likeliest node alone.
+    """
+
+    noise_NTV: Tensor | None = None
+    least: float | None = None
+    chain: bool = False
+
+
+NO_HINTS = Hints()
 
 
 class Row(NamedTuple):

@@ -17,6 +17,7 @@ from ..base.cache import TreeCache
 from ..base.context import Anchors, Attended, KeysAndValues
 from ..base.llm import Base
 from ..base.packed import pack
+from ..draft.growth import NO_HINTS, Hints
 from ..draft.tree import Tree
 from ..lattice.candidates import Candidates, Lattice, Tables, candidates_of
 from ..lattice.topology import ONE_TO_ONE, Topology
@@ -89,16 +90,14 @@ class Head(nn.Module, ABC):
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
-        noise_NTV: Tensor | None = None,
+        hints: Hints = NO_HINTS,
         own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
         """Of each anchor a Lattice to search, or from a head that scores nodes by itself a Tree of all of them, to
         choose from. root_BL: the tokens after each position.
 
         Rows are whole sequences; with the base's cache, in which they are committed already, its newest positions, and
-        the anchor of each is the last that is no padding. own: what `new_cache` gave, which then holds them too. noise:
-        what is added to log-probabilities of the tokens that slot t may hold, where candidates are chosen, and the
-        nodes that a beam expands.
+        the anchor of each is the last that is no padding. own: what `new_cache` gave, which then holds them too.
         """
 
     def embedded(self, tokens: DraftVocabulary, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,12 +164,12 @@ class OnePassHead(Head):
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
-        noise_NTV: Tensor | None = None,
+        hints: Hints = NO_HINTS,
         own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
         root_BLD = self.embedded(vocabulary.tokens, root_BL, hidden_BLD.dtype)
         slots = self.fill(hidden_BLD, root_BLD, anchors, cache, vocabulary.tokens)
-        return [*self.candidates(slots, anchors.own(root_BL), vocabulary, noise_NTV).lattices()]
+        return [*self.candidates(slots, anchors.own(root_BL), vocabulary, hints.noise_NTV).lattices()]
 
     @torch.no_grad()
     def candidates(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...base.cache import PassingCache, TreeCache
 from ...base.context import Anchors, AttentionMask
+from ...draft.growth import NO_HINTS, Hints, acceptance_bound
 from ...draft.tree import Tree
 from ...lattice.candidates import Lattice
 from ..head import CHECKED, Head, HeadConfig, Size, Slots, Vocabulary
@@ -92,7 +93,7 @@ class StepwiseHead(Head):
         anchors: Anchors,
         vocabulary: Vocabulary,
         cache: TreeCache | None = None,
-        noise_NTV: Tensor | None = None,
+        hints: Hints = NO_HINTS,
         own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
         (B, L, _), tokens, device = hidden_BLX.shape, vocabulary.tokens, hidden_BLX.device
@@ -121,41 +122,41 @@ class StepwiseHead(Head):
                 seen_1S = torch.cat([seen_1S, seen_1S.new_ones(1, 1)], dim=1)
                 first = AttentionMask(position_11, seen_1S[None, None])
                 state_1E = self.begin(hidden_BLX[one, at], root_BLF[one, at], first, known)[0]
-            noise_TX = None if noise_NTV is None else noise_NTV[n, :, tokens.ids]
-            drafted.append(self._beam(state_1E, known, AttentionMask(position_11, seen_1S), tokens, noise_TX))
+            noise_TX = None if hints.noise_NTV is None else hints.noise_NTV[n, :, tokens.ids]
+            own_hints = hints._replace(noise_NTV=noise_TX)
+            drafted.append(self._beam(state_1E, known, AttentionMask(position_11, seen_1S), tokens, own_hints))
             if own is not None:
                 own.lengths[b] = end
         return drafted
 
     def _beam(
-        self,
-        state_1E: Tensor,
-        cache: PassingCache,
-        at: AttentionMask,
-        tokens: DraftVocabulary,
-        noise_TX: Tensor | None,
+        self, state_1E: Tensor, cache: PassingCache, at: AttentionMask, tokens: DraftVocabulary, hints: Hints
     ) -> Tree:
-        """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth. at: where the
-        anchor stands, and which entries of the cache it sees [1, S]. noise: see `Head.drafts`; what is likely goes by
-        it, and psi does not."""
-        beam, children, device = self.config.beam, min(CHILDREN, len(tokens)), state_1E.device
-        noise_T = [None] * self.config.slots if noise_TX is None else noise_TX.unbind()
-        log_p_X, likely_X, token_X = self._children(state_1E, tokens, children, noise_T[0])
+        """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth, as far as they
+        may have children. at: where the anchor stands, and which entries of the cache it sees [1, S]. hints: of one
+        anchor, noise [T, X] of the draft tokens; what is likely goes by it, and psi does not."""
+        beam, device = 1 if hints.chain else self.config.beam, state_1E.device
+        noise_T = [None] * self.config.slots if hints.noise_NTV is None else hints.noise_NTV.unbind()
+        log_p_X, likely_X, token_X = self._children(state_1E, tokens, noise_T[0], hints.least)
         layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
         row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
         state_QE, sees_QS = state_1E, at.allowed_BLS
         assert sees_QS is not None
         for depth in range(1, self.config.slots):
             best_Q = likely_X.topk(min(beam, len(likely_X))).indices
+            if hints.least is not None:  # as few passes as AdaEDL asks for
+                best_Q = best_Q[likely_X[best_Q].isfinite()]
+                if not len(best_Q):
+                    break
             Q, from_Q = len(best_Q), row_X[best_Q]
             sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
             token_QF = self.embedded(tokens, token_X[best_Q], state_1E.dtype)
             mask = AttentionMask((at.positions_BL + depth).expand(1, Q), sees_QS[None, None])
             state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache)[0]
-            row_X = torch.arange(Q, device=device).repeat_interleave(children)
-            log_p_above_X, likely_above_X = log_p_X[best_Q][row_X], likely_X[best_Q][row_X]
-            parents_X, first = first + best_Q[row_X], first + len(token_X)
-            log_p_X, likely_X, token_X = self._children(state_QE, tokens, children, noise_T[depth])
+            above_Q, first = (log_p_X[best_Q], likely_X[best_Q], first + best_Q), first + len(token_X)
+            log_p_X, likely_X, token_X = self._children(state_QE, tokens, noise_T[depth], hints.least)
+            row_X = torch.arange(Q, device=device).repeat_interleave(len(token_X) // Q)
+            log_p_above_X, likely_above_X, parents_X = (each_Q[row_X] for each_Q in above_Q)
             log_p_X, likely_X = log_p_X + log_p_above_X, likely_X + likely_above_X
             layers.append((token_X, parents_X, log_p_X))
         token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
@@ -163,12 +164,17 @@ class StepwiseHead(Head):
         return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))
 
     def _children(
-        self, state_QE: Tensor, tokens: DraftVocabulary, children: int, noise_X: Tensor | None
+        self, state_QE: Tensor, tokens: DraftVocabulary, noise_X: Tensor | None, least: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probabilities, the same where the noise is known, tokens) of each row's likeliest successors, one row
-        after the other."""
+        after the other. least: see `Hints`; -inf is what may not be followed."""
         logits_QX = tokens.logits(state_QE).float()
         log_p_QX = logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)
         known_QX = log_p_QX if noise_X is None else (log_p_QX + noise_X).log_softmax(dim=1)
-        likely, index_QX = known_QX.topk(children, dim=1)
-        return log_p_QX.gather(1, index_QX).flatten(), likely.flatten(), tokens.ids[index_QX.flatten()]
+        likely_QC, index_QC = known_QX.topk(min(CHILDREN, len(tokens)), dim=1)
+        log_p_QC = log_p_QX.gather(1, index_QC)
+        if least is not None:
+            q_QC = log_p_QC.exp().double().cpu().numpy()
+            ends = torch.tensor([acceptance_bound(q_C) < least for q_C in q_QC], device=likely_QC.device)
+            likely_QC[ends] = -torch.inf
+        return log_p_QC.flatten(), likely_QC.flatten(), tokens.ids[index_QC.flatten()]

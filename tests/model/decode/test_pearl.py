@@ -41,7 +41,7 @@ class Sides:
 def knowing(monkeypatch, truths, depth, shift=0):
     """A head that drafts the true continuation of each request, `depth` deep; shift: of another one."""
 
-    def drafted(step, noise):
+    def drafted(step, hints):
         found = []
         for request in step.active:
             number = next(n for n, (prompt, _) in enumerate(truths) if prompt == request.prompt)
@@ -147,7 +147,7 @@ def test_the_caches_of_both_sides_are_those_of_reading_anew(base, monkeypatch):
     decoder.generate(asked, 40, eos=[])
     knowing(monkeypatch, truths, depth=6)
     scripted = PearlStep._drafted
-    monkeypatch.setattr(PearlStep, "_drafted", lambda step, noise: (real(step, noise), scripted(step, noise))[1])
+    monkeypatch.setattr(PearlStep, "_drafted", lambda step, hints: (real(step, hints), scripted(step, hints))[1])
     decoder = Kept(base, head, DraftConfig(**PEARL))
     decoder.keep = compare
     outs = decoder.generate(asked, 40, eos=[])
@@ -159,9 +159,9 @@ def test_the_caches_of_both_sides_are_those_of_reading_anew(base, monkeypatch):
 def test_what_both_sides_look_at_is_made_by_the_base_and_lasts_until_both_are_done(base, monkeypatch):
     """On a GPU the head has a stream of its own: noise that it made would not be there yet for the base, and memory of
     states that nobody holds would be written to before the head has read them."""
-    real, drafted, makers, alive = Drafter.noise, PearlStep._drafted, set(), []
+    real, drafted, makers, alive = Drafter.hints, PearlStep._drafted, set(), []
 
-    def noise(self, *given):
+    def hints(self, *given):
         makers.add(threading.current_thread() is threading.main_thread())
         return real(self, *given)
 
@@ -171,7 +171,7 @@ def test_what_both_sides_look_at_is_made_by_the_base_and_lasts_until_both_are_do
         alive.extend(state() is not None for state in states)
         return found
 
-    monkeypatch.setattr(Drafter, "noise", noise)
+    monkeypatch.setattr(Drafter, "hints", hints)
     monkeypatch.setattr(PearlStep, "_drafted", beside)
     asked, draft = prompts(2, seed=5), DraftConfig(**PEARL, proposal="shared")
     got = Decoder(base, random_head(HEADS[1], base), draft).generate(asked, 12, **SEEDS)

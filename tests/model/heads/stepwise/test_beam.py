@@ -12,6 +12,8 @@ from ctcdraft.model import Decoder, DraftConfig, export_head, load_base, load_he
 from ctcdraft.model.base.cache import TreeCache
 from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.sampling import gumbel
+from ctcdraft.model.draft.drafter import Drafter, Frontier, Stop
+from ctcdraft.model.draft.growth import NO_HINTS, Hints
 from ctcdraft.model.draft.tree import Tree, chosen
 from ctcdraft.model.heads import EagleConfig, GlideConfig, MlpConfig
 from ctcdraft.model.heads.stepwise.beam import CHILDREN
@@ -74,10 +76,66 @@ def test_told_of_the_noise_a_beam_goes_where_its_own_samples_go(base, config):
         drawn[:, t] = (vocabulary.tokens.logits(slots.states_NTD[:, t]).log_softmax(1) + noise[:, t]).argmax(1)
     told, untold = (
         sum(len(tree.path_of(path)) for path, tree in zip(drawn.tolist(), trees, strict=True))
-        for trees in (head.drafts(hidden, ids, anchors, vocabulary, noise_NTV=known) for known in (noise, None))
+        for trees in (head.drafts(hidden, ids, anchors, vocabulary, hints=Hints(known)) for known in (noise, None))
     )
     assert told >= 0.9 * drawn.numel()  # a beam can lose a path that is not sure
     assert untold < 0.8 * drawn.numel()
+
+
+def drafted_and_read(head, base, hints, monkeypatch):
+    """Its draft behind one anchor, and how many rows each pass read."""
+    rows, step = [], head.step
+    ids, anchors = torch.arange(9).unsqueeze(0), Anchors.of(torch.tensor([0]), torch.tensor([6]), 1)
+
+    def counted(state, *given):
+        rows.append(state.shape[1])
+        return step(state, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(head, "step", counted)
+        hidden = base.hidden(ids.roll(1, 1), attended=head.attended)
+        (tree,) = head.drafts(hidden, ids, anchors, head.vocabulary(base, 8), hints=hints)
+    return tree, rows
+
+
+def drafter(kind, least):
+    return Drafter(DraftConfig(kind=kind, stop="none" if least is None else "adaedl", prompt_lookup=0), Stop(least))
+
+
+def hints_of(drafter):
+    return drafter.hints([Frontier(np.zeros(1, np.int64), [])], 4, 512, torch.device("cpu"))
+
+
+@KINDS
+@pytest.mark.parametrize("kind", ["chain", "cape"])
+def test_a_chain_is_drafted_by_passes_of_one_row(base, config, kind, monkeypatch):
+    head = random_head(config, base)
+    whole, most = drafted_and_read(head, base, NO_HINTS, monkeypatch)
+    narrow, rows = drafted_and_read(head, base, hints_of(drafter(kind, None)), monkeypatch)
+    assert rows[-3:] == [1, 1, 1]
+    assert most[-3:] == [3, 3, 3]
+    here = Frontier(np.zeros(1, np.int64), [])
+    got, want = (drafter(kind, None).tree(one, here) for one in (narrow, whole))
+    assert np.array_equal(got.tokens, want.tokens)
+    assert np.array_equal(got.parents, want.parents)
+    assert max(got.depths) == 4
+
+
+@KINDS
+def test_passes_end_where_adaedl_lets_nothing_follow(base, config, monkeypatch):
+    """Of every threshold the chain is that of all passes, and there is no pass whose nodes could not be in it."""
+    head = random_head(config, base)
+    whole, most = drafted_and_read(head, base, NO_HINTS, monkeypatch)
+    here, depths = Frontier(np.zeros(1, np.int64), []), set()
+    for least in np.linspace(-0.6, 1.0, 17):
+        early, rows = drafted_and_read(head, base, hints_of(drafter("chain", least)), monkeypatch)
+        got, want = (drafter("chain", least).tree(one, here) for one in (early, whole))
+        assert np.array_equal(got.tokens, want.tokens)
+        assert len(rows) - len(most) == min(len(got), 3) - 3  # the row behind the last node is asked, if there is one
+        depths.add(len(got))
+    assert {0, 4} <= depths
+    tree, rows = drafted_and_read(head, base, Hints(least=2.0), monkeypatch)
+    assert len(tree) == CHILDREN  # of trees too: the first pass alone
 
 
 @KINDS
