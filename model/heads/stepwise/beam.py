@@ -6,8 +6,8 @@ the likeliest nodes of the last depth. Training is unrolled on a head's own stat
 3.2).
 
 Shape suffixes: B batch, L positions, A anchors of a row (padded), N anchors, T passes, U labels, S entries attended to,
-Q rows of one pass, X nodes of one depth, or of states what `Base.hidden` gives, D hidden size of the base, E what a
-state holds, F an embedded token.
+Q rows of one pass, W of them of one anchor, C children of a node, X nodes of one depth, or of states what `Base.hidden`
+gives, K all nodes, D hidden size of the base, E what a state holds, F an embedded token.
 """
 
 from abc import abstractmethod
@@ -62,20 +62,8 @@ class StepwiseHead(Head):
     def forward(self, hidden_BLX: Tensor, root_BLF: Tensor, anchors: Anchors, label_NUF: Tensor | None = None) -> Slots:
         """T passes along the labels, each on the state of the one before; roots and labels as `embedded`."""
         assert label_NUF is not None
-        B, L, _ = hidden_BLX.shape
-        places_BS = None if self.encodes else anchors.places_BS  # its own entries are still to come
-        cache = PassingCache(self.keys_and_values(hidden_BLX), keeps=True, places_BS=places_BS)
-        position_BA, seen_BAS = anchors.context(L)
-        own_BAA = torch.eye(anchors.most, dtype=torch.bool, device=seen_BAS.device).expand(B, -1, -1)
-        if self.encodes:
-            mask = anchors.mask or AttentionMask(torch.arange(L, device=hidden_BLX.device).unsqueeze(0))
-            state_NE = anchors.own(self.begin(hidden_BLX, root_BLF, mask, cache))
-        else:
-            seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)
-            hidden_BAX, root_BAF = (anchors.spread(anchors.own(each)) for each in (hidden_BLX, root_BLF))
-            mask = AttentionMask(position_BA, seen_BAS.unsqueeze(1))
-            state_NE = anchors.gathered(self.begin(hidden_BAX, root_BAF, mask, cache))
-        states = [state_NE]
+        state_NE, cache, position_BA, seen_BAS = self._first(hidden_BLX, root_BLF, anchors)
+        own_BAA, states = _each_itself(seen_BAS), [state_NE]
         for step in range(1, min(self.config.slots, label_NUF.shape[1])):
             seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
             state_BAE = anchors.spread(state_NE)
@@ -84,6 +72,32 @@ class StepwiseHead(Head):
             state_NE = anchors.gathered(self.step(state_BAE, token_BAF, mask, cache))
             states.append(state_NE)
         return Slots(torch.stack(states, dim=1))
+
+    def _first(
+        self,
+        hidden_BLX: Tensor,
+        root_BLF: Tensor,
+        anchors: Anchors,
+        cache: TreeCache | None = None,
+        own: TreeCache | None = None,
+    ) -> tuple[Tensor, PassingCache, Tensor, Tensor]:
+        """The anchors' first states [N, E], what stands before rows of the next pass, where each anchor stands [B, A],
+        and which of these entries it sees [B, A, S]. cache, own: see `drafts`."""
+        L, device = hidden_BLX.shape[1], hidden_BLX.device
+        if not self.encodes:
+            known = PassingCache(self.keys_and_values(hidden_BLX, cache), keeps=True, places_BS=anchors.places_BS)
+            position_BA, seen_BAS = anchors.context(known.get_seq_length())
+            seen_BAS = torch.cat([seen_BAS, _each_itself(seen_BAS)], dim=2)
+            hidden_BAX, root_BAF = (anchors.spread(anchors.own(each)) for each in (hidden_BLX, root_BLF))
+            state_BAE = self.begin(hidden_BAX, root_BAF, AttentionMask(position_BA, seen_BAS.unsqueeze(1)), known)
+            return anchors.gathered(state_BAE), known, position_BA, seen_BAS
+        if own is None:
+            known, mask = PassingCache(keeps=True), anchors.mask or AttentionMask(torch.arange(L, device=device)[None])
+            state_BLE = self.begin(hidden_BLX, root_BLF, mask, known)
+        else:
+            state_BLE = self.begin(hidden_BLX, root_BLF, own.causal_mask(L, device), own)
+            known = PassingCache({layer: own.committed(layer, L) for layer in self.own_layers}, keeps=True)
+        return anchors.own(state_BLE), known, *anchors.context(known.get_seq_length())
 
     @torch.no_grad()
     def drafts(
@@ -96,85 +110,70 @@ class StepwiseHead(Head):
         hints: Hints = NO_HINTS,
         own: TreeCache | None = None,
     ) -> list[Lattice | Tree]:
-        (B, L, _), tokens, device = hidden_BLX.shape, vocabulary.tokens, hidden_BLX.device
+        """Of each anchor all nodes that were scored: each pass expands its `beam` likeliest nodes of the last depth,
+        all anchors' together. What is likely goes by the noise, and psi does not."""
+        (B, *_), tokens, device = hidden_BLX.shape, vocabulary.tokens, hidden_BLX.device
         root_BLF = self.embedded(tokens, root_BL, hidden_BLX.dtype)
-        mask = anchors.mask or AttentionMask(torch.arange(L, device=device).unsqueeze(0))
-        positions_BL, documents, places_BS = mask.positions_BL.expand(B, -1), mask.allowed_BLS, anchors.places_BS
-        read = self.keys_and_values(hidden_BLX, cache)
-        if self.encodes:
-            own = TreeCache(len(self.own_layers), B, L) if own is None else own
-            mask = own.causal_mask(L, device) if documents is None else mask
-            state_BLE = self.begin(hidden_BLX, root_BLF, mask, own)
-            read = {layer: own.committed(layer, L) for layer in self.own_layers}
-        drafted: list[Lattice | Tree] = []
-        for n, (b, row) in enumerate(zip(anchors.batch_N.tolist(), anchors.position_N.tolist(), strict=True)):
-            one, at = slice(b, b + 1), slice(row, row + 1)
-            position_11 = positions_BL[one, at]
-            end = int(position_11) + 1 if documents is None else row + 1
-            seen_1S = torch.ones(1, end, dtype=torch.bool, device=device)
-            if documents is not None:
-                seen_1S = documents[b, 0, at, :end]
-            before = {layer: (keys[one, :, :end], values[one, :, :end]) for layer, (keys, values) in read.items()}
-            known = PassingCache(before, keeps=True, places_BS=None if places_BS is None else places_BS[one, :end])
-            if self.encodes:
-                state_1E = state_BLE[b, at]
-            else:
-                seen_1S = torch.cat([seen_1S, seen_1S.new_ones(1, 1)], dim=1)
-                first = AttentionMask(position_11, seen_1S[None, None])
-                state_1E = self.begin(hidden_BLX[one, at], root_BLF[one, at], first, known)[0]
-            noise_TX = None if hints.noise_NTV is None else hints.noise_NTV[n, :, tokens.ids]
-            own_hints = hints._replace(noise_NTV=noise_TX)
-            drafted.append(self._beam(state_1E, known, AttentionMask(position_11, seen_1S), tokens, own_hints))
-            if own is not None:
-                own.lengths[b] = end
-        return drafted
-
-    def _beam(
-        self, state_1E: Tensor, cache: PassingCache, at: AttentionMask, tokens: DraftVocabulary, hints: Hints
-    ) -> Tree:
-        """All nodes that were scored: each pass expands the `beam` likeliest nodes of the last depth, as far as they
-        may have children. at: where the anchor stands, and which entries of the cache it sees [1, S]. hints: of one
-        anchor, noise [T, X] of the draft tokens; what is likely goes by it, and psi does not."""
-        beam, device = 1 if hints.chain else self.config.beam, state_1E.device
-        noise_T = [None] * self.config.slots if hints.noise_NTV is None else hints.noise_NTV.unbind()
-        log_p_X, likely_X, token_X = self._children(state_1E, tokens, noise_T[0], hints.least)
-        layers = [(token_X, torch.full_like(token_X, -1), log_p_X)]  # tokens, parents among all nodes, log-probability
-        row_X, first = torch.zeros_like(token_X), 0  # the row of the last pass that a node came from; nodes before it
-        state_QE, sees_QS = state_1E, at.allowed_BLS
-        assert sees_QS is not None
+        state_NE, known, position_BA, sees_BAS = self._first(hidden_BLX, root_BLF, anchors, cache, own)
+        if own is not None:  # which keeps what the anchors, one of each sequence, see
+            own.lengths[anchors.batch_N.tolist()] = (anchors.gathered(position_BA) + 1).tolist()
+        beam, A = 1 if hints.chain else self.config.beam, anchors.most
+        noise_NTX = None if hints.noise_NTV is None else hints.noise_NTV[:, :, tokens.ids]
+        noise_T = [None] * self.config.slots if noise_NTX is None else noise_NTX.unbind(dim=1)
+        state_NWE, sees_BAWS = state_NE.unsqueeze(1), sees_BAS.unsqueeze(2)
+        children = self._children(state_NWE, tokens, noise_T[0], hints.least)
+        token_NX, log_p_NX, likely_NX = (each_NWC.flatten(1) for each_NWC in children)
+        layers = [(token_NX, torch.full_like(token_NX, -1), log_p_NX)]  # and parents, by their numbers among all nodes
+        row_NX, first = torch.zeros_like(token_NX), 0  # the row of the last pass that a node came from; nodes before it
         for depth in range(1, self.config.slots):
-            best_Q = likely_X.topk(min(beam, len(likely_X))).indices
-            if hints.least is not None:  # as few passes as AdaEDL asks for
-                best_Q = best_Q[likely_X[best_Q].isfinite()]
-                if not len(best_Q):
-                    break
-            Q, from_Q = len(best_Q), row_X[best_Q]
-            sees_QS = torch.cat([sees_QS[from_Q], torch.eye(Q, dtype=torch.bool, device=device)], dim=1)
-            token_QF = self.embedded(tokens, token_X[best_Q], state_1E.dtype)
-            mask = AttentionMask((at.positions_BL + depth).expand(1, Q), sees_QS[None, None])
-            state_QE = self.step(state_QE[from_Q].unsqueeze(0), token_QF.unsqueeze(0), mask, cache)[0]
-            above_Q, first = (log_p_X[best_Q], likely_X[best_Q], first + best_Q), first + len(token_X)
-            log_p_X, likely_X, token_X = self._children(state_QE, tokens, noise_T[depth], hints.least)
-            row_X = torch.arange(Q, device=device).repeat_interleave(len(token_X) // Q)
-            log_p_above_X, likely_above_X, parents_X = (each_Q[row_X] for each_Q in above_Q)
-            log_p_X, likely_X = log_p_X + log_p_above_X, likely_X + likely_above_X
-            layers.append((token_X, parents_X, log_p_X))
-        token, parent, log_p = (torch.cat(parts).cpu().numpy() for parts in zip(*layers, strict=True))
-        depths = np.repeat(np.arange(1, len(layers) + 1), [len(layer[0]) for layer in layers])
-        return Tree(token, parent, depths, np.exp(log_p.astype(np.float32)))
+            best = likely_NX.topk(min(beam, likely_NX.shape[1]), dim=1)
+            if hints.least is not None and not best.values.isfinite().any():
+                break  # as few passes as AdaEDL asks for
+            best_NW, W = best.indices, best.indices.shape[1]
+            from_NW = row_NX.gather(1, best_NW)
+            from_BAW1 = anchors.spread(from_NW).unsqueeze(3)
+            sees_BAWS = sees_BAWS.gather(2, from_BAW1.expand(-1, -1, -1, sees_BAWS.shape[3]))
+            itself_AWQ = torch.eye(A * W, dtype=torch.bool, device=device).view(A, W, A * W)
+            sees_BAWS = torch.cat([sees_BAWS, itself_AWQ.expand(B, -1, -1, -1)], dim=3)
+            state_NWE = state_NWE.gather(1, from_NW.unsqueeze(2).expand(-1, -1, state_NWE.shape[2]))
+            token_NWF = self.embedded(tokens, token_NX.gather(1, best_NW), state_NWE.dtype)
+            state_BQE, token_BQF = (anchors.spread(each).flatten(1, 2) for each in (state_NWE, token_NWF))
+            position_BQ = (position_BA + depth).repeat_interleave(W, dim=1)
+            mask = AttentionMask(position_BQ, sees_BAWS.flatten(1, 2).unsqueeze(1))
+            state_BQE = self.step(state_BQE, token_BQF, mask, known)
+            state_NWE = anchors.gathered(state_BQE.unflatten(1, (A, W)))
+            parents_NW, first = first + best_NW, first + token_NX.shape[1]
+            token_NWC, log_p_NWC, likely_NWC = self._children(state_NWE, tokens, noise_T[depth], hints.least)
+            token_NX, C = token_NWC.flatten(1), token_NWC.shape[2]
+            log_p_NX = (log_p_NWC + log_p_NX.gather(1, best_NW).unsqueeze(2)).flatten(1)
+            likely_NX = (likely_NWC + best.values.unsqueeze(2)).flatten(1)
+            row_NX = torch.arange(W, device=device).repeat_interleave(C).expand_as(token_NX)
+            layers.append((token_NX, parents_NW.repeat_interleave(C, dim=1), log_p_NX))
+        token_NK, parent_NK, log_p_NK = (torch.cat(parts, dim=1).cpu().numpy() for parts in zip(*layers, strict=True))
+        psi_NK = np.exp(log_p_NK.astype(np.float32))
+        depths = np.repeat(np.arange(1, len(layers) + 1), [layer[0].shape[1] for layer in layers])
+        found = zip(token_NK, parent_NK, psi_NK, strict=True)
+        return [Tree(token_K, parent_K, depths, psi_K) for token_K, parent_K, psi_K in found]
 
     def _children(
-        self, state_QE: Tensor, tokens: DraftVocabulary, noise_X: Tensor | None, least: float | None
+        self, state_NWE: Tensor, tokens: DraftVocabulary, noise_NX: Tensor | None, least: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probabilities, the same where the noise is known, tokens) of each row's likeliest successors, one row
-        after the other. least: see `Hints`; -inf is what may not be followed."""
-        logits_QX = tokens.logits(state_QE).float()
-        log_p_QX = logits_QX - logits_QX.logsumexp(dim=1, keepdim=True)
-        known_QX = log_p_QX if noise_X is None else (log_p_QX + noise_X).log_softmax(dim=1)
-        likely_QC, index_QC = known_QX.topk(min(CHILDREN, len(tokens)), dim=1)
-        log_p_QC = log_p_QX.gather(1, index_QC)
+        """Of each row's likeliest successors [N, W, C] tokens, log-probabilities, and these where the noise is known.
+        least: see `Hints`; -inf is what may not be followed."""
+        logits_NWX = tokens.logits(state_NWE).float()
+        known_NWX = logits_NWX if noise_NX is None else logits_NWX + noise_NX.unsqueeze(1)
+        likely_NWC, index_NWC = known_NWX.topk(min(CHILDREN, len(tokens)), dim=2)
+        likely_NWC = log_p_NWC = likely_NWC - known_NWX.logsumexp(dim=2, keepdim=True)
+        if noise_NX is not None:
+            log_p_NWC = logits_NWX.gather(2, index_NWC) - logits_NWX.logsumexp(dim=2, keepdim=True)
         if least is not None:
-            q_QC = log_p_QC.exp().double().cpu().numpy()
-            ends = torch.tensor([acceptance_bound(q_C) < least for q_C in q_QC], device=likely_QC.device)
-            likely_QC[ends] = -torch.inf
-        return log_p_QC.flatten(), likely_QC.flatten(), tokens.ids[index_QC.flatten()]
+            bounds = [acceptance_bound(q_C) for q_C in log_p_NWC.exp().double().flatten(0, 1).cpu().numpy()]
+            ends_NW = torch.tensor(bounds, device=likely_NWC.device).view(likely_NWC.shape[:2]) < least
+            likely_NWC = likely_NWC.masked_fill(ends_NW.unsqueeze(2), -torch.inf)
+        return tokens.ids[index_NWC], log_p_NWC, likely_NWC
+
+
+def _each_itself(seen_BAS: Tensor) -> Tensor:
+    """One more entry of each anchor, which it alone sees: [B, A, A]."""
+    A = seen_BAS.shape[1]
+    return torch.eye(A, dtype=torch.bool, device=seen_BAS.device).expand(len(seen_BAS), -1, -1)
