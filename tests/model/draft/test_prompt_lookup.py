@@ -144,7 +144,8 @@ def test_lookup_alone_and_beside_a_head_changes_no_token(base, settings, fixed):
     ):
         decoder = Decoder(base, head, DraftConfig(kind, nodes, prompt_lookup=copied_tokens, budget="fixed"))
         decoder.graphs = fixed
-        outs = [decoder.generate(p, 40, seed=s, **settings) for p, s in zip(asked, seeds, strict=True)]
+        groups = [([p], [s]) for p, s in zip(asked, seeds, strict=True)] if fixed else [(asked, seeds)]  # fixed: alone
+        outs = [out for group, own in groups for out in decoder.generate(group, 40, seed=own, **settings)]
         assert [(got.tokens, got.finish) for got in outs] == [(plain.tokens, plain.finish) for plain in want]
         assert [sum(got.accepted_from.values()) for got in outs] == [sum(got.accepted) for got in outs]
     assert settings or any(got.accepted_from["lookup"] for got in outs)
