@@ -19,6 +19,7 @@ from ctcdraft.model.base.context import Anchors, AttentionMask
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.draft.drafter import Drafter, Frontier
+from ctcdraft.model.draft.growth import Hints
 from ctcdraft.model.heads import Head
 
 from .task import Policy, anchors_of, document_mask, roots_of
@@ -38,7 +39,9 @@ def on_policy(policy: Policy, head: Head, base: Base, batch: Batch, hidden_BLX: 
     few = batch._replace(batch_N=batch.batch_N[chosen_M], position_N=batch.position_N[chosen_M])
     roots_BL, vocabulary = roots_of(batch), head.vocabulary(base, drafter.config.top_k)
     roots = roots_BL[few.batch_N, few.position_N].cpu().numpy()
-    drafts = head.drafts(hidden_BLX, roots_BL, anchors_of(few), vocabulary) if len(chosen_M) else []
+    drafts = []
+    if len(chosen_M):
+        drafts = head.drafts(hidden_BLX, roots_BL, anchors_of(few), vocabulary, hints=Hints(chain=True))
     for m, (n, draft) in enumerate(zip(chosen_M.tolist(), drafts, strict=True)):
         chain = drafter.tree(draft, Frontier(roots[m : m + 1], base.eos_ids, rooms[n])).tokens
         if len(chain):

@@ -109,6 +109,7 @@ def hints_of(drafter):
 @KINDS
 @pytest.mark.parametrize("kind", ["chain", "cape"])
 def test_a_chain_is_drafted_by_passes_of_one_row(base, config, kind, monkeypatch):
+    """Of each depth its best child: a beam of several may lose that to likelier nodes beside it, and ends there."""
     head = random_head(config, base)
     whole, most = drafted_and_read(head, base, NO_HINTS, monkeypatch)
     narrow, rows = drafted_and_read(head, base, hints_of(drafter(kind, None)), monkeypatch)
@@ -116,21 +117,21 @@ def test_a_chain_is_drafted_by_passes_of_one_row(base, config, kind, monkeypatch
     assert most[-3:] == [3, 3, 3]
     here = Frontier(np.zeros(1, np.int64), [])
     got, want = (drafter(kind, None).tree(one, here) for one in (narrow, whole))
-    assert np.array_equal(got.tokens, want.tokens)
-    assert np.array_equal(got.parents, want.parents)
+    behind = {tuple(path_of(got, node)) for node in range(len(got))}
+    assert {tuple(path_of(want, node)) for node in range(len(want))} <= behind
     assert max(got.depths) == 4
 
 
 @KINDS
 def test_passes_end_where_adaedl_lets_nothing_follow(base, config, monkeypatch):
-    """Of every threshold the chain is that of all passes, and there is no pass whose nodes could not be in it."""
+    """Of every threshold the chain begins with that of all passes, and each pass has a node that could be in it."""
     head = random_head(config, base)
     whole, most = drafted_and_read(head, base, NO_HINTS, monkeypatch)
     here, depths = Frontier(np.zeros(1, np.int64), []), set()
     for least in np.linspace(-0.6, 1.0, 17):
         early, rows = drafted_and_read(head, base, hints_of(drafter("chain", least)), monkeypatch)
         got, want = (drafter("chain", least).tree(one, here) for one in (early, whole))
-        assert np.array_equal(got.tokens, want.tokens)
+        assert got.tokens[: len(want)].tolist() == want.tokens.tolist()
         assert len(rows) - len(most) == min(len(got), 3) - 3  # the row behind the last node is asked, if there is one
         depths.add(len(got))
     assert {0, 4} <= depths
