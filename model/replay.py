@@ -6,7 +6,7 @@ What is counted along the walk is what `Decoder.generate` would count (tests/mod
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from .decode.decoder import Decoder, Generation
 from .decode.generate import batches_by_length
 from .draft.drafter import Frontier
 from .draft.tree import ANY_DEPTH, EMPTY, Tree
+from .heads.head import OnePassHead
 from .lattice.candidates import Lattice
 
 SEQUENCES = 8  # that the base reads together
@@ -104,9 +105,11 @@ def drafts_along(
     progress: bool = True,
 ) -> Iterator[tuple[str, Root, Tree]]:
     """The tree of each decoder behind all roots of the answers."""
-    drafters: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # decoders of the same candidates
+    drafters: dict[Hashable, list[str]] = defaultdict(list)  # decoders whose head drafts the same for them
     for label, decoder in decoders.items():
-        drafters[id(decoder.head), decoder.draft.top_k, decoder.draft.proposal].append(label)
+        draft = decoder.draft
+        passes = None if isinstance(decoder.head, OnePassHead) else (draft.kind, draft.stop)
+        drafters[id(decoder.head), draft.top_k, draft.proposal, passes].append(label)
     batches = batches_by_length([known.tokens for known in sequences], SEQUENCES)
     for batch in tqdm(batches, "answers", unit="batch", mininterval=1, disable=not progress):
         tokens = [torch.from_numpy(sequences[i].tokens) for i in batch]

@@ -106,10 +106,9 @@ class Drafter:
     def hints(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Hints:
         """What a head is told before it drafts behind these frontiers. Slot t behind one is taken for token t."""
         config = self.config
-        drawn = config.proposal != "best" and any(one.sampling.temperature for one in frontiers)
-        chain = config.kind in ("chain", "cape") and config.schedule == "serial" and not drawn
-        noise_NTV = self._noise(frontiers, slots, vocab, device) if drawn and config.proposal == "shared" else None
-        return Hints(noise_NTV, self._least, chain)
+        shared = config.proposal == "shared" and any(one.sampling.temperature for one in frontiers)
+        chain = config.kind in ("chain", "cape") and config.schedule == "serial" and not shared
+        return Hints(self._noise(frontiers, slots, vocab, device) if shared else None, self._least, chain)
 
     def _noise(self, frontiers: Sequence[Frontier], slots: int, vocab: int, device: torch.device) -> Tensor:
         """What the noise that the base will choose with makes of log-probabilities, [N, T, V]."""

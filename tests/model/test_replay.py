@@ -8,7 +8,7 @@ from drafting import HEADS, prompts, random_head
 
 from ctcdraft.model import Decoder, DraftConfig
 from ctcdraft.model.base.sampling import Sampling
-from ctcdraft.model.replay import Transcript, replay
+from ctcdraft.model.replay import Transcript, drafts_along, replay
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,23 @@ def test_sampled_answers_are_counted_too(talking, config):
             rows.append(Transcript(tokens, np.arange(len(tokens)) >= len(prompt), sampling, seed))
         counted = [one.generation() for one in chain(*replay(talking, {label: decoder}, rows)[label])]
         assert [(got.steps, got.accepted) for got in counted] == [(want.steps, want.accepted) for want in wanted]
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda c: c.kind)
+def test_trees_and_chains_of_one_head_are_counted_side_by_side(talking, conversations, config):
+    """A head that takes a pass per depth drafts otherwise for a chain, whichever comes first."""
+    head, (known, _) = random_head(config, talking), conversations[40]
+    kinds = {kind: DraftConfig(kind, 9, prompt_lookup=0, budget="fixed") for kind in ("tree", "chain")}
+    decoders = {kind: Decoder(talking, head, draft) for kind, draft in kinds.items()}
+    drafted = {
+        kind: [[len(tree), *tree.tokens] for _, _, tree in drafts_along(talking, {kind: one}, known, progress=False)]
+        for kind, one in decoders.items()
+    }
+    for order in (kinds, [*kinds][::-1]):
+        together = {kind: [] for kind in kinds}
+        for kind, _, tree in drafts_along(talking, {kind: decoders[kind] for kind in order}, known, progress=False):
+            together[kind].append([len(tree), *tree.tokens])
+        assert together == drafted
 
 
 @pytest.mark.parametrize("kind", ["tree", "chain"])

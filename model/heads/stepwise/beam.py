@@ -63,9 +63,9 @@ class StepwiseHead(Head):
         """T passes along the labels, each on the state of the one before; roots and labels as `embedded`."""
         assert label_NUF is not None
         state_NE, cache, position_BA, seen_BAS = self._first(hidden_BLX, root_BLF, anchors)
-        own_BAA, states = _each_itself(seen_BAS), [state_NE]
+        states = [state_NE]
         for step in range(1, min(self.config.slots, label_NUF.shape[1])):
-            seen_BAS = torch.cat([seen_BAS, own_BAA], dim=2)  # its context, and its own passes so far
+            seen_BAS = _and_themselves(seen_BAS)  # the context, and an anchor's own passes so far
             state_BAE = anchors.spread(state_NE)
             token_BAF = anchors.spread(label_NUF[:, step - 1])
             mask = AttentionMask(position_BA + step, seen_BAS.unsqueeze(1))
@@ -87,7 +87,7 @@ class StepwiseHead(Head):
         if not self.encodes:
             known = PassingCache(self.keys_and_values(hidden_BLX, cache), keeps=True, places_BS=anchors.places_BS)
             position_BA, seen_BAS = anchors.context(known.get_seq_length())
-            seen_BAS = torch.cat([seen_BAS, _each_itself(seen_BAS)], dim=2)
+            seen_BAS = _and_themselves(seen_BAS)
             hidden_BAX, root_BAF = (anchors.spread(anchors.own(each)) for each in (hidden_BLX, root_BLF))
             state_BAE = self.begin(hidden_BAX, root_BAF, AttentionMask(position_BA, seen_BAS.unsqueeze(1)), known)
             return anchors.gathered(state_BAE), known, position_BA, seen_BAS
@@ -112,15 +112,15 @@ class StepwiseHead(Head):
     ) -> list[Lattice | Tree]:
         """Of each anchor all nodes that were scored: each pass expands its `beam` likeliest nodes of the last depth,
         all anchors' together. What is likely goes by the noise, and psi does not."""
-        (B, *_), tokens, device = hidden_BLX.shape, vocabulary.tokens, hidden_BLX.device
+        tokens, device = vocabulary.tokens, hidden_BLX.device
         root_BLF = self.embedded(tokens, root_BL, hidden_BLX.dtype)
-        state_NE, known, position_BA, sees_BAS = self._first(hidden_BLX, root_BLF, anchors, cache, own)
+        state_NE, known, position_BA, seen_BAS = self._first(hidden_BLX, root_BLF, anchors, cache, own)
         if own is not None:  # which keeps what the anchors, one of each sequence, see
             own.lengths[anchors.batch_N.tolist()] = (anchors.gathered(position_BA) + 1).tolist()
-        beam, A = 1 if hints.chain else self.config.beam, anchors.most
+        beam = 1 if hints.chain else self.config.beam
         noise_NTX = None if hints.noise_NTV is None else hints.noise_NTV[:, :, tokens.ids]
         noise_T = [None] * self.config.slots if noise_NTX is None else noise_NTX.unbind(dim=1)
-        state_NWE, sees_BAWS = state_NE.unsqueeze(1), sees_BAS.unsqueeze(2)
+        state_NWE, seen_BAWS = state_NE.unsqueeze(1), seen_BAS.unsqueeze(2)
         children = self._children(state_NWE, tokens, noise_T[0], hints.least)
         token_NX, log_p_NX, likely_NX = (each_NWC.flatten(1) for each_NWC in children)
         layers = [(token_NX, torch.full_like(token_NX, -1), log_p_NX)]  # and parents, by their numbers among all nodes
@@ -132,16 +132,15 @@ class StepwiseHead(Head):
             best_NW, W = best.indices, best.indices.shape[1]
             from_NW = row_NX.gather(1, best_NW)
             from_BAW1 = anchors.spread(from_NW).unsqueeze(3)
-            sees_BAWS = sees_BAWS.gather(2, from_BAW1.expand(-1, -1, -1, sees_BAWS.shape[3]))
-            itself_AWQ = torch.eye(A * W, dtype=torch.bool, device=device).view(A, W, A * W)
-            sees_BAWS = torch.cat([sees_BAWS, itself_AWQ.expand(B, -1, -1, -1)], dim=3)
+            seen_BAWS = seen_BAWS.gather(2, from_BAW1.expand(-1, -1, -1, seen_BAWS.shape[3]))
+            seen_BQS = _and_themselves(seen_BAWS.flatten(1, 2))
             state_NWE = state_NWE.gather(1, from_NW.unsqueeze(2).expand(-1, -1, state_NWE.shape[2]))
             token_NWF = self.embedded(tokens, token_NX.gather(1, best_NW), state_NWE.dtype)
             state_BQE, token_BQF = (anchors.spread(each).flatten(1, 2) for each in (state_NWE, token_NWF))
             position_BQ = (position_BA + depth).repeat_interleave(W, dim=1)
-            mask = AttentionMask(position_BQ, sees_BAWS.flatten(1, 2).unsqueeze(1))
-            state_BQE = self.step(state_BQE, token_BQF, mask, known)
-            state_NWE = anchors.gathered(state_BQE.unflatten(1, (A, W)))
+            state_BQE = self.step(state_BQE, token_BQF, AttentionMask(position_BQ, seen_BQS.unsqueeze(1)), known)
+            state_BAWE, seen_BAWS = (each.unflatten(1, (anchors.most, W)) for each in (state_BQE, seen_BQS))
+            state_NWE = anchors.gathered(state_BAWE)
             parents_NW, first = first + best_NW, first + token_NX.shape[1]
             token_NWC, log_p_NWC, likely_NWC = self._children(state_NWE, tokens, noise_T[depth], hints.least)
             token_NX, C = token_NWC.flatten(1), token_NWC.shape[2]
@@ -173,7 +172,7 @@ class StepwiseHead(Head):
         return tokens.ids[index_NWC], log_p_NWC, likely_NWC
 
 
-def _each_itself(seen_BAS: Tensor) -> Tensor:
-    """One more entry of each anchor, which it alone sees: [B, A, A]."""
-    A = seen_BAS.shape[1]
-    return torch.eye(A, dtype=torch.bool, device=seen_BAS.device).expand(len(seen_BAS), -1, -1)
+def _and_themselves(seen_BQS: Tensor) -> Tensor:
+    """What rows see where one more entry of each comes behind, which it alone sees: [B, Q, S + Q]."""
+    B, Q, _ = seen_BQS.shape
+    return torch.cat([seen_BQS, torch.eye(Q, dtype=torch.bool, device=seen_BQS.device).expand(B, -1, -1)], dim=2)
