@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ctcdraft.model.heads import Head, parameters_of
 
-from .task import DraftTask
+from .task import DraftTask, adamw
 from .watchdog import DEAD_SECONDS, Watchdog
 from .zero import optimizer_of, start_moments
 
@@ -170,7 +170,7 @@ def build_engine(
     stage = max(zero.stage, 1) if precision == "bf16" else zero.stage
     trained = [p for p in task.parameters() if p.requires_grad]
     betas = optim.betas[0], optim.betas[1]
-    optimizer = torch.optim.AdamW(trained, optim.lr, betas=betas, weight_decay=optim.weight_decay)
+    optimizer = adamw(trained, optim.lr, betas, optim.weight_decay)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulate,
@@ -187,6 +187,8 @@ def build_engine(
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, config=config)
     if stage == 3 and task.vocabulary.output.requires_grad:  # a weight of the head that the task's own forward uses
         deepspeed.zero.register_external_parameter(task, task.vocabulary.output)
+    if stage == 0 and world_size() == 1:  # nobody to sum gradients with, and they would be copied for it, twice
+        engine.enable_backward_allreduce = False
     start_moments(engine)
     return engine
 

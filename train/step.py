@@ -131,7 +131,8 @@ class Stepper:
         head = head_for(plan.head, base, corpus)
         if start is not None:
             head.load_state_dict(start.state_dict())
-        self.task = DraftTask(head, plan.objective, base, negatives_for(plan.objective, head, base, corpus))
+        self.task = DraftTask(head, plan.objective, base)
+        self.task.negatives = negatives_for(plan.objective, self.task.vocabulary, corpus)
         self.dtype = DTYPES[plan.train.precision]
         self.engine = ds.build_engine(
             self.task,
