@@ -26,11 +26,12 @@ from ctcdraft.model.decode.request import Request
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.heads import CtcConfig, Head, head_on
 
-from .task import DraftTask, ObjectiveConfig, negatives_for, roots_of
+from .task import DraftTask, ObjectiveConfig, adamw, negatives_for, roots_of
 
 SEQUENCES, FRESH, ANCHORS = 4, 2, 12  # of a step: sequences, how many of them are the newest, and anchors of each
 WARMUP = 16  # steps in which lr rises: AdamW's first ones are as large as lr, whatever the gradient
 CLIP = 1.0  # largest norm of a gradient
+RENEWED = 4  # steps behind which drafts are made with what was learnt
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class OnlineDecoder(Decoder):
     def __init__(self, base: Base, head: Head, draft: DraftConfig, online: OnlineConfig) -> None:
         if online.every is None:
             raise ValueError("online.every is null: say after how many tokens the head is to learn")
-        super().__init__(base, head, draft)
-        self.every, self.lr, self.most, self.due, self.steps = online.every, online.lr, online.buffer, 0, 0
+        dtype = next(head.parameters()).dtype
+        super().__init__(base, _copied(head, base).for_drafting(base, dtype), draft)  # the given one stays as it is
+        self.every, self.lr, self.most, self.due = online.every, online.lr, online.buffer, 0
+        self.steps = self.taken = 0  # of AdamW; those that drafts know of
         kind = "prefix_ctc" if isinstance(head.config, CtcConfig) else "cross_entropy"
         self.task = DraftTask(_copied(head, base), ObjectiveConfig(kind, labels=head.config.slots), base)  # type: ignore[arg-type]
-        self.optimizer = torch.optim.AdamW(self.task.parameters(), online.lr, (0.9, 0.95), weight_decay=0.0)
+        self.optimizer = adamw(self.task.parameters(), online.lr, (0.9, 0.95), weight_decay=0.0)
         self.finished: deque[tuple[Example, Tensor]] = deque()
 
     @torch.inference_mode(False)  # as decoding does, and no step of AdamW is possible in it
@@ -73,9 +76,9 @@ class OnlineDecoder(Decoder):
                 while self.due >= self.every:
                     self._learn()
                     self.due -= self.every
-                assert self.head is not None
-                head = _copied(self.task.head, self.base)
-                self.renew(head.for_drafting(self.base, next(self.head.parameters()).dtype))
+            if self.steps >= self.taken + RENEWED:
+                self.renew(self.task.head.state_dict())
+                self.taken = self.steps
         requests[0].out.seconds["learn"] = time.perf_counter() - start
 
     @torch.no_grad()
@@ -109,7 +112,7 @@ class OnlineDecoder(Decoder):
         kept = [chosen[number][1] for number in sampler.sequences(self.steps)]
         hidden_BLX, root_BLD = pad_sequence(kept, batch_first=True), self.base.embed(roots_of(batch))
         corpus = corpus_of([example for example, _ in self.finished])
-        self.task.negatives = negatives_for(self.task.objective, self.task.head, self.base, corpus)
+        self.task.negatives = negatives_for(self.task.objective, self.task.vocabulary, corpus)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.steps + 1) / WARMUP)
         torch.manual_seed(self.steps)  # for heads that draw

@@ -38,14 +38,14 @@ class PackedLinear(nn.Linear):
 @torch.no_grad()
 def pack(module: nn.Module) -> None:
     """Pack the linear layers of a module that lie on a CPU, in place, where memory and the build of torch allow it, and
-    the CPU: oneDNN lays out no bfloat16 without AVX-512."""
+    the CPU: oneDNN lays out no bfloat16 without AVX-512. Those whose weights have changed since are packed anew."""
     if not torch.backends.mkldnn.is_available():
         return
     dtypes = {torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])}
     linears = [
         one
         for one in module.modules()
-        if type(one) is nn.Linear
+        if (type(one) is nn.Linear or (isinstance(one, PackedLinear) and one.stamp != _stamp(one.weight)))
         and one.weight.device.type == "cpu"
         and one.weight.dtype in dtypes
         and one.weight.numel() >= LEAST

@@ -7,7 +7,7 @@ base together, each with a tree and a length of its own.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Unpack, cast, overload
@@ -15,6 +15,7 @@ from typing import Unpack, cast, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..base.llm import Base
 from ..draft.budget import SIZES, best_size, chain_of, step_seconds
@@ -142,10 +143,12 @@ class Decoder:
         assert self.head is not None
         return self.head.vocabulary(self.base, self.draft.top_k)
 
-    def renew(self, head: Head) -> None:
-        """Draft with other weights of the same head from now on; between calls. What was made of the old ones goes."""
-        self.head, self._captured = head, None
-        self.vocabulary = head.vocabulary(self.base, self.draft.top_k)
+    def renew(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft with other weights of its head from now on; between calls. What was made of the old ones goes."""
+        assert self.head is not None
+        self.head.take(weights)
+        self._captured = None
+        self.vocabulary = self.head.vocabulary(self.base, self.draft.top_k)
 
     # -- the loop -------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from drafting import HEADS, prompts, random_head
 from ctcdraft.data.batches import Sampler
 from ctcdraft.model import CtcConfig, Decoder, DraftConfig, load_base
 from ctcdraft.model.heads import DiffusionConfig, head_on
-from ctcdraft.train.online import FRESH, SEQUENCES, WARMUP, OnlineConfig, OnlineDecoder, decoder_for
+from ctcdraft.train.online import FRESH, RENEWED, SEQUENCES, WARMUP, OnlineConfig, OnlineDecoder, decoder_for
 
 DRAFT = DraftConfig(nodes=8, prompt_lookup=0)
 SMALL = CtcConfig(slots=4, rank=8)
@@ -65,12 +65,20 @@ def test_it_learns_in_inference_mode_too(base):
 
 
 def test_what_it_learnt_is_what_it_drafts_with(base):
-    decoder = OnlineDecoder(base, fresh(base), DRAFT, OnlineConfig(every=16))
-    decoder.generate(prompts(1)[0], 20)
+    head = fresh(base)
+    begun = {name: weight.clone() for name, weight in head.state_dict().items()}
+    decoder = OnlineDecoder(base, head, DRAFT, OnlineConfig(every=20 // (RENEWED - 1)))
+    decoder.generate(prompts(1)[0], 20, eos=[])
     trained = decoder.task.head.state_dict()
-    assert decoder.steps == 1
+    assert decoder.steps == RENEWED - 1
+    for name, weight in decoder.head.state_dict().items():
+        assert torch.equal(weight, begun[name]), name
+    decoder.generate(prompts(1)[0], 8, eos=[])
+    assert decoder.steps == RENEWED
     for name, weight in decoder.head.state_dict().items():
         assert torch.equal(weight, trained[name].to(weight.dtype)), name
+        assert torch.equal(head.state_dict()[name], begun[name]), name  # the given head
+    assert not torch.equal(trained["root_gain"], begun["root_gain"])
     want = decoder.head.transition.tables(decoder.vocabulary.tokens)
     for got, one in zip(decoder.vocabulary.tables, want, strict=True):
         assert (got == one).all()

@@ -58,6 +58,23 @@ def test_a_changed_weight_counts(changed):
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
+@pytest.mark.parametrize("changed", [_rewritten, _loaded])
+def test_a_changed_weight_is_packed_anew(changed):
+    layer = linear()
+    pack(layer)
+    changed(layer)
+    before = layer.packed
+    pack(layer)
+    assert layer.packed is not before
+    packed = layer.packed
+    pack(layer)
+    assert layer.packed is packed  # which is what the weight is
+    x = torch.randn(3, 256)
+    layer.weight.data = torch.full_like(layer.weight, torch.nan)  # what is not looked at: of the same version
+    layer.stamp = layer.weight.data_ptr(), layer.weight._version
+    assert layer(x).isfinite().all()
+
+
 def test_a_packed_weight_that_is_not_the_own_one_would_be_seen():
     layer = linear()
     pack(layer)
