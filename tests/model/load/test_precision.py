@@ -1,4 +1,6 @@
 import json
+import time
+import timeit
 
 import pytest
 import torch
@@ -62,6 +64,22 @@ def test_cuda_is_bf16_where_it_has_it(machine, tmp_path, monkeypatch):
 
 def test_the_measurement_is_a_ratio():
     assert 0.01 < precision.bf16_speedup() < 100
+
+
+@pytest.mark.skipif(not precision.cpu_has_bf16(), reason="this CPU has no units for bfloat16, and emulates it slowly")
+def test_a_busy_moment_does_not_decide(monkeypatch):
+    begun, product = time.perf_counter(), torch.mm
+
+    def interrupted(*factors):
+        if factors[0].dtype == torch.bfloat16 and time.perf_counter() - begun < precision.SECONDS / 2:
+            time.sleep(0.1)
+        return product(*factors)
+
+    monkeypatch.setattr(torch, "mm", interrupted)
+    seconds = min(timeit.repeat(lambda: product(torch.ones(128, 576), torch.ones(576, 1536)), number=1, repeat=20))
+    begun, threads = time.perf_counter(), torch.get_num_threads()
+    assert precision.bf16_speedup() > 2 * seconds / 0.1
+    assert torch.get_num_threads() == threads
 
 
 def test_a_run_is_named_and_recorded_with_the_dtype_that_auto_came_to(machine, tmp_path):
