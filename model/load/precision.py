@@ -37,10 +37,10 @@ def resolve_dtype(dtype: Dtype, cache: Path, device: str = "auto") -> Dtype:
     record = cache / f"bf16-{key}.json"
     with claimed(record.with_name(f"{record.name}.lock"), wait=True):
         try:
-            speedup = float(json.loads(record.read_text())["bf16_speedup"])
-        except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+            speedup = float(json.loads(record.read_text())["speedup"])
+        except (OSError, ValueError, KeyError, TypeError):  # not there yet, damaged, or measured in a moment
             speedup = bf16_speedup()
-            record.write_text(json.dumps({"cpu": _cpu(), "torch": torch.__version__, "bf16_speedup": speedup}) + "\n")
+            record.write_text(json.dumps({"cpu": _cpu(), "torch": torch.__version__, "speedup": speedup}) + "\n")
     return "bf16" if speedup >= PAYS else "fp32"
 
 
