@@ -187,8 +187,6 @@ def build_engine(
     engine, *_ = deepspeed.initialize(model=task, optimizer=optimizer, config=config)
     if stage == 3 and task.vocabulary.output.requires_grad:  # a weight of the head that the task's own forward uses
         deepspeed.zero.register_external_parameter(task, task.vocabulary.output)
-    if stage == 0 and world_size() == 1:  # nobody to sum gradients with, and they would be copied for it, twice
-        engine.enable_backward_allreduce = False
     start_moments(engine)
     return engine
 
