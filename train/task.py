@@ -122,11 +122,15 @@ class StepMetrics(NamedTuple):
 
 
 class DraftTask(nn.Module):
-    """Head and objective as one module, so that DeepSpeed owns one forward; the base stays outside."""
+    """Head and objective as one module, so that DeepSpeed owns one forward; the base stays outside.
 
-    def __init__(self, head: Head, objective: ObjectiveConfig, base: Base, negatives: Negatives | None = None) -> None:
+    negatives: of a sampled softmax, from whoever has the corpus (`negatives_for`); None: the whole draft vocabulary.
+    """
+
+    def __init__(self, head: Head, objective: ObjectiveConfig, base: Base) -> None:
         super().__init__()
-        self.head, self.objective, self.negatives = head, objective, negatives
+        self.head, self.objective = head, objective
+        self.negatives: Negatives | None = None
         self.vocabulary = head.draft_vocabulary(base)  # no module: none of its weights is a parameter of this one
 
     def forward(self, hidden_BLX: Tensor, root_BLD: Tensor, batch: Batch) -> tuple[Tensor, StepMetrics]:

@@ -16,16 +16,22 @@ SHARE = 0.5  # of the free memory that the packed weights may take, beside the o
 
 
 class PackedLinear(nn.Linear):
-    """An `nn.Linear` in all it holds; its product uses the packed weight while `weight` is what was packed, and no
-    gradient is asked for. Copies are plain layers, to be trained or changed."""
+    """An `nn.Linear` in all it holds; its product uses the packed weight where no gradient is asked for, packed anew
+    where `weight` has changed since. Copies are plain layers, to be trained or changed."""
 
     packed: Tensor
     stamp: tuple[int, int]
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.stamp != _stamp(self.weight) or (input.requires_grad and torch.is_grad_enabled()):
+        moved = self.weight.dtype != self.packed.dtype or not self.weight.is_cpu
+        if moved or (torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)):
             return super().forward(input)
+        if self.stamp != _stamp(self.weight):
+            self.lay_out()
         return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+
+    def lay_out(self) -> None:
+        self.packed, self.stamp = torch.ops.mkldnn._reorder_linear_weight(self.weight), _stamp(self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
         made = nn.Linear.__new__(nn.Linear)
@@ -38,14 +44,14 @@ class PackedLinear(nn.Linear):
 @torch.no_grad()
 def pack(module: nn.Module) -> None:
     """Pack the linear layers of a module that lie on a CPU, in place, where memory and the build of torch allow it, and
-    the CPU: oneDNN lays out no bfloat16 without AVX-512. Those whose weights have changed since are packed anew."""
+    the CPU: oneDNN lays out no bfloat16 without AVX-512."""
     if not torch.backends.mkldnn.is_available():
         return
     dtypes = {torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])}
     linears = [
         one
         for one in module.modules()
-        if (type(one) is nn.Linear or (isinstance(one, PackedLinear) and one.stamp != _stamp(one.weight)))
+        if type(one) is nn.Linear
         and one.weight.device.type == "cpu"
         and one.weight.dtype in dtypes
         and one.weight.numel() >= LEAST
@@ -57,8 +63,7 @@ def pack(module: nn.Module) -> None:
     for one in linears:
         one.__class__ = PackedLinear
         assert isinstance(one, PackedLinear)
-        one.packed = torch.ops.mkldnn._reorder_linear_weight(one.weight)
-        one.stamp = _stamp(one.weight)
+        one.lay_out()
 
 
 def packed_product(weight_XD: Tensor) -> nn.Linear:

@@ -146,7 +146,7 @@ class Decoder:
     def renew(self, weights: Mapping[str, Tensor]) -> None:
         """Draft with other weights of its head from now on; between calls. What was made of the old ones goes."""
         assert self.head is not None
-        self.head.take(weights)
+        self.head.load_state_dict(weights)
         self._captured = None
         self.vocabulary = self.head.vocabulary(self.base, self.draft.top_k)
 

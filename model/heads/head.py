@@ -6,7 +6,6 @@ D hidden size of the base, S positions with keys and values, Q slots of all anch
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, NamedTuple, Self
 
 import torch
@@ -121,18 +120,10 @@ class Head(nn.Module, ABC):
         """In eval mode, without a gradient, on the base's device, in that dtype or the base's, whichever is wider.
         Copied layers: in the precision of the base's own."""
         self.to(base.device, torch.promote_types(dtype, base.dtype)).eval().requires_grad_(False)
-        for part in self._last_layers():
-            pack(part.to(base.dtype))
+        for part in self.children():
+            if isinstance(part, LastLayers):
+                pack(part.to(base.dtype))
         return self
-
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with these from now on."""
-        self.load_state_dict(weights)
-        for part in self._last_layers():
-            pack(part)
-
-    def _last_layers(self) -> list[LastLayers]:
-        return [part for part in self.children() if isinstance(part, LastLayers)]
 
     def warm_start(self, base: Base) -> None:
         """What a new head takes over from its base where that needs to know the draft tokens."""

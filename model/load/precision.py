@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import platform
 import time
 import timeit
@@ -57,12 +56,13 @@ def bf16_speedup() -> float:
         partial(torch.mm, torch.ones(rows, inner, dtype=kind), torch.ones(inner, outer, dtype=kind))
         for kind in (torch.float32, torch.bfloat16)
     ]
-    threads, start, best = torch.get_num_threads(), time.perf_counter(), [math.inf, math.inf]
+    threads, start, rounds = torch.get_num_threads(), time.perf_counter(), list[list[float]]()
     torch.set_num_threads(1)  # a second one would wait wherever another process has its core
     while time.perf_counter() - start < SECONDS:
-        best = [min(times) for times in zip(best, (timeit.timeit(each, number=1) for each in products), strict=True)]
+        rounds.append([timeit.timeit(product, number=1) for product in products])
     torch.set_num_threads(threads)
-    return best[0] / best[1]
+    fp32, bf16 = map(min, zip(*rounds, strict=True))
+    return fp32 / bf16
 
 
 def _cpu() -> str:
