@@ -124,13 +124,14 @@ def test_the_real_wandb_goes_on_offline_under_the_same_id_where_nobody_listens(t
         ({"WANDB_API_KEY": "", "settings": "base_url = https://wandb.corp"}, ["online"]),  # wandb login --host
     ],
 )
-def test_what_the_machine_says_of_wandb_holds(runs, tmp_path, monkeypatch, said, modes):
+def test_what_the_machine_says_of_wandb_holds(runs, tmp_path, monkeypatch, capsys, said, modes):
     (tmp_path / "netrc").write_text("machine wandb.corp login user password 0123456789\n")
     (tmp_path / "settings").write_text(f"[default]\n{said.pop('settings', '')}\n")
     for name, value in {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path), **said}.items():
         monkeypatch.setenv(name, value)
     sitting(tmp_path / "run", 0, [1])
     assert [run.asked["mode"] for run in runs] == modes
+    assert ("no key found" in capsys.readouterr().out) == (said == {"WANDB_API_KEY": ""} and modes == ["offline"])
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["step"] == 1
 
 
