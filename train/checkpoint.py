@@ -108,10 +108,9 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
                 raise ValueError(f"format {facts['format']}, not {FORMAT}")
             tensors = load_file(path / STATE)
             best = {name.removeprefix(BEST): tensors.pop(name) for name in [*tensors] if name.startswith(BEST)}
-            found = Checkpoint(path, TrainState(**facts["state"]), tensors, best, facts["ranks"])
+            return Checkpoint(path, TrainState(**facts["state"]), tensors, best, facts["ranks"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise _unusable(path, error) from error
-        return found
     if candidates:
         raise ValueError(f"{folder} holds no checkpoint that is whole: delete the run's folder to start it again")
     return None
