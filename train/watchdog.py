@@ -115,7 +115,6 @@ class Watchdog:
         )
 
     def _dead(self) -> str | None:
-        """The rank that has said nothing new for too long."""
         now = time.monotonic()
         for number, line in enumerate(self._lines()):
             tick, since = self._seen.get(number, (-1, now))
@@ -133,8 +132,7 @@ class Watchdog:
         return sentence
 
     def _end(self, cause: str) -> None:
-        if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # the other thread is at it
+        self._ending.acquire()  # for good: where the other thread is at it, this one waits for the end
         first, told = masked(self._first(cause)), 1
         with suppress(RuntimeError):
             told = self.store.add(f"told/{self.line['host']}/{os.getppid()}", 1)
