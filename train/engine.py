@@ -42,8 +42,6 @@ BUCKET = 50_000_000  # gradients that ZeRO sums over ranks at a time, unless the
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, whose rate rises at first and then falls."""
-
     lr: Positive = 1e-3  # highest learning rate of AdamW
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.01  # of all trained parameters
     # decay of its two moments
@@ -55,8 +53,6 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What the ranks share out among them."""
-
     # ZeRO: 0: none; shared out over ranks: 1: optimizer, 2: and gradients, 3: and parameters
     stage: Literal[0, 1, 2, 3] = 0
     offload: bool = False  # optimizer (and at 3 parameters) to the CPU

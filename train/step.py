@@ -60,12 +60,10 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(BatchConfig):
-    """max_minutes counts all sittings."""
-
     steps: PositiveInt = 800  # optimizer steps
     # of the head: fp32 | bf16; auto: bf16 on a GPU that has it, else fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    max_minutes: MayDiffer[ds.Positive | None] = None  # stop, save, export and evaluate after so long
+    max_minutes: MayDiffer[ds.Positive | None] = None  # stop, save, export and evaluate after so long in all sittings
     log_every: MayDiffer[PositiveInt] = 10  # steps from one logged row to the next
     # a run, whose exported head the weights begin as, its draft tokens too; null: fresh ones
     start_from: str | None = None
