@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,8 +86,7 @@ def _rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
 @cache
 def _meeting_place() -> dist.Store:
     """The launcher's store, or one of rank 0 that lives as long as its process."""
-    store: dist.Store = next(dist.rendezvous("env://", timeout=PATIENCE))[0]
-    return store
+    return next(dist.rendezvous("env://", timeout=PATIENCE))[0]
 
 
 _groups = count()
@@ -127,7 +126,7 @@ def _shared_store() -> dist.Store:
         return dist.HashStore()
     host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=DEAD_SECONDS)
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
-    port = from_rank_zero(lambda: cast(dist.TCPStore, mine).port)
+    port = from_rank_zero(lambda: mine.port if mine else 0)
     return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)
 
 
@@ -164,9 +163,8 @@ def build_engine(
 ) -> Any:
     """The DeepSpeed engine around a task. bf16 without ZeRO runs as stage 1, which keeps fp32 masters."""
     stage = max(zero.stage, 1) if precision == "bf16" else zero.stage
-    trained = [p for p in task.parameters() if p.requires_grad]
     betas = optim.betas[0], optim.betas[1]
-    optimizer = adamw(trained, optim.lr, betas, optim.weight_decay)
+    optimizer = adamw(task.parameters(), optim.lr, betas, optim.weight_decay)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulate,
@@ -232,7 +230,7 @@ def from_rank_zero(make: Callable[[], Made]) -> Made:
         dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], ValueError):
         raise outcome[0]
-    return cast(Made, outcome[0])
+    return outcome[0]
 
 
 def make_deterministic(seed: int) -> None:
