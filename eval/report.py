@@ -50,7 +50,7 @@ def figures(block: Block) -> dict[str, str]:
     apart = [f"{d['value']:+.2f} {_interval(d['ci95'])}" for d in (block["difference"] or {}).values()]
     return {
         "tokens per step (plain = 1.00)": _tau(block),
-        "speedup over plain decoding": _speedup(block),
+        "speedup over plain decoding": speedup_of(block),
         "std of both over seeds": f"{std['tokens_per_step']:.3f}, {std['speedup']:.3f}" if std else "-",
         "difference of both from the first": "; ".join(apart) or "-",
         "speedup / tokens per step": f"{kept:.2f}",
@@ -135,7 +135,7 @@ def sections(results: dict[str, Any]) -> dict[str, Table]:
     blocks = columns(results)
     first = next(iter(blocks.values()))
     categories = [
-        (name, label, group["questions"], _tau(group), _speedup(group), *at_depths(group["accepted_by_depth"]))
+        (name, label, group["questions"], _tau(group), speedup_of(group), *at_depths(group["accepted_by_depth"]))
         for name in first["per_category"]
         for label, block in blocks.items()
         for group in [block["per_category"][name]]
@@ -173,7 +173,8 @@ def _tau(block: Block) -> str:
     return f"{value:.2f} {_interval(interval)}"
 
 
-def _speedup(block: Block) -> str:
+def speedup_of(block: Block) -> str:
+    """With its interval, as tables have it."""
     value, interval = figure_of(block, "speedup")
     return f"{value:.2f}x {_interval(interval)}"
 

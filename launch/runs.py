@@ -19,7 +19,7 @@ from ctcdraft.data.secrets import masked
 from ctcdraft.data.sources import check_source
 from ctcdraft.data.store import read_object
 from ctcdraft.data.template import with_template_args
-from ctcdraft.eval.report import markdown_table
+from ctcdraft.eval.report import markdown_table, speedup_of
 from ctcdraft.launch.cli import options_in, run
 from ctcdraft.launch.pipeline import load
 from ctcdraft.launch.schema import BasePath, EvalEntry, HeadChoice, RunsEntry, TrainEntry, defaults_of
@@ -299,15 +299,13 @@ def main(config: RunsEntry) -> int:
     return 0
 
 
-def _listed(folder: Path) -> tuple[str, ...]:
+def _listed(folder: Path) -> tuple[Any, ...]:
     """The row of a run; of one that is not done, or whose summary is damaged, there are no figures."""
     try:
         found = read_object(folder / "summary.json")
-        speedup, (low, high) = found["speedup"]["ratio_of_means"], found["speedup"]["ci95"]
-        figures = (
-            *(found["base"], found["head"]["kind"], str(found["training"]["step"])),
-            *(f"{found['tokens_per_step']:.2f}", f"{speedup:.2f}x [{low:.2f}, {high:.2f}]", found["bench"]),
-        )
+        head, steps = found["head"]["kind"], found["training"]["step"]
+        rates = f"{found['tokens_per_step']:.2f}", speedup_of(found)
+        figures = found["base"], head, steps, *rates, found["bench"]
     except (ValueError, KeyError, TypeError):
         figures = ("-",) * 6
     begun = time.localtime(os.path.getmtime(folder / "config.yaml"))
