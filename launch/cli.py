@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TypeVar
 
 import hydra
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
@@ -39,6 +38,8 @@ RANK_0_SECONDS = 5.0  # that other ranks leave it to say what all of them have f
 LESS_MEMORY = " (take base.dtype=bf16, or less of train.micro_batch, train.max_length or data.batch_size)"
 LOCAL_RANK = re.compile(r"--local[_-]rank")
 Entry = TypeVar("Entry")
+
+store_defaults()
 
 
 class Stopped(int):
@@ -67,7 +68,6 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
     words = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
-    store_defaults()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {masked(str(message))}", file=sys.stderr)
     sys.argv[1:] = masked(words)  # W&B writes down the command
     if not any(word.startswith("-") for word in words):
@@ -92,8 +92,6 @@ def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | N
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """The composed configuration. Raises ValueError, in one sentence, on a bad override."""
-    GlobalHydra.instance().clear()
-    store_defaults()
     with hydra.initialize_config_module(CONF, version_base="1.3"):
         try:
             return hydra.compose(config_name, overrides)

@@ -5,7 +5,6 @@ A default stands once, in its dataclass. Hydra composes them with the difference
 
 import os
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -199,7 +198,6 @@ def defaults_of(schema: Any) -> dict[str, Any]:
     return found
 
 
-@cache
 def store_defaults() -> None:
     """Give Hydra each entry's `options_of_<entry>`, and a choice of `head` per kind: no file holds any of these."""
     for entry, schema in ENTRIES.items():
