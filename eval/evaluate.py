@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ctcdraft import __version__
-from ctcdraft.data.sources import source_hash
+from ctcdraft.data.sources import RowError, source_hash
 from ctcdraft.data.store import Journal, read_object, write_jsonl
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.decoder import Decoder
@@ -152,14 +152,15 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
 
 @contextmanager
 def decoded_so_far(folder: Path, setting: Mapping[str, Any]) -> Iterator[Journal]:
-    """What of this very evaluation was decoded before it was cut off: a file beside its folder, which goes when all is,
-    or where nothing can be."""
+    """What of this very evaluation was decoded before it was cut off: a file beside its folder, which goes when all is
+    written, or where nothing was or can be decoded."""
     path = folder.with_name(f".{folder.name}-{digest_of(setting)[:6]}.decoded")
     with closing(Journal(path)) as done:
         try:
             yield done
-        except ValueError:
-            path.unlink()
+        except BaseException as error:
+            if not done or isinstance(error, RowError):
+                path.unlink()
             raise
     path.unlink()
 

@@ -64,7 +64,7 @@ def run(
     categories keep their drafts. done: what a run that was cut off has decoded, which is not decoded again; this one
     adds to it.
 
-    A turn that cannot be asked is skipped, and those behind it. Raises ValueError when that leaves nothing.
+    A turn that cannot be asked is skipped, and those behind it. Raises RowError when that leaves nothing.
     """
     sides: dict[str | None, Decoder] = {None: Decoder(base)}  # plain decoding
     sides.update(heads.items())
@@ -91,7 +91,7 @@ def run(
         for label, rows in json.loads(done[f"{i} {j}"]).items():
             turns[label] += [_turn_of(row, question) for row in rows]
     if all(turn.skipped for several in turns.values() for turn in several):
-        raise ValueError(f"no question could be decoded: {next(iter(turns.values()))[-1].skipped}")
+        raise RowError(f"no question could be decoded: {next(iter(turns.values()))[-1].skipped}")
     return turns
 
 

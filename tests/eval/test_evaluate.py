@@ -205,6 +205,18 @@ def test_where_no_question_can_be_decoded_nothing_is_left(chat_base, head_folder
     assert not [*(tmp_path / "eval").iterdir()]
 
 
+def test_where_no_report_can_be_made_what_was_decoded_is_kept(chat_base, head_folder, questions, tmp_path, monkeypatch):
+    config = BenchConfig("mt_bench", questions, questions=1, max_new_tokens=3, warmups=0)
+    measurement, folder = Measurement(chat_base, DRAFT, config), tmp_path / "eval" / "mt_bench"
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "draw", Mock(side_effect=ValueError("no such font")))
+        with pytest.raises(ValueError, match="no such font"):
+            evaluate(measurement, {"": head_folder}, folder)
+    monkeypatch.setattr(runner, "_timed", None)
+    assert evaluate(measurement, {"": head_folder}, folder).results["questions"] == 1
+    assert [path.name for path in folder.parent.iterdir()] == ["mt_bench"]
+
+
 def test_where_nothing_can_be_written_nothing_is_decoded(chat_base, head_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "run", None)
     (tmp_path / "eval").touch()
