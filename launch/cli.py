@@ -46,7 +46,7 @@ class Stopped(int):
     """The exit code of a command that was asked to stop: of several, no other is begun."""
 
 
-def run(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> NoReturn:
+def run(config_name: str, schema: type[Entry], task: Callable[[Entry], int]) -> NoReturn:
     """`enter`, and the end of the process as `multiprocessing` ends its own: what was registered for it is done, but
     torch's objects are not taken apart one by one, which would take another second."""
     code: Any = 0
@@ -64,7 +64,7 @@ def run(config_name: str, schema: type[Entry], task: Callable[[Entry], int | Non
     os._exit(code if isinstance(code, int) else code is not None)
 
 
-def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int | None]) -> None:
+def enter(config_name: str, schema: type[Entry], task: Callable[[Entry], int]) -> None:
     """Compose `config_name` with the command line's overrides, run `task` on it, exit with its code."""
     # The deepspeed launcher puts --local_rank=N first; the rank is read from the environment.
     words = [_quoted(word) for word in sys.argv[1:] if not LOCAL_RANK.match(word)]
@@ -172,10 +172,9 @@ def _parses(word: str) -> bool:
     return False
 
 
-def _guarded(task: Callable[[], int | None]) -> int:
+def _guarded(task: Callable[[], int]) -> int:
     try:
-        code = task()
-        return 0 if code is None else code
+        return task()
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         if os.environ.get("CTCDRAFT_TRACEBACK"):
             raise

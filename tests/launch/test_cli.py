@@ -214,7 +214,7 @@ def test_good_options_arrive_typed_and_launcher_words_are_dropped(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     seen = []
     with pytest.raises(SystemExit) as end:
-        enter("train", TrainEntry, lambda config: seen.append(config))
+        enter("train", TrainEntry, lambda config: seen.append(config) or 0)
     assert end.value.code == 0
     assert (seen[0].head.slots, seen[0].zero.stage, seen[0].optim.lr) == (12, 2, 2e-3)
     assert seen[0].data.prompt_tokens == [4, 9]
