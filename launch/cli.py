@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from functools import cache
 from importlib import resources
 from typing import Any, NoReturn, TypeVar
 
@@ -102,14 +101,11 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
             raise ValueError(f"the options {given} cannot be read ({_short(error)}): check their types") from error
 
 
-adapter_of = cache(TypeAdapter)  # of a schema, made once
-
-
 def typed(config: DictConfig, schema: type[Entry]) -> Entry:
     """The configuration as frozen dataclasses. Raises ValueError, in one sentence, on a wrong type."""
     try:
         given = OmegaConf.to_container(config, resolve=True)
-        return adapter_of(schema).validate_python(given)  # type: ignore[arg-type]  # a class can be hashed
+        return TypeAdapter(schema).validate_python(given)
     except OmegaConfBaseException as error:
         raise ValueError(_short(error)) from error
     except ValidationError as error:
