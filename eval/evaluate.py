@@ -141,7 +141,7 @@ def evaluate(measurement: Measurement, head_folders: Mapping[str, Path], folder:
             for block in several.values():
                 block["tokens_per_second"]["generate"] = rate
         several_heads = {"temperatures": [{"temperature": t, "heads": several} for t, several in blocks.items()]}
-        figures = of_one_head(blocks, "") if "" in head_folders else several_heads
+        figures = of_one_head(blocks) if "" in head_folders else several_heads
         with latest(folder) as fresh:
             results = write_results(fresh, setting, figures, turns, base.tokenizer)
             rows = (row for label in head_folders for row in answers(label or results["head"]["kind"], turns[label]))

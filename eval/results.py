@@ -37,10 +37,10 @@ def measured(turns: Mapping[str, Sequence[Turn]], seed: int) -> dict[float, dict
     return found
 
 
-def of_one_head(found: Mapping[float, Mapping[str, Block]], label: str) -> dict[str, Any]:
+def of_one_head(found: Mapping[float, Mapping[str, Block]]) -> dict[str, Any]:
     """The measured fields of results.json: those of the first temperature, and under `other_temperatures` the same
     fields of each other one."""
-    first, *others = [{**heads[label], "prompt_lookup_alone": heads[LOOKUP_ALONE]} for heads in found.values()]
+    first, *others = [{**heads[""], "prompt_lookup_alone": heads[LOOKUP_ALONE]} for heads in found.values()]
     return {**first, "other_temperatures": others}
 
 

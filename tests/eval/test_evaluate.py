@@ -252,7 +252,7 @@ def shifting(base, place=3):
 
 def results_of(turns):
     """Of an evaluation of one head with these turns, beside itself as its control."""
-    found = of_one_head(measured({"": turns, LOOKUP_ALONE: turns}, 0), "")
+    found = of_one_head(measured({"": turns, LOOKUP_ALONE: turns}, 0))
     return {**found, "head": {"kind": "ctc"}}
 
 
