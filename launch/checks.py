@@ -5,7 +5,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -189,7 +189,8 @@ def _steps(report: Report, config: TrainEntry, base: Base) -> None:
     features = store.open() if store and store.done else None
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, base, data, Path(folder), start=start_head(config, base), features=features)
-        seconds = trainer.probe(PROBE_STEPS)
+        with closing(trainer):  # its memory is not of what is checked next
+            seconds = trainer.probe(PROBE_STEPS)
     report.add(
         "time to finish",
         f"about {timedelta(seconds=round(seconds * config.train.steps))} for {config.train.steps} steps of "

@@ -109,8 +109,18 @@ class RunChoice:
 class HeadChoice(RunChoice):
     """A run's head and base, or an exported head with a base of its own."""
 
-    draft: DraftConfig
     head: HeadPath = HeadPath()
+
+    def __post_init__(self) -> None:
+        if self.name is not None and self.head.path is not None:
+            raise ValueError("name and head.path each say which head: leave one of them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeEntry(HeadChoice):
+    """What drafts with a head in our own decoder."""
+
+    draft: DraftConfig
     data: ChatOptions = ChatOptions()
     online: OnlineConfig = field(default_factory=OnlineConfig)
     seed: Seed = 0  # of everything random
@@ -118,7 +128,7 @@ class HeadChoice(RunChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalEntry(HeadChoice):
+class EvalEntry(DecodeEntry):
     """launch/eval.py (conf/eval.yaml)."""
 
     bench: BenchConfig
@@ -130,6 +140,7 @@ class EvalEntry(HeadChoice):
     open: bool = False  # true: show report.html in a browser
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.heads and (self.name is not None or self.head.path is not None):
             raise ValueError("heads=[...] says which heads: leave out name and head.path")
         if self.count and self.online.every is not None:
@@ -137,12 +148,16 @@ class EvalEntry(HeadChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatEntry(HeadChoice, Sampling):
+class ChatEntry(DecodeEntry, Sampling):
     """launch/chat.py (conf/chat.yaml)."""
 
     prompt: str | None = None  # one question, answered and done; null: a conversation
     system: str | None = None  # a system turn
     max_new_tokens: PositiveInt = 512  # per answer
+
+    def __post_init__(self) -> None:
+        DecodeEntry.__post_init__(self)
+        Sampling.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +168,9 @@ class ExportEntry(RunChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeEntry(RunChoice):
+class ServeEntry(HeadChoice):
     """launch/serve.py (conf/serve.yaml)."""
 
-    head: HeadPath = HeadPath()
     host: str = "127.0.0.1"  # where it listens; 0.0.0.0: for other machines too
     port: Annotated[int, Field(ge=1, le=65535)] = 8000  # of the server
     nodes: PositiveInt = 12  # tokens of a draft, at most: a chain

@@ -121,6 +121,7 @@ def test_a_run_that_begins_as_another_runs_head_is_probed_from_that_head(tmp_pat
     config = typed(compose("train", ["train.start_from=first", "data.features=null"]), TrainEntry)
     checks._steps(Report(), config, None)
     assert trainer.call_args.kwargs["start"] == "first"
+    assert trainer.return_value.close.called
 
 
 @pytest.mark.parametrize("done", [True, False])

@@ -114,6 +114,8 @@ def test_heads_that_no_engine_serves_are_refused(work):
         serve.main(options(work, work / "none", base=BasePath()))
     with pytest.raises(ValueError, match=r"base\.eos is for our own decoder"):
         serve.main(options(work, work / "none", base=BasePath(path=str(work / "base"), eos=3)))
+    with pytest.raises(ValueError, match=r"name and head\.path each say which head"):
+        options(work, work / "none", name="run")
     with pytest.raises(ValueError, match="no run in"):
         serve.main(options(work, work / "none", head=HeadPath(), runs_dir=str(work / "runs")))
 
