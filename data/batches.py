@@ -107,10 +107,10 @@ class Sampler:
         """How many tokens a step sees, all ranks together, padding left out."""
         return int(self.row_lengths[self.sequences(step)].sum())
 
-    def anchor_counts(self, step: int) -> NDArray[np.int64]:
-        """How many anchors each row of a step has: known to every rank without a word between them."""
-        rows = [self.members[number] for number in self.sequences(step)]
-        return np.array([sum(min(len(self._document(i)[1]), self.anchors) for i in row) for row in rows], np.int64)
+    def anchor_count(self, step: int) -> int:
+        """How many anchors a step has: known to every rank without a word between them."""
+        documents = np.concatenate([self.members[number] for number in self.sequences(step)])
+        return sum(min(len(self._document(number)[1]), self.anchors) for number in documents)
 
     def collate(self, step: int, members: slice) -> Batch:
         """The batch of those of a step's rows that `members` selects."""

@@ -158,7 +158,7 @@ class Stepper:
         torch.manual_seed((self.plan.seed << 32) + step)  # whatever draws from it resumes exactly
         parts: list[StepMetrics] = []
         rate, grad_norm = ds.set_rate(self.engine, self.plan.optim, step, self.plan.train.steps), 0.0
-        anchors = int(self.sampler.anchor_counts(step).sum())
+        anchors = self.sampler.anchor_count(step)
         # DeepSpeed averages gradients over ranks and micro-batches: this makes it a mean over all anchors.
         scale = ds.world_size() * self.accumulate / max(1, anchors)
         for turn in range(self.accumulate):
