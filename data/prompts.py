@@ -1,15 +1,17 @@
 """Prompts: of questions, and cut from texts where a document is left for the base to continue."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from ctcdraft.model.base.llm import Base
 
 from .template import prompt_ids
 
 LEAST_ROOM = 16  # tokens that a prompt leaves for its answer
+Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # in tokens: shortest and longest
 
 
 def prompt_lengths(base: Base, lengths: Sequence[int], option: str) -> tuple[int, int]:

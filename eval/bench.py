@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from ctcdraft.data.end_of_turn import warn_of_template
 from ctcdraft.data.generated import TOY
 from ctcdraft.data.messages import encodable, filled
-from ctcdraft.data.prompts import cut_prompts, prompt_lengths, question_ids
+from ctcdraft.data.prompts import Lengths, cut_prompts, prompt_lengths, question_ids
 from ctcdraft.data.records import Conversation, record_of, text_of
 from ctcdraft.data.sources import RowError, read_rows
 from ctcdraft.data.store import read_jsonl
@@ -25,7 +25,6 @@ from ctcdraft.model.base.llm import Base
 from ctcdraft.model.base.sampling import Sampling
 
 NEED_PATH = ("mt_bench", "spec_bench", "gsm8k", "humaneval", "text")
-Lengths = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 FUNCTION_ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # as Chen et al. 2021 stop
 IDS = ("question_id", "task_id", "prompt_id", "id")
 ONE_TURN = ("gsm8k", "humaneval")

@@ -61,7 +61,6 @@ class ExampleMaker:
         return [example for record in records for example in found.get(record.id, [])]
 
     def _rewritten(self, chats: list[Conversation]) -> dict[str, list[Example]]:
-        """Every assistant turn rewritten by the base."""
         dialogues, turns = rewrite(self.base, chats, self.config, self.journal, seed=self.seed, title=self.title)
         self.account.turns.update(turns)
         found: dict[str, list[Example]] = defaultdict(list)
@@ -111,7 +110,6 @@ class ExampleMaker:
         return [chosen[i] for i in range(count)]
 
     def _continued(self, texts: list[Text]) -> dict[str, list[Example]]:
-        """Texts, cut somewhere and continued by the base."""
         if not texts:
             return {}
         config, base = self.config, self.base

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from tqdm import tqdm
 
 from ctcdraft.data.messages import Message
-from ctcdraft.data.prompts import LEAST_ROOM
+from ctcdraft.data.prompts import LEAST_ROOM, Lengths
 from ctcdraft.data.records import Conversation
 from ctcdraft.data.secrets import masked
 from ctcdraft.data.server import Answer, ChatServer, Refusal, ServerError
@@ -69,9 +69,7 @@ class AnswersConfig:
     template_args: dict[str, Any] | None = None
     regenerate: RegenerateConfig = RegenerateConfig()
     # shortest and longest beginning of a text that the base continues
-    prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
-        default_factory=lambda: [8, 140]
-    )
+    prompt_tokens: Lengths = field(default_factory=lambda: [8, 140])
     samples_per_text: PositiveInt = 4  # beginnings of each text
     max_new_tokens: PositiveInt = 192  # per answer
     batch_size: MayDiffer[PositiveInt] = 64  # conversations that the base answers together
