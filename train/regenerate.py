@@ -97,10 +97,6 @@ class Dialogue:
         self.turns = Counter(asked=self.left)
 
     @property
-    def answered(self) -> int:
-        return self.turns["answered"]
-
-    @property
     def left(self) -> int:
         """User turns that are not answered yet."""
         return sum(m["role"] == "user" for m in self._left)
@@ -110,7 +106,7 @@ class Dialogue:
         if not self._left:
             return False
         if self._left[0]["role"] == "tool":
-            return self._end(f"answer {self.answered} would have had to call the same tool")
+            return self._end(f"answer {len(self._answers)} would have had to call the same tool")
         turns = 2 if self._left[0]["role"] == "system" else 1
         said = [*self.said, *self._left[:turns]]
         try:
@@ -121,7 +117,9 @@ class Dialogue:
         if problem:
             return self._end(problem)
         if len(self.prompt) + LEAST_ROOM > self.base.context_length:
-            return self._end(f"turn {self.answered + 1} has {len(self.prompt)} tokens, more than the context holds")
+            return self._end(
+                f"turn {len(self._answers) + 1} has {len(self.prompt)} tokens, more than the context holds"
+            )
         self.said, self._left = said, self._left[turns:]
         return True
 
@@ -180,7 +178,7 @@ class Dialogue:
                 mask = [*before, *mask[len(before) :]]
             sequences.append((ids, mask))
         found = [Example(ids, mask, ids) for ids, mask in sequences[0 if turns == "each" else -1 :] if any(mask)]
-        if self.answered and not found:
+        if self._answers and not found:
             self.reason = NO_LABEL
         return found
 
@@ -189,7 +187,7 @@ class Dialogue:
         self.turns["answered"] += 1
         self.said = [*self.said, message]
         if cut:
-            self._end(f"answer {self.answered} was cut")
+            self._end(f"answer {len(self._answers)} was cut")
 
     def _end(self, reason: str) -> bool:
         self.turns["skipped"] += self.left
