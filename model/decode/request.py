@@ -16,6 +16,7 @@ from torch import Tensor
 from ..base.llm import Base
 from ..base.sampling import Sampling
 from ..draft.drafter import Frontier
+from ..draft.grafts import Phrases
 from ..draft.tree import Tree
 from .text import TextStream
 
@@ -88,7 +89,7 @@ class Request:
     sampling, seed: how its tokens are chosen, and of their noise. eos: tokens that end it; None: the base's. text: what
     looks for stop strings and gives the text by and by; None: there are none. `hidden`: in pieces [L, D] the base's
     states of the last positions before the root, those that the head has not seen yet. `seen` [V] is for the
-    repetition penalty.
+    repetition penalty, `phrases` for drafts that are grafted.
     """
 
     prompt: list[int]
@@ -101,6 +102,7 @@ class Request:
     at_limit: str = "length"
     hidden: list[Tensor] = field(default_factory=list)
     seen_V: Tensor | None = None
+    phrases: Phrases = field(default_factory=Phrases)
 
     def fit(self, base: Base) -> None:
         """Keep it within the context, and end it as the base ends. Raises ValueError where its prompt is empty, or
@@ -137,7 +139,7 @@ class Request:
     @property
     def frontier(self) -> Frontier:
         """Where its next draft begins."""
-        return Frontier(self.read, self.eos or (), self.room, self.sampling, self.seed, self)
+        return Frontier(self.read, self.eos or (), self.room, self.sampling, self.seed, self.phrases)
 
     @property
     def length(self) -> int:

@@ -1,9 +1,8 @@
 """From what a head believes to the tree that is verified: the one place where drafts are made."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,15 +23,15 @@ NEGLIGIBLE = 0.03  # of a prefix's alignments, which the search leaves out: a si
 @dataclass(frozen=True)
 class Frontier:
     """Where a text ends and a draft begins. read: the tokens so far, the root last; eos: tokens behind which nothing is
-    drafted; a draft is at most max_depth deep. sampling, seed: how the base will choose, and with which noise. owner:
-    the request, whose phrases are its own."""
+    drafted; a draft is at most max_depth deep. sampling, seed: how the base will choose, and with which noise.
+    phrases: of the request, which its drafts add to; None: there are none."""
 
     read: NDArray[np.int64]
     eos: Sequence[int]
     max_depth: int = ANY_DEPTH
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    owner: Hashable = None
+    phrases: Phrases | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,10 @@ class Stop:
 
 @dataclass
 class Drafter:
-    """Makes drafts as `config` says. phrases: of each request."""
+    """Makes drafts as `config` says."""
 
     config: DraftConfig
     stop: Stop = field(default_factory=Stop)
-    phrases: WeakKeyDictionary[Any, Phrases] = field(default_factory=WeakKeyDictionary)
 
     def tree(self, drafted: Drafted, frontier: Frontier) -> Tree:
         """The draft tree of a lattice, of the nodes that a head has scored, or of what either says behind some tokens.
@@ -96,7 +94,7 @@ class Drafter:
             tree = grow(prefix_of(drafted), rule, config.most_nodes, max_depth=frontier.max_depth, leaves=ends)
         if config.prompt_lookup:
             tree = best(with_copies(tree, frontier.read, config.prompt_lookup, frontier.sampling.temperature))
-        if pool := self._phrases(frontier.owner):
+        if (pool := self._phrases(frontier)) is not None:
             pool.learn(frontier.read)
             tree = best(grafted(tree, pool.paths(tree, root), PHRASES, frontier.max_depth))
         if "siblings" in config.graft:
@@ -123,7 +121,7 @@ class Drafter:
         """Learn from what became of a draft."""
         if self.config.stop == "adaedl":
             self.stop.observe(tree, outcome.path, frontier.max_depth)
-        if pool := self._phrases(frontier.owner):
+        if (pool := self._phrases(frontier)) is not None:
             pool.observe(tree, outcome.path)
             for token, phrase in tails(tree, outcome.path, outcome.said):
                 pool.add(token, phrase)
@@ -139,8 +137,5 @@ class Drafter:
     def _least(self) -> float | None:
         return self.stop.least if self.config.stop == "adaedl" else None
 
-    def _phrases(self, owner: Hashable) -> Phrases | None:
-        """Those that a request drafts from; None where it drafts from none."""
-        if owner is None or "phrases" not in self.config.graft:
-            return None
-        return self.phrases.setdefault(owner, Phrases())
+    def _phrases(self, frontier: Frontier) -> Phrases | None:
+        return frontier.phrases if "phrases" in self.config.graft else None

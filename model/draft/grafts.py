@@ -35,7 +35,7 @@ class Phrases:
     def __init__(self) -> None:
         self.learnt = 0  # tokens of its text
         self.behind: OrderedDict[int, deque[tuple[int, ...]]] = OrderedDict()
-        self.first = self.later = 0.3  # how often a phrase's first token, and a further one, was accepted
+        self.rates = [0.3, 0.3]  # how often a phrase's first token, and a further one, was accepted
 
     def add(self, token: int, phrase: Sequence[int]) -> None:
         """Only whole phrases are kept."""
@@ -57,12 +57,12 @@ class Phrases:
         self.learnt = len(read)
 
     def paths(self, tree: Tree, root: int) -> Iterator[Path]:
-        rate = [self.first, *[self.later] * (LENGTH - 1)]
+        first, later = self.rates
         for node in range(-1, len(tree)):
             token = root if node < 0 else int(tree.tokens[node])
             if (node < 0 or tree.psi[node] >= FAINT) and token in self.behind:
                 for phrase in list(self.behind[token])[-DRAFTED:]:
-                    yield Path(node, phrase, rate)
+                    yield Path(node, phrase, [first, *[later] * (LENGTH - 1)])
 
     def observe(self, tree: Tree, path: Sequence[int]) -> None:
         """What became of the phrases behind accepted nodes."""
@@ -70,9 +70,8 @@ class Phrases:
         for node in np.flatnonzero(tree.source & PHRASES).tolist():
             parent = int(tree.parents[node])
             if parent in stood:
-                later = parent >= 0 and bool(tree.source[parent] & PHRASES)
-                name = "later" if later else "first"
-                setattr(self, name, (1 - LEARN) * getattr(self, name) + LEARN * (node in stood))
+                later = int(parent >= 0 and bool(tree.source[parent] & PHRASES))
+                self.rates[later] = (1 - LEARN) * self.rates[later] + LEARN * (node in stood)
 
 
 def tails(tree: Tree, path: Sequence[int], said: Mapping[int, int]) -> Iterator[tuple[int, list[int]]]:

@@ -104,7 +104,7 @@ def test_a_poisoned_pool_of_phrases_changes_no_token(wordy_base, monkeypatch):
     for token in range(260):
         for _ in range(5):
             poisoned.add(token, rng.integers(0, 259, 6).tolist())
-    monkeypatch.setattr(decoder.drafter, "_phrases", lambda owner: poisoned)
+    monkeypatch.setattr(decoder.drafter, "_phrases", lambda frontier: poisoned)
     asked = prompts(8, seed=400, longest=30)
     for prompt, want in zip(asked, Decoder(wordy_base).generate(asked, 30, eos=[]), strict=True):
         assert decoder.generate(prompt, 30, eos=[]).tokens == want.tokens

@@ -88,8 +88,9 @@ def test_what_became_of_phrases_is_what_the_next_are_worth():
     for _ in range(400):
         tree = grafted(EMPTY, pool.paths(EMPTY, 1), PHRASES, 99)
         pool.observe(tree, [0, 1])  # two are accepted, the third is not, of later ones nothing is known
-    assert pool.first > 0.99
-    assert 0.4 < pool.later < 0.6
+    first, later = pool.rates
+    assert first > 0.99
+    assert 0.4 < later < 0.6
 
 
 def test_tails_are_what_the_base_said_where_the_draft_agreed():
@@ -128,7 +129,7 @@ def test_no_tree_is_deeper_than_its_drafter_says():
     for graft in (["siblings"], ["phrases"], ["phrases", "siblings"]):
         for _ in range(60):
             drafter = Drafter(DraftConfig(nodes=128, prompt_lookup=8, graft=graft))
-            tree = drafter.tree(EMPTY, Frontier(rng.integers(5, 8, 60), (), owner=Owner()))
+            tree = drafter.tree(EMPTY, Frontier(rng.integers(5, 8, 60), (), phrases=Phrases()))
             assert tree.depths.max(initial=0) <= drafter.deepest(0)
             longest = max(longest, tree.depths.max(initial=0))
     assert longest > 8 + LENGTH
@@ -136,14 +137,8 @@ def test_no_tree_is_deeper_than_its_drafter_says():
 
 def test_a_request_of_its_own_phrases_knows_nothing_of_another():
     drafter = Drafter(DraftConfig(prompt_lookup=0, graft=["phrases"]))
-    first, second = Owner(), Owner()
-    drafter.tree(EMPTY, Frontier(np.arange(20), (), owner=first))
-    tree = drafter.tree(EMPTY, Frontier(np.array([50, 3]), (), owner=second))
+    first, second = Phrases(), Phrases()
+    drafter.tree(EMPTY, Frontier(np.arange(20), (), phrases=first))
+    tree = drafter.tree(EMPTY, Frontier(np.array([50, 3]), (), phrases=second))
     assert len(tree) == 0
-    assert len(drafter.tree(EMPTY, Frontier(np.array([*range(20), 3]), (), owner=first))) == LENGTH
-    del first
-    assert len(drafter.phrases) == 1  # what ended is forgotten
-
-
-class Owner:
-    """A request, as far as phrases ask."""
+    assert len(drafter.tree(EMPTY, Frontier(np.array([*range(20), 3]), (), phrases=first))) == LENGTH
