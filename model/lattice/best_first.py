@@ -2,7 +2,7 @@
 
 All of it lies in this file: where only another one has changed, numba would go on with what it compiled before.
 
-Shapes: T slots, C candidates.
+Shapes: T slots, C candidates, P prefixes.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ UNLIKELY = np.float32(1e-7)  # slots that are this unlikely to write what follow
 
 
 class Prefix(NamedTuple):
-    """What is known of one prefix. pb, pn [T + 1] as in `_prefixes`; p [band + 1, Y]: what the slots of its band emit
+    """What is known of one prefix. pb, pn [T + 1] as in `search`; p [band + 1, Y]: what the slots of its band emit
     behind it; its depth, and the column of its last token, -1: none."""
 
     pb: NDArray[np.float32]
@@ -35,9 +35,24 @@ def search(lattice, ends, nodes, max_depth, chain, prune):
     it is left out.
     """
     (T, C), band, merge = lattice.log_p.shape, lattice.band, lattice.merge
-    pb, pn, children, best, left, next_slot, column, depths = _prefixes(nodes + 1, T, C)
+    # What is known of each prefix: index 0 is the empty one, index n + 1 is node n.
+    # pb[i, t], pn[i, t]  the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond
+    #                     slot next_slot[i], only what comes from its parent. What slot t hands on is 0 where t is not
+    #                     in the band: depths[i] to depths[i] + band, the edge
+    # p[i, s]             what the s-th slot of its band emits behind it
+    # children[i, c]      psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken
+    # best[i], left[i]    no child of i has more; of that, what is not in a column yet
+    # column[i]           the token that it ends in, -1: none yet
+    P = nodes + 1
+    pb = np.zeros((P, T + 1), np.float32)
+    pn = np.zeros((P, T + 1), np.float32)
+    p = np.zeros((P, min(T, band + 1), C), np.float32)
+    children = np.zeros((P, C), np.float32)
+    best, left = np.zeros(P, np.float32), np.zeros(P, np.float32)
+    pb[0, 0] = best[0] = left[0] = 1.0
+    next_slot, depths = np.zeros(P, np.int64), np.zeros(P, np.int64)
+    column = np.full(P, -1)
     parents, psis, count = np.empty(nodes, np.int64), np.empty(nodes, np.float32), 0
-    p = np.zeros((nodes + 1, min(T, band + 1), C), np.float32)  # what each slot of a prefix's band emits behind it
     while count < nodes:
         g = count if chain else _largest(best[: count + 1])
         if best[g] <= 0.0:
@@ -98,26 +113,6 @@ def followed(lattice, prefix, column, q):
         before = prefix.pb[t] if repeats else prefix.pb[t] + prefix.pn[t]
         pn[t + 1] = before * prefix.p[t - depth, column] / q
     return Prefix(np.zeros_like(pn), pn, np.zeros_like(prefix.p), depth + 1, column)
-
-
-@njit(cache=True)
-def _prefixes(count, T, columns):
-    """What is known of each prefix: index 0 is the empty one, index n + 1 is node n.
-
-    pb[i, t], pn[i, t]  the first t slots collapse to exactly prefix i and end in blank / in its last token; beyond slot
-                        next_slot[i], only what comes from its parent. What slot t hands on is 0 where t is not in the
-                        band: depths[i] to depths[i] + band, the edge
-    children[i, c]      psi of prefix i followed by column c, by the slots before next_slot[i], -1 once taken
-    best[i], left[i]    no child of i has more; of that, what is not in a column yet
-    column[i]           the token that it ends in, -1: none yet
-    """
-    pb = np.zeros((count, T + 1), np.float32)
-    pn = np.zeros((count, T + 1), np.float32)
-    children = np.zeros((count, columns), np.float32)
-    best, left = np.zeros(count, np.float32), np.zeros(count, np.float32)
-    pb[0, 0] = best[0] = left[0] = 1.0
-    next_slot, depths = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    return pb, pn, children, best, left, next_slot, np.full(count, -1), depths
 
 
 @njit(cache=True)
