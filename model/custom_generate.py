@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ctcdraft.model.decode.decoder import Decoder
-from ctcdraft.model.decode.request import Settings
 from ctcdraft.model.draft.config import DraftConfig
 from ctcdraft.model.export import head_folder, load_head, read_config
 from ctcdraft.model.load.pretrained import base_of
@@ -86,16 +85,14 @@ def generate_with(
     prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, attention_mask, strict=True)]
     limit = config.max_new_tokens or config.max_length - (0 if default_length else input_ids.shape[1])
     first = int(torch.randint(2**62, ())) if seed is None else seed
-    settings: Settings = {
-        "repetition_penalty": _or_one(config.repetition_penalty),
-        "seed": [first + number for number in range(len(prompts))],
-        "stop": [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or (),
-        "eos": ends,
-    }
+    seeds = [first + number for number in range(len(prompts))]
+    stop = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
+    neutral: dict[str, Any] = {"repetition_penalty": 1.0}  # what None is, said in a call
     if config.do_sample:
-        settings |= {"temperature": _or_one(config.temperature), "top_p": _or_one(config.top_p)}
-        settings["top_k"] = config.top_k or 0
-    outs = decoder.generate(prompts, limit, **settings)
+        neutral |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    asked = {name: getattr(config, name) for name in neutral}
+    settings = neutral | {name: value for name, value in asked.items() if value is not None}
+    outs = decoder.generate(prompts, limit, seed=seeds, stop=stop, eos=ends, **settings)
     if any(out.finish == "context" for out in outs):
         longest = decoder.base.context_length
         warnings.warn(f"custom_generate: an answer ends at {longest} tokens, which drafts take at most", stacklevel=2)
@@ -104,11 +101,6 @@ def generate_with(
     for row, out in zip(answers, outs, strict=True):
         row[: len(out.tokens)] = torch.tensor(out.tokens)
     return torch.cat([input_ids, answers], dim=1)
-
-
-def _or_one(value: float | None) -> float:
-    """None, said in a call, is no change of the logits."""
-    return 1.0 if value is None else value
 
 
 def _is_given(value: Any) -> bool:
