@@ -12,6 +12,7 @@ whoever dies leaves nothing but its claim.
 
 import hashlib
 import json
+import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from ctcdraft.model.base.context import Attended
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.decode.generate import batches_by_length
-from ctcdraft.model.folders import MANIFEST, digest_of, free_bytes, share_out, write_atomically
+from ctcdraft.model.folders import MANIFEST, digest_of, share_out, write_atomically
 
 from .store import Column, load_corpus, read_object
 
@@ -144,7 +145,7 @@ class FeatureStore:
     def check_room(self) -> str:
         """What storing will take, in a phrase. Raises ValueError when the disk has not so much left."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        left, free = self.bytes_left, free_bytes(self.folder.parent)
+        left, free = self.bytes_left, shutil.disk_usage(self.folder.parent).free
         what = f"hidden states of {self.base.hidden_size} numbers"
         if self.attended is not None:
             what += f" and {self.attended.size} of the layers that the head copies"

@@ -1,6 +1,7 @@
 """What `launch/doctor.py` looks at."""
 
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from ctcdraft.launch.pipeline import configured_base, feature_store, with_resolv
 from ctcdraft.launch.runs import start_head
 from ctcdraft.launch.schema import TrainEntry
 from ctcdraft.model.base.llm import Base
-from ctcdraft.model.folders import free_bytes
 from ctcdraft.model.heads import parameters_of
 from ctcdraft.train import engine as ds
 from ctcdraft.train.log import OFFLINE, has_key, wandb_settings
@@ -103,7 +103,7 @@ def _machine(report: Report, config: TrainEntry) -> None:
     for what in ("runs_dir", "cache_dir"):
         folder = Path(getattr(config, what)).absolute()
         there = next(path for path in (folder, *folder.parents) if path.is_dir())
-        free = free_bytes(there) / 2**30
+        free = shutil.disk_usage(there).free / 2**30
         report.add(f"disk of {what}", f"{free:.0f} GB free")
         if free < NEEDED_GB:
             report.warnings.append(f"{what}={getattr(config, what)}: less than {NEEDED_GB} GB of disk free")

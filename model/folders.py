@@ -164,11 +164,6 @@ def sealed_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def free_bytes(folder: Path) -> int:
-    """What the disk of a folder has left for us."""
-    return shutil.disk_usage(folder).free
-
-
 def digest_of(facts: Any) -> str:
     """Changes with any of the facts, and not with their order."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

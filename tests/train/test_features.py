@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import torch
 from bases import tiny_tokenizer, write_base
 from workers import SHARD, logged_batches, store_of, storing, wait_for
 
-from ctcdraft.data import features as stage
 from ctcdraft.data.batches import Sampler
 from ctcdraft.data.features import Features
 from ctcdraft.data.store import Example, load_corpus, save_corpus
@@ -199,7 +199,7 @@ def test_two_processes_share_the_shards_and_one_may_die(base, data, tmp_path, di
 
 
 def test_a_full_disk_is_refused_before_anything_is_read(base, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(stage, "free_bytes", lambda folder: 80_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=80_000))
     monkeypatch.setattr(type(base), "hidden", None)
     with pytest.raises(ValueError, match=r"features=bf16 needs 0.00 GB .* has 0.00 GB free: make room"):
         store_of(base, data, tmp_path / "c").fill()
