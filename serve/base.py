@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ctcdraft.model.base.attention import use_grouped_attention
@@ -17,38 +17,26 @@ from ctcdraft.model.load.pretrained import own_eos_ids, usable_context
 
 
 def base_of(target: Any, path: str, length: int, option: str) -> Base:
-    """Of a model that an engine has loaded and serves with contexts of that length, set by that option. Raises
-    ValueError where a head cannot draft for it."""
+    """Of a model that an engine has loaded from that folder or Hub name, and serves with contexts of that length, set
+    by that option. It embeds and makes logits with the engine's tensors, which may have rows more than the vocabulary,
+    and cannot read, since its layers are on the device `meta`. Raises ValueError where a head cannot draft for it."""
     decoder: Any = getattr(target, "model", None)
     names = ("embed_tokens", "embedding", "embed_in")  # but for gpt-oss and GPT-NeoX the first
     embedding = next((getattr(decoder, name) for name in names if hasattr(decoder, name)), None)
     lm_head = getattr(target, "lm_head", None)
     if embedding is None or lm_head is None:
         raise ValueError(f"{type(target).__name__}: its embedding and LM head are not where a head looks for them")
-    base = engine_base(path, embedding.weight, lm_head.weight, getattr(lm_head, "bias", None))
-    if base.context_length < min(length, base.decoder.config.max_position_embeddings):  # longrope
-        raise ValueError(
-            f"{base.name} turns its keys otherwise in contexts beyond {base.context_length} tokens, which a head does "
-            f"not know: give {option} {base.context_length}"
-        )
-    return base
-
-
-def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: Tensor | None = None) -> Base:
-    """Of the folder or Hub name that the engine serves, with its embedding and its LM head, which may have rows more
-    than the vocabulary: it embeds and makes logits, and cannot read, since its layers are on the device `meta`. Raises
-    ValueError where these weights are packed, quantised, or not whole."""
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     text = config.get_text_config()
-    shape = text.vocab_size, text.hidden_size
-    for name, weight in (("embedding", embedding_VD), ("LM head", lm_head_VD)):
-        if weight.dim() != 2 or len(weight) < shape[0] or weight.shape[1] != shape[1] or not weight.is_floating_point():
+    V, D = text.vocab_size, text.hidden_size
+    for name, weight in (("embedding", embedding.weight), ("LM head", lm_head.weight)):
+        if weight.dim() != 2 or len(weight) < V or weight.shape[1] != D or not weight.is_floating_point():
             raise ValueError(
-                f"the {name} of {path} is {weight.dtype} {tuple(weight.shape)} in the engine, not {shape} of floats: "
+                f"the {name} of {path} is {weight.dtype} {tuple(weight.shape)} in the engine, not {(V, D)} of floats: "
                 "a head cannot draft with packed, quantised or divided weights"
             )
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=lm_head_VD.dtype).eval().requires_grad_(False)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=lm_head.weight.dtype).eval().requires_grad_(False)
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(path)
     base = Base(model, tokenizer, path, own_eos_ids(model, tokenizer), usable_context(model))
@@ -59,12 +47,17 @@ def engine_base(path: str, embedding_VD: Tensor, lm_head_VD: Tensor, lm_bias_V: 
     for module in model.modules():  # rotary frequencies, the scale of embeddings: computed, not stored
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
-            setattr(module, name, torch.empty_like(buffer, device=lm_head_VD.device))
+            setattr(module, name, torch.empty_like(buffer, device=lm_head.weight.device))
         if buffers:
             model._init_weights(module)
-    for layer, weight in ((model.get_input_embeddings(), embedding_VD), (model.get_output_embeddings(), lm_head_VD)):
-        layer.weight = nn.Parameter(weight.detach()[: shape[0]], requires_grad=False)
-    if lm_bias_V is not None:
-        layer.bias = nn.Parameter(lm_bias_V.detach()[: shape[0]], requires_grad=False)
+    for own, engines in ((model.get_input_embeddings(), embedding), (model.get_output_embeddings(), lm_head)):
+        own.weight = nn.Parameter(engines.weight.detach()[:V], requires_grad=False)
+    if getattr(lm_head, "bias", None) is not None:
+        own.bias = nn.Parameter(lm_head.bias.detach()[:V], requires_grad=False)
     use_grouped_attention(model)
+    if base.context_length < min(length, text.max_position_embeddings):  # longrope
+        raise ValueError(
+            f"{base.name} turns its keys otherwise in contexts beyond {base.context_length} tokens, which a head does "
+            f"not know: give {option} {base.context_length}"
+        )
     return base

@@ -3,6 +3,7 @@ rejected."""
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from ctcdraft.model import Decoder, DraftConfig, load_base, load_head
 from ctcdraft.model.draft.drafter import Frontier
 from ctcdraft.model.export import export_head
 from ctcdraft.model.heads import EagleConfig
-from ctcdraft.serve.base import engine_base
+from ctcdraft.serve.base import base_of
 from ctcdraft.serve.state import Pages, ServedHead
 
 CHAIN = DraftConfig("chain", nodes=6, budget="fixed", prompt_lookup=4)
@@ -212,7 +213,13 @@ def test_a_base_of_the_engines_tensors_drafts_as_the_whole_base(family, tmp_path
         for layer in (base.model.get_input_embeddings(), base.model.get_output_embeddings())
     )
     bias = None if base.lm_bias is None else torch.cat([base.lm_bias, torch.zeros(12)])
-    served = engine_base(str(tmp_path / family), embedding, lm_head, bias)
+
+    def engines(lm_head):
+        parts = SimpleNamespace(weight=embedding), SimpleNamespace(weight=lm_head, bias=bias)
+        target = SimpleNamespace(model=SimpleNamespace(embed_tokens=parts[0]), lm_head=parts[1])
+        return base_of(target, str(tmp_path / family), base.context_length, "--max-model-len")
+
+    served = engines(lm_head)
     assert served.lm_weight.data_ptr() == lm_head.data_ptr()
     assert served.model.get_input_embeddings().weight.data_ptr() == embedding.data_ptr()
     assert all(p.is_meta for p in served.decoder.layers.parameters())
@@ -230,6 +237,6 @@ def test_a_base_of_the_engines_tensors_drafts_as_the_whole_base(family, tmp_path
         drafted.append(made.seen)
     assert drafted[0] == drafted[1]
     with pytest.raises(ValueError, match="differ"):
-        load_head(tmp_path / "head", engine_base(str(tmp_path / family), embedding, lm_head.flip(0)))
+        load_head(tmp_path / "head", engines(lm_head.flip(0)))
     with pytest.raises(ValueError, match="packed"):
-        engine_base(str(tmp_path / family), embedding, lm_head.to(torch.int8))
+        engines(lm_head.to(torch.int8))
