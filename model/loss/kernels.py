@@ -5,9 +5,7 @@ between the GEMMs, fused) | `triton_lattice` (one anchor per lane).
 """
 
 import os
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -44,17 +42,22 @@ def linear_lse_gather(
     trains = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
     if not trains:  # under no_grad too, autograd would otherwise ask for the slope
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
-    fused = linear_lse if name == "chunked" else _triton("triton_lse")
+    if name == "triton":  # which is not there on every machine
+        from .triton_lse import exponentials_
+    else:
+        from .linear_lse import exponentials_
     with torch.cuda.device_of(hidden_MD):  # where Triton launches
-        return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, fused.exponentials_)
+        return linear_lse.LinearLseGather.apply(hidden_MD, weight_VD, index_MK, exponentials_)
 
 
 def prefix_lattice(emissions: Emissions, implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """Prefix and end log-probabilities of one label sequence per anchor: see `reference.prefix_lattice`, which all but
     `triton` are."""
     if _choose(implementation, emissions.emit_NTU) == "triton":
+        from .triton_lattice import PrefixLattice
+
         with torch.cuda.device_of(emissions.emit_NTU):
-            return _triton("triton_lattice").PrefixLattice.apply(*emissions)
+            return PrefixLattice.apply(*emissions)
     return reference.prefix_lattice(emissions)
 
 
@@ -70,7 +73,3 @@ def _choose(implementation: str, tensor: Tensor) -> str:
             "use 'auto' or 'chunked'"
         )
     return implementation
-
-
-def _triton(module: str) -> ModuleType:
-    return import_module(f"ctcdraft.model.loss.{module}")  # late: triton is not there on every machine
