@@ -25,10 +25,8 @@ class Negatives:
         if not 0 < size < len(counts_X):
             raise ValueError(f"{size} negatives of {len(counts_X)} draft tokens: take from 1 to {len(counts_X) - 1}")
         share_X = (counts_X.double() + 1.0).pow(FLATTENED)
-        low, high = 0.0, 1.0
-        while _drawn(share_X, high).sum() < size:
-            low, high = high, 2.0 * high
-        for _ in range(60):
+        low, high = 0.0, 64.0  # at which every token is drawn, as far as float64 can tell
+        for _ in range(66):
             middle = (low + high) / 2.0
             low, high = (middle, high) if _drawn(share_X, middle).sum() < size else (low, middle)
         self.probability_X = _drawn(share_X, high).float()
