@@ -108,6 +108,14 @@ def test_a_folder_that_is_no_head_is_refused(base, base_folder, tmp_path):
         load_head(base_folder, base)
 
 
+@pytest.mark.parametrize("damage", [None, {"base": ["name", "config", "tokenizer", "lm_head"]}, {"training": 1}])
+def test_a_config_of_another_kind_is_refused(exported, base, damage):
+    path = exported[1] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}) if damage else "[" * 100_000)
+    with pytest.raises(ValueError, match="not that of an exported head"):
+        load_head(exported[1], base)
+
+
 def test_a_config_that_does_not_fit_its_weights_is_refused(exported, base):
     path = exported[1] / "config.json"
     config = json.loads(path.read_text())
