@@ -64,10 +64,9 @@ def export_head(head: Head, base: Base, folder: Path, training: dict[str, Any]) 
         kind=head.config.kind,
         slots=head.config.slots,
         parameters=parameters_of(head),
-        base=identity["name"],
         template_args=f"with {json.dumps(config['template_args'])}" if base.template_args else "as it is",
-        **{key: identity[key] for key in ("config", "tokenizer", "lm_head")},
-        **{key: training[key] for key in ("objective", "step", "tokens", "tokens_per_step")},
+        **identity,
+        **training,
     )
     with new_folder(folder, replaces=True) as fresh:
         (fresh / "model.safetensors").write_bytes(blob)
