@@ -200,7 +200,7 @@ def worker_class() -> type:
             result = super().forward_batch_generation(batch, *arguments, **named)
             shown = result.logits_output
             states = [part for part in (shown.last_hidden_states, shown.hidden_states) if part is not None]
-            if not states and batch.reqs:
+            if not states:
                 raise RuntimeError("SGLang showed ctcdraft no hidden states: its worker has changed")
             states_NX = torch.cat(states, dim=-1)
             if prompts:
