@@ -86,7 +86,7 @@ class SlotHead(OnePassHead):
             nn.init.zeros_(self.blank.weight)
             nn.init.constant_(self.blank.bias, RARE_BLANK)
         if config.transition != "none":
-            self.transition = Transition(D, D, config.rank, with_blank=with_blank)
+            self.transition = Transition(D, config.rank, with_blank=with_blank)
 
     def fill(
         self, hidden_BLX: Tensor, root_BLD: Tensor, anchors: Anchors, cache: TreeCache | None = None, *tokens: Any

@@ -41,9 +41,9 @@ class Transition(nn.Module):
     Embeddings come in at the scale of 1, since bases differ in theirs by orders of magnitude.
     """
 
-    def __init__(self, slot_width: int, hidden_size: int, rank: int, *, with_blank: bool) -> None:
+    def __init__(self, hidden_size: int, rank: int, *, with_blank: bool) -> None:
         super().__init__()
-        self.from_slot = nn.Linear(slot_width, rank)
+        self.from_slot = nn.Linear(hidden_size, rank)
         self.from_context = nn.Linear(hidden_size, rank, bias=False)
         self.to_state = nn.Linear(rank, hidden_size, bias=False)
         nn.init.zeros_(self.to_state.weight)

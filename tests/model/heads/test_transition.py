@@ -48,7 +48,7 @@ class Case:
         self.T, self.V, self.labels, self.words = T, V, torch.tensor([labels]), Words(V)
         self.states = torch.randn(1, T, D, dtype=torch.float64, requires_grad=True)
         self.blank = torch.randn(1, T, dtype=torch.float64, requires_grad=True) if with_blank else None
-        self.transition = Transition(5, D, RANK, with_blank=with_blank).double()
+        self.transition = Transition(D, RANK, with_blank=with_blank).double()
         for p in self.transition.parameters():
             p.data.normal_()
         self.slot_NTR = torch.randn(1, T, RANK, dtype=torch.float64, requires_grad=True)
