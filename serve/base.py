@@ -18,8 +18,8 @@ from ctcdraft.model.load.pretrained import own_eos_ids, usable_context
 
 def base_of(target: Any, path: str, length: int, option: str) -> Base:
     """Of a model that an engine has loaded from that folder or Hub name, and serves with contexts of that length, set
-    by that option. It embeds and makes logits with the engine's tensors, which may have rows more than the vocabulary,
-    and cannot read, since its layers are on the device `meta`. Raises ValueError where a head cannot draft for it."""
+    by that option. It embeds and makes logits, with the vocabulary's rows alone, and cannot read: its layers are on the
+    device `meta`. Raises ValueError where a head cannot draft for it."""
     decoder: Any = getattr(target, "model", None)
     names = ("embed_tokens", "embedding", "embed_in")  # but for gpt-oss and GPT-NeoX the first
     embedding = next((getattr(decoder, name) for name in names if hasattr(decoder, name)), None)

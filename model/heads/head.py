@@ -1,8 +1,8 @@
 """What all heads are: `Head`, and `OnePassHead` for those that fill all slots in one forward.
 
 At position t the base has produced hidden state h_t and the root x_{t+1}; a head fills T slots from which
-a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positions, N anchors, T slots,
-D hidden size of the base, S positions with keys and values, Q slots of all anchors of a row.
+a lattice over x_{t+2}, x_{t+3}, ... follows. Shape suffixes: B batch, L positions, N anchors, T slots, U labels,
+V vocabulary, R rank, X draft tokens, or of states what `Base.hidden` gives, D hidden size of the base.
 """
 
 from abc import ABC, abstractmethod

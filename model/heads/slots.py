@@ -26,8 +26,7 @@ RARE_BLANK = -2.0  # log-odds that the blank begins with
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ParallelConfig(HeadConfig):
-    """layers: see last_layers.py; where the base's class cannot run them alone, as many blocks in which slots see each
-    other. transition, rank: see transition.py."""
+    """layers: see last_layers.py; transition, rank: see transition.py."""
 
     kind: Literal["parallel"] = "parallel"
     slots: Size = 5  # tokens or blanks per draft; a real base accepts 2 to 4 at a time

@@ -1,8 +1,4 @@
-"""The linear-lse-gather primitive and the prefix lattice, and who computes them.
-
-`reference` (plain torch, the oracle) | `linear_lse` (GEMMs over a reused tile of logits) | `triton_lse` (its pass
-between the GEMMs, fused) | `triton_lattice` (one anchor per lane).
-"""
+"""The linear-lse-gather primitive and the prefix lattice, and who computes them."""
 
 import os
 from importlib.util import find_spec

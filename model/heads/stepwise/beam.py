@@ -7,7 +7,7 @@ the likeliest nodes of the last depth. Training is unrolled on a head's own stat
 
 Shape suffixes: B batch, L positions, A anchors of a row (padded), N anchors, T passes, U labels, S entries attended to,
 Q rows of one pass, W of them of one anchor, C children of a node, X nodes of one depth, or of states what `Base.hidden`
-gives, K all nodes, D hidden size of the base, E what a state holds, F an embedded token.
+gives, K all nodes, E what a state holds, F an embedded token.
 """
 
 from abc import abstractmethod
