@@ -26,8 +26,7 @@ _kept: dict[torch.dtype, Tensor] = {}
 
 
 class LinearLseGather(torch.autograd.Function):
-    """(hidden, weight, index, exponentials) -> lse [M] and logits [M, K] at `index`, float32 or wider. Differentiable
-    once. The last is `exponentials_`, this one or Triton's."""
+    """See `kernels.linear_lse_gather`. exponentials: `exponentials_`, this one or Triton's."""
 
     @staticmethod
     def forward(

@@ -34,7 +34,7 @@ def exponentials_kernel(z_ptr, peak_ptr, total_ptr, V, stride, WIDE: tl.constexp
 
 
 def exponentials_(z_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit and its sum of exp(z - largest), in float32 or wider; z becomes exp(z - largest)."""
+    """See `linear_lse.exponentials_`."""
     R, V = z_RV.shape
     wide = torch.promote_types(z_RV.dtype, torch.float32)
     peak_R, total_R = z_RV.new_empty(2, R, dtype=wide)
