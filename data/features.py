@@ -149,13 +149,13 @@ class FeatureStore:
         what = f"hidden states of {self.base.hidden_size} numbers"
         if self.attended is not None:
             what += f" and {self.attended.size} of the layers that the head copies"
-        needed = f"{left / 2**30:.2f} GB for {what} at {len(self.corpus.ids):,} positions"
+        needed = f"{_gigabytes(left)} for {what} at {len(self.corpus.ids):,} positions"
         if left > free:
             raise ValueError(
-                f"data.features=bf16 needs {needed}, and {self.folder.parent} has {free / 2**30:.2f} GB free: make "
-                "room, name another disk as cache_dir, or leave data.features out"
+                f"data.features=bf16 needs {needed}, and {self.folder.parent} has {_gigabytes(free)} free: make room, "
+                "name another disk as cache_dir, or leave data.features out"
             )
-        return f"{needed}; {free / 2**30:.2f} GB are free"
+        return f"{needed}; {_gigabytes(free)} are free"
 
     def fill(self) -> None:
         """Store what is missing (long: the base reads every sequence). Any number of processes may do so at once;
@@ -165,9 +165,7 @@ class FeatureStore:
         total = len(self.corpus.ids)
         with tqdm(total=total, desc="base states", unit="token", unit_scale=True, disable=self.done) as bar:
             firsts = range(0, len(self.corpus), self.shard)
-            manifest = json.dumps(self.facts, indent=1).encode()
-            finish = partial(write_atomically, self.folder / MANIFEST, manifest)
-            share_out(self.folder, lambda: firsts, partial(self._store, bar), finish)
+            share_out(self.folder, lambda: firsts, partial(self._store, bar), self._write_manifest)
 
     def open(self) -> Features:
         """The stored hidden states. Raises ValueError where they are damaged, or not this base's on this data."""
@@ -186,6 +184,13 @@ class FeatureStore:
             bar.update(len(hidden_LX))
         write_atomically(path, save(shard_tensors([found[i] for i in range(len(shard))])))
 
+    def _write_manifest(self) -> None:
+        write_atomically(self.folder / MANIFEST, json.dumps(self.facts, indent=1).encode())
+
 
 def _checksum(stored: Tensor) -> int:
     return zlib.crc32(stored.contiguous().view(torch.uint8).numpy().data)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GB"
