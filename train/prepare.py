@@ -109,14 +109,14 @@ class _Preparation:
         self.base, self.config, self.seed, self.folder = base, config, seed, folder
         self.work = work_folder(folder)
         self._unanswered: dict[int, Account] = {}
-        self._there: dict[int, Path] = {}  # who joins them has come by all: no listing of a disk is relied on
+        self._there: set[int] = set()  # shards; who joins them has come by all: no listing of a disk is relied on
 
     def add(self, number: int, shard: Shard) -> None:
         """Fill the folder of a shard, unless it is there, or a server has left turns unanswered that it may yet answer:
         what it has answered is kept. Raises ValueError where the server is dead."""
-        target, account = self.work / f"{number:05}", shard.account
+        target, account = self._folder(number), shard.account
         if target.is_dir():
-            self._there[number] = target
+            self._there.add(number)
             return
         examples: dict[str, list[Example]] = {}
         with closing(Journal(target.with_name(f"{target.name}.journal"))) as journal:
@@ -137,12 +137,15 @@ class _Preparation:
                 save_corpus(fresh / f"{split}.safetensors", found)
             (fresh / ACCOUNT).write_text(json.dumps(vars(account)))
         journal.path.unlink()
-        self._there[number] = target
+        self._there.add(number)
+
+    def _folder(self, number: int) -> Path:
+        return self.work / f"{number:05}"
 
     @property
     def _shards(self) -> list[Path]:
         """The folders of the shards that are there, in order."""
-        return [folder for _, folder in sorted(self._there.items())]
+        return [*map(self._folder, sorted(self._there))]
 
     def _accounts(self) -> Iterator[Account]:
         """Theirs, one in memory at a time."""

@@ -17,6 +17,7 @@ from ctcdraft.data.sources import RowError, read_mixture, read_rows
 
 GENERATED_ROWS = 1800
 LEARNT = ("train", "dev")
+SPLITS = (*LEARNT, "heldout")
 ASKED_CHARACTERS = 4000  # of a row's user turns, kept to be compared with the evaluation questions
 
 
@@ -79,7 +80,7 @@ class Account:
 class Shard:
     """Rows that are worked on together: what can be used of them, by split, and their account so far."""
 
-    splits: dict[str, list[Record]] = field(default_factory=lambda: {split: [] for split in (*LEARNT, "heldout")})
+    splits: dict[str, list[Record]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     account: Account = field(default_factory=Account)
 
 
