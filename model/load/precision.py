@@ -66,5 +66,8 @@ def bf16_speedup() -> float:
 
 
 def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()  # x86 Linux alone comes here
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
