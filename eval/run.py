@@ -169,7 +169,7 @@ def generate_rate(base: Base, questions: Sequence[Question], config: BenchConfig
     for question in questions[:GENERATE_TURNS]:
         with suppress(RowError):
             prompts.append(question.prompt_after(base))
-    for number, prompt in enumerate([*prompts[:1], *prompts]):
+    for number, prompt in enumerate(tqdm([*prompts[:1], *prompts], "transformers' generate", unit="answer")):
         ids, room = torch.tensor([prompt], device=base.device), base.context_length - len(prompt)
         start = time.perf_counter()
         out = base.model.generate(
