@@ -22,7 +22,7 @@ from ctcdraft.data.template import with_template_args
 from ctcdraft.eval.report import markdown_table, speedup_of
 from ctcdraft.launch.cli import options_in, run
 from ctcdraft.launch.pipeline import load
-from ctcdraft.launch.schema import BasePath, DecodeEntry, EvalEntry, RunsEntry, TrainEntry, defaults_of
+from ctcdraft.launch.schema import BasePath, DecoderChoice, EvalEntry, RunsEntry, TrainEntry, defaults_of
 from ctcdraft.model.base.llm import Base
 from ctcdraft.model.export import export_head, head_folder, read_config, trained_head
 from ctcdraft.model.folders import claimed, digest_of, write_atomically
@@ -238,7 +238,7 @@ def summarise(folder: Path, config: TrainEntry, state: TrainState, results: dict
 # -- heads that are chosen by run or by folder ---------------------------------------------------------------
 
 
-def chosen_heads(choice: DecodeEntry) -> tuple[Base, dict[str, Path], Path | None]:
+def chosen_heads(choice: DecoderChoice) -> tuple[Base, dict[str, Path], Path | None]:
     """The base, the folder of each chosen head under its label, and the prepared data of their runs.
 
     Raises ValueError where two heads have one label, the base is not said, a head is neither here nor on the Hub, or

@@ -117,8 +117,8 @@ class HeadChoice(RunChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeEntry(HeadChoice):
-    """What drafts with a head in our own decoder."""
+class DecoderChoice(HeadChoice):
+    """A head, and how our own decoder drafts with it."""
 
     draft: DraftConfig
     data: ChatOptions = ChatOptions()
@@ -128,7 +128,7 @@ class DecodeEntry(HeadChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalEntry(DecodeEntry):
+class EvalEntry(DecoderChoice):
     """launch/eval.py (conf/eval.yaml)."""
 
     bench: BenchConfig
@@ -148,7 +148,7 @@ class EvalEntry(DecodeEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatEntry(DecodeEntry, Sampling):
+class ChatEntry(DecoderChoice, Sampling):
     """launch/chat.py (conf/chat.yaml)."""
 
     prompt: str | None = None  # one question, answered and done; null: a conversation
@@ -156,7 +156,7 @@ class ChatEntry(DecodeEntry, Sampling):
     max_new_tokens: PositiveInt = 512  # per answer
 
     def __post_init__(self) -> None:
-        DecodeEntry.__post_init__(self)
+        DecoderChoice.__post_init__(self)
         Sampling.__post_init__(self)
 
 

@@ -87,7 +87,7 @@ def generate_with(
     first = int(torch.randint(2**62, ())) if seed is None else seed
     seeds = [first + number for number in range(len(prompts))]
     stop = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
-    neutral: dict[str, Any] = {"repetition_penalty": 1.0}  # what None is, said in a call
+    neutral: dict[str, Any] = {"repetition_penalty": 1.0}  # what None stands for
     if config.do_sample:
         neutral |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     asked = {name: getattr(config, name) for name in neutral}

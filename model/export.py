@@ -149,9 +149,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
         head_config(config["head"])
-        fits = config["format"] == FORMAT and {"name", "config", "tokenizer", "lm_head"} <= config["base"].keys()
-        if not (fits and isinstance(config["training"], dict) and len(config["sha256"]) == 64):
-            raise ValueError("its fields are others")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder}/config.json is not that of an exported head: export it again") from error
+        good = config["format"] == FORMAT and {"name", "config", "tokenizer", "lm_head"} <= config["base"].keys()
+        good = good and isinstance(config["training"], dict) and len(config["sha256"]) == 64
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise ValueError(f"{folder}/config.json is not that of an exported head: export it again")
     return config

@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ def _shared_store() -> dist.Store:
         return dist.HashStore()
     host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=DEAD_SECONDS)
     mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if rank() == 0 else None
-    port = from_rank_zero(lambda: mine.port if mine else 0)
+    port = from_rank_zero(lambda: cast(dist.TCPStore, mine).port)
     return mine or dist.TCPStore(host, port, is_master=False, timeout=wait)
 
 

@@ -191,16 +191,15 @@ def wandb_run(folder: Path, name: str, config: LoggerConfig, settings: Mapping[s
             "config": masked(dict(settings)),
             "settings": wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
         }
-        if config.mode == "wandb" and known.mode in OFFLINE:
-            print("W&B: logging offline, as it was told to; `wandb sync` uploads it later", flush=True)
-        elif config.mode == "wandb" and not has_key(known):
-            print("W&B: no key found, logging offline; `wandb sync` uploads it later", flush=True)
-        elif config.mode == "wandb":
+        if config.mode == "wandb" and known.mode not in OFFLINE and has_key(known):
             try:
                 return Wandb(wandb.init(**run, mode="online", resume="allow"))
             except Exception as error:  # no network, or a wrong key
                 print(f"W&B: cannot go online ({first_line(error)}), logging offline", flush=True)
                 wandb.teardown()  # its process goes on trying, and would call the run's id one in use
+        elif config.mode == "wandb":
+            why = "it was told to stay offline" if known.mode in OFFLINE else "no key found"
+            print(f"W&B: {why}, logging offline; `wandb sync` uploads it later", flush=True)
         return Wandb(wandb.init(**run, mode="offline"))
     except Exception as error:  # a wrong setting, a full disk: the training matters more
         print(f"W&B: not used ({first_line(error)}), {folder / 'metrics.jsonl'} has the figures", flush=True)
